@@ -1,0 +1,17 @@
+"""From a LightningModule to stages: find its blocks, decide where to cut, cut."""
+
+from lightning_swarm.partition.blocks import Blocks, find_blocks
+from lightning_swarm.partition.policy import balanced, named
+from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, cut, parameter_costs
+
+__all__ = [
+    "Blocks",
+    "StageModule",
+    "StageSpec",
+    "TensorSpec",
+    "balanced",
+    "cut",
+    "find_blocks",
+    "named",
+    "parameter_costs",
+]
