@@ -67,7 +67,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return _NumberedFuture(loop=self)
 
     def run_in_executor(
-        self, executor: object, func: Callable[[Unpack[_Args]], _T], *args: *_Args
+        self, _executor: object, func: Callable[[Unpack[_Args]], _T], *args: *_Args
     ) -> asyncio.Future[_T]:
         """Run `func` now, in this thread: it takes no virtual time."""
         future: asyncio.Future[_T] = self.create_future()
@@ -126,7 +126,7 @@ class _NumberedTask(asyncio.Task[Any]):
 
 
 def _numbered_task(
-    loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **kwargs: str | Context | None | Mapping[str, Any]
+    loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **kwargs: str | Context | Mapping[str, Any] | None
 ) -> asyncio.Task[Any]:
     return _NumberedTask(coro, loop=loop, **kwargs)
 

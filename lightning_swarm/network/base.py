@@ -1,0 +1,227 @@
+"""What all transports have in common: registered methods, deadlines, self-calls, counting, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Final, TypeVar
+
+from lightning_swarm.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    SwarmError,
+    Unreachable,
+    from_wire,
+    to_wire,
+)
+from lightning_swarm.network import (
+    MAX_STREAM_BYTES,
+    CallHandler,
+    Message,
+    PeerId,
+    StreamHandler,
+    Traffic,
+    Transport,
+)
+from lightning_swarm.network.exchange import Channel, Endpoint, answer_to, check_answer
+from lightning_swarm.network.framing import Head, Kind, check_outgoing, decode, encode, encode_error
+
+_T = TypeVar("_T")
+
+MAX_RECORD_BYTES: Final = 64 << 10
+"""Longest value of an announcement."""
+
+MAX_RECORD_TTL_S: Final = 86_400.0
+"""Longest life of an announcement: what claims to live longer is malformed."""
+
+
+class BaseTransport(Transport):
+    """A transport but for the wire, which is `_send_call` and `_send_stream`."""
+
+    def __init__(self, peer_id: PeerId) -> None:
+        self.traffic = Traffic()
+        self._peer_id = peer_id
+        self._closed = False
+        self._call_handlers: dict[str, CallHandler] = {}
+        self._stream_handlers: dict[str, tuple[StreamHandler, int]] = {}
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._serving: set[asyncio.Task[Any]] = set()
+        # 0 is the answer to what could not be understood.
+        self._exchange_ids = itertools.count(1)
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This peer."""
+        return self._peer_id
+
+    def handle_call(self, method: str, handler: CallHandler) -> None:
+        """See `Transport`."""
+        _check_unregistered(method, self._call_handlers)
+        self._call_handlers[method] = handler
+
+    def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+        """See `Transport`."""
+        _check_unregistered(method, self._stream_handlers)
+        self._stream_handlers[method] = (handler, max_bytes)
+
+    async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """See `Transport`."""
+        async with self._deadline(peer, method, timeout):
+            if peer == self._peer_id:
+                return (await self._ask_self(Kind.CALL, method, Message(body), 0)).body
+            exchange_id = next(self._exchange_ids)
+            request = b"".join(encode(Kind.CALL, exchange_id, method, Message(body)))
+            self.traffic.sent_bytes[peer, method] += len(request)
+            answer = await self._send_call(peer, method, request)
+            self.traffic.received_bytes[peer, method] += len(answer)
+            head = decode(answer)
+            check_answer(head, exchange_id, method)
+            return head.body
+
+    async def stream(
+        self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    ) -> Message:
+        """See `Transport`."""
+        async with self._deadline(peer, method, timeout):
+            if peer == self._peer_id:
+                return await self._ask_self(Kind.STREAM, method, message, max_bytes)
+            return await self._send_stream(peer, method, message, max_bytes)
+
+    @abstractmethod
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+        """Carry an encoded call to `peer` and its encoded answer back. Breaks with `Unreachable`."""
+
+    @abstractmethod
+    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+        """Carry a message with tensors to `peer` and the answer back. Breaks with `Unreachable`."""
+
+    async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
+        """The answer to an encoded call."""
+        method = ""
+        try:
+            head = decode(request)
+            _, respond = self._find(caller, head)
+            method = head.method
+            answer = b"".join(await answer_to(head, respond, Message(head.body)))
+        except ProtocolError as error:
+            answer = b"".join(encode_error(0, error))
+        self.traffic.received_bytes[caller, method] += len(request)
+        self.traffic.sent_bytes[caller, method] += len(answer)
+        return answer
+
+    def _find(self, caller: PeerId, head: Head) -> Endpoint:
+        """Who answers a request."""
+        if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
+
+            async def respond(message: Message) -> Message:
+                return Message(await on_call(caller, message.body))
+
+            return 0, respond
+        if head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
+            on_stream, max_bytes = entry
+            return max_bytes, lambda message: on_stream(caller, message)
+        raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
+
+    async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
+        """Run the handler here, under the limits that hold for others."""
+        head = _describe(kind, method, message)
+        max_request_bytes, respond = self._find(self._peer_id, head)
+        head.check_size(max_request_bytes)
+        try:
+            answer = await respond(message)
+        except SwarmError:
+            raise
+        except Exception as error:
+            raise from_wire(*to_wire(error)) from error
+        _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
+        return answer
+
+    def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
+        """Book what went over a channel since the last time."""
+        sent_bytes, received_bytes = channel.take_counts()
+        if sent_bytes:
+            self.traffic.sent_bytes[peer, method] += sent_bytes
+        if received_bytes:
+            self.traffic.received_bytes[peer, method] += received_bytes
+
+    def _count_served(self, caller: PeerId, method: str, channel: Channel) -> None:
+        # Names that strangers make up share one entry, or they could fill the memory.
+        known = method in self._call_handlers or method in self._stream_handlers
+        self._count(caller, method if known else "", channel)
+
+    @asynccontextmanager
+    async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[None]:
+        """Bound an exchange in time; also what ends it if this transport closes."""
+        if self._closed:
+            raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
+        limit = asyncio.timeout(timeout)
+        try:
+            async with limit:
+                self._deadlines.add(limit)
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if self._closed:
+                raise Unreachable(f"The transport was closed during `{method}` to {peer}.") from None
+            raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
+        finally:
+            self._deadlines.discard(limit)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Serve in a task that `close` ends."""
+        task = asyncio.create_task(coroutine)
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        return task
+
+    @contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Make the running task one that `close` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            yield
+        finally:
+            self._serving.discard(task)
+
+    def _break_off(self) -> None:
+        """End all exchanges under way, on both sides, and allow no new ones."""
+        self._closed = True
+        now_s = asyncio.get_running_loop().time()
+        for limit in self._deadlines:
+            if not limit.expired():
+                limit.reschedule(now_s)
+        for task in self._serving:
+            task.cancel()
+
+    async def _wait_until_served(self) -> None:
+        """Await the tasks that `_break_off` cancelled. A handler may be the one that closes its transport."""
+        others = self._serving - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+
+
+def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:
+    if method in handlers:
+        raise ConfigError(f"`{method}` has a handler already; a method is registered once. Choose another name.")
+
+
+def _describe(kind: Kind, method: str, message: Message) -> Head:
+    """The head that `message` would have on the wire."""
+    check_outgoing(method, message)
+    payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in message.tensors)
+    return Head(kind, 0, method, message.body, (), payload_bytes)
+
+
+def check_record(key: str, value: bytes, ttl_s: float) -> None:
+    """Refuse an announcement that others would leave out."""
+    if len(value) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"An announcement has at most {MAX_RECORD_BYTES} bytes, got {len(value)} for {key!r}.")
+    if not 0 < ttl_s <= MAX_RECORD_TTL_S:
+        raise ProtocolError(f"An announcement lives up to {MAX_RECORD_TTL_S:g} s, got {ttl_s:g} for {key!r}.")

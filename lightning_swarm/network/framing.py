@@ -1,0 +1,346 @@
+"""The one encoding of a `Message`, and of an error as an answer.
+
+::
+
+    fixed header   magic, version, kind, exchange id, lengths, checksum of the control part, own checksum
+    control part   msgpack: method (or name of the error), body (or its text), dtype and shape per tensor
+    payload        the tensors' raw bytes, one after the other, little endian, without padding
+    end            marker, checksum of the payload
+
+Lengths are checked before memory is allocated, and a tensor reaches the caller only after the end
+marker, so a malformed or broken message changes nothing. Nothing here is ever pickled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import struct
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_swarm.errors import ProtocolError, SwarmError, from_wire, to_wire
+from lightning_swarm.network import MAX_CALL_BYTES, Message
+
+if sys.byteorder != "little":
+    raise ImportError("lightning_swarm sends tensors as they lie in memory, so it runs on little-endian machines only.")
+
+Buffer = bytes | memoryview
+
+MAX_METHOD_CHARS: Final = 256
+MAX_TENSORS: Final = 16_384
+MAX_DIMS: Final = 64
+MAX_ERROR_CHARS: Final = 32_768
+CHUNK_BYTES: Final = 1 << 20
+"""Most payload bytes per write and per read."""
+
+# A spec takes a few dozen bytes, with 64 long dimensions a few hundred.
+_MAX_CONTROL_BYTES: Final = MAX_CALL_BYTES + (1 << 20)
+# Below this size one copy is cheaper than more writes.
+_JOIN_BYTES: Final = 1 << 16
+_MAGIC: Final = b"LSWM"
+_VERSION: Final = 1
+_END: Final = b"LEND"
+# magic, version, kind, reserved, exchange id, control bytes, payload bytes, control checksum; then its own checksum.
+_FIXED: Final = struct.Struct("<4sBBHQIQI")
+_CHECKSUM: Final = struct.Struct("<I")
+_TRAILER: Final = struct.Struct("<4sI")
+HEADER_BYTES: Final = _FIXED.size + _CHECKSUM.size
+TRAILER_BYTES: Final = _TRAILER.size
+
+_DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Kind(enum.IntEnum):
+    """What a message is."""
+
+    CALL = 1
+    STREAM = 2
+    ANSWER = 3
+    ERROR = 4
+
+
+class Reader(Protocol):
+    """What is needed of an `asyncio.StreamReader`."""
+
+    async def readexactly(self, n: int, /) -> bytes:
+        """Exactly `n` bytes, or `asyncio.IncompleteReadError`."""
+        ...
+
+    async def read(self, n: int, /) -> bytes:
+        """At least one and at most `n` bytes; none at the end."""
+        ...
+
+
+class _TensorSpec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMS)]
+
+
+class _Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    method: Annotated[str, msgspec.Meta(max_length=MAX_METHOD_CHARS)]
+    body: Annotated[bytes, msgspec.Meta(max_length=MAX_CALL_BYTES)]
+    tensors: Annotated[tuple[_TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Control)
+
+
+@dataclass(frozen=True)
+class _Fixed:
+    kind: Kind
+    exchange_id: int
+    control_bytes: int
+    payload_bytes: int
+    control_checksum: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """All of a message but its tensors, whose memory is not allocated yet.
+
+    Args:
+        kind: What it is.
+        exchange_id: Chosen by the caller, repeated by the answer.
+        method: The method; of an error, its name.
+        body: The body; of an error, its text.
+        specs: Dtype and shape of each tensor.
+        payload_bytes: Bytes of all tensors.
+    """
+
+    kind: Kind
+    exchange_id: int
+    method: str
+    body: bytes
+    specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+    payload_bytes: int
+
+    def check_size(self, max_bytes: int) -> None:
+        """Refuse more than `max_bytes` of tensors, before any memory is allocated for them."""
+        if self.payload_bytes > max_bytes:
+            raise ProtocolError(
+                f"A message of `{self.method}` brings {self.payload_bytes} bytes of tensors; "
+                f"at most {max_bytes} are taken."
+            )
+
+    def error(self) -> SwarmError:
+        """The error that this message carries."""
+        return from_wire(self.method, self.body.decode(errors="replace"))
+
+
+def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Iterator[Buffer]:
+    """The buffers that make up a message, to be written in order.
+
+    The checks are made at once; the payload is read chunk by chunk, as the buffers are taken, without
+    being copied (unless a tensor is not contiguous).
+
+    Raises:
+        ProtocolError: A tensor cannot travel, or the body, the method or the number of tensors is too large.
+    """
+    check_outgoing(method, message)
+    views = [_to_bytes(tensor) for tensor in message.tensors]
+    specs = tuple(_TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape)) for tensor in message.tensors)
+    control = _encoder.encode(_Control(method, message.body, specs))
+    if len(control) > _MAX_CONTROL_BYTES:
+        raise ProtocolError(
+            f"A message describes itself in {len(control)} bytes, at most {_MAX_CONTROL_BYTES} are taken."
+        )
+    payload_bytes = sum(view.nbytes for view in views)
+    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, 0, exchange_id, len(control), payload_bytes, zlib.crc32(control))
+    buffers = _buffers(fixed + _CHECKSUM.pack(zlib.crc32(fixed)) + control, views)
+    return iter((b"".join(buffers),)) if payload_bytes <= _JOIN_BYTES else buffers
+
+
+def encode_error(exchange_id: int, error: BaseException) -> Iterator[Buffer]:
+    """An error as an answer."""
+    name, text = to_wire(error)
+    return encode(Kind.ERROR, exchange_id, name, Message(text[:MAX_ERROR_CHARS].encode(errors="replace")))
+
+
+def decode(data: bytes) -> Head:
+    """Read a whole message without tensors from `data`.
+
+    Raises:
+        ProtocolError: Malformed, too short, too long, or with tensors.
+    """
+    if len(data) < HEADER_BYTES:
+        raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
+    fixed = _parse_fixed(data[:HEADER_BYTES])
+    end = HEADER_BYTES + fixed.control_bytes
+    if len(data) != end + TRAILER_BYTES or fixed.payload_bytes:
+        raise ProtocolError(f"A message without tensors announces {end + TRAILER_BYTES} bytes but has {len(data)}.")
+    head = _parse_control(fixed, data[HEADER_BYTES:end])
+    _check_trailer(data[end:], 0)
+    return head
+
+
+async def read_head(reader: Reader) -> Head:
+    """Read all of a message but its tensors. `read_tensors` must follow.
+
+    Raises:
+        ProtocolError: Malformed; what follows in the stream is meaningless.
+        asyncio.IncompleteReadError: The stream ended; with ``partial == b""`` if it ended between messages.
+    """
+    fixed = _parse_fixed(await reader.readexactly(HEADER_BYTES))
+    return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
+
+
+async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
+    """Read the tensors that `head` announces into new memory.
+
+    Args:
+        reader: Where `head` came from.
+        head: Its size must have been checked by `Head.check_size`.
+        stall_timeout: Seconds to wait for each chunk; `None` where a deadline is on the whole.
+
+    Raises:
+        ProtocolError: Malformed, or damaged on the way.
+        asyncio.IncompleteReadError: The stream ended too early.
+        TimeoutError: Nothing came for `stall_timeout` seconds.
+    """
+    raw = [torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8) for dtype, shape in head.specs]
+    checksum = 0
+    for buffer in raw:
+        checksum = await _fill(reader, buffer.numpy().data, checksum, stall_timeout)
+    async with asyncio.timeout(stall_timeout):
+        _check_trailer(await reader.readexactly(TRAILER_BYTES), checksum)
+    return tuple(_from_bytes(buffer, dtype, shape) for buffer, (dtype, shape) in zip(raw, head.specs, strict=True))
+
+
+async def _fill(reader: Reader, view: memoryview, checksum: int, stall_timeout: float | None) -> int:
+    at = 0
+    while at < view.nbytes:
+        async with asyncio.timeout(stall_timeout):
+            chunk = await reader.read(min(view.nbytes - at, CHUNK_BYTES))
+        if not chunk:
+            raise asyncio.IncompleteReadError(b"", view.nbytes - at)
+        checksum = zlib.crc32(chunk, checksum)
+        view[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    return checksum
+
+
+def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
+    yield head
+    checksum = 0
+    for view in views:
+        for at in range(0, view.nbytes, CHUNK_BYTES):
+            chunk = view[at : at + CHUNK_BYTES]
+            checksum = zlib.crc32(chunk, checksum)
+            yield chunk
+    yield _TRAILER.pack(_END, checksum)
+
+
+def check_outgoing(method: str, message: Message) -> None:
+    """Raise `ProtocolError` if `message` cannot travel."""
+    if len(method) > MAX_METHOD_CHARS:
+        raise ProtocolError(f"A method's name has at most {MAX_METHOD_CHARS} characters, got {len(method)}.")
+    if len(message.body) > MAX_CALL_BYTES:
+        raise ProtocolError(
+            f"The body of a message of `{method}` may have {MAX_CALL_BYTES} bytes, got {len(message.body)}. "
+            "Send larger things as tensors."
+        )
+    if len(message.tensors) > MAX_TENSORS:
+        raise ProtocolError(
+            f"A message has at most {MAX_TENSORS} tensors, got {len(message.tensors)}. Concatenate some."
+        )
+    for tensor in message.tensors:
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise ProtocolError(
+                f"Dense CPU tensors of {', '.join(_DTYPES)} can travel, got {tensor.dtype} ({tensor.layout}) on "
+                f"{tensor.device}. Convert it first."
+            )
+        if tensor.dim() > MAX_DIMS:
+            raise ProtocolError(f"A tensor has at most {MAX_DIMS} dimensions, got {tensor.dim()}.")
+
+
+def _to_bytes(tensor: Tensor) -> memoryview:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    # torch computes nonsense with a bool that is neither 0 nor 1.
+    if dtype is torch.bool and buffer.numel() and int(buffer.max()) > 1:
+        raise ProtocolError("A bool tensor holds a byte that is neither 0 nor 1.")
+    return buffer.view(dtype).reshape(shape)
+
+
+def _parse_fixed(data: bytes) -> _Fixed:
+    magic, version, kind, reserved, exchange_id, control_bytes, payload_bytes, checksum = _FIXED.unpack_from(data)
+    if magic != _MAGIC:
+        raise ProtocolError("This is no message of lightning_swarm.")
+    if version != _VERSION:
+        raise ProtocolError(
+            f"This peer speaks version {_VERSION} of the protocol, the other side {version}. Use one release."
+        )
+    if _CHECKSUM.unpack_from(data, _FIXED.size)[0] != zlib.crc32(data[: _FIXED.size]):
+        raise ProtocolError("The header of a message is damaged.")
+    if kind not in tuple(Kind) or reserved:
+        raise ProtocolError(f"Unknown kind of message: {kind}, {reserved}.")
+    if control_bytes > _MAX_CONTROL_BYTES:
+        raise ProtocolError(
+            f"A message describes itself in {control_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken."
+        )
+    return _Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum)
+
+
+def _parse_control(fixed: _Fixed, data: bytes) -> Head:
+    if zlib.crc32(data) != fixed.control_checksum:
+        raise ProtocolError("The control part of a message is damaged.")
+    try:
+        control = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ProtocolError(f"The control part of a message is malformed: {error}") from error
+    specs = tuple(map(_parse_spec, control.tensors))
+    payload_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
+    if payload_bytes != fixed.payload_bytes:
+        raise ProtocolError(f"The tensors take {payload_bytes} bytes, the header says {fixed.payload_bytes}.")
+    return Head(fixed.kind, fixed.exchange_id, control.method, control.body, specs, payload_bytes)
+
+
+def _parse_spec(spec: _TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise ProtocolError(f"The dtype of a tensor is one of {', '.join(_DTYPES)}, got {spec.dtype[:32]!r}.")
+    # Strides are products of sizes, also in an empty tensor, and must not overflow.
+    if math.prod(max(size, 1) for size in spec.shape) * dtype.itemsize >= 1 << 62:
+        raise ProtocolError(f"No tensor has the shape {spec.shape}.")
+    return dtype, spec.shape
+
+
+def _check_trailer(data: bytes, checksum: int) -> None:
+    end, claimed = _TRAILER.unpack(data)
+    if end != _END:
+        raise ProtocolError("A message lacks its end marker.")
+    if claimed != checksum:
+        raise ProtocolError("The tensors of a message are damaged.")

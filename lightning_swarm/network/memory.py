@@ -1,0 +1,294 @@
+"""The network in one process: the twin of `network/hivemind/`, for tests, on any loop.
+
+It sends through the real framing with checksums, so a message is copied, counted and checked as on a
+real network. On a `VirtualLoop` a run repeats exactly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final
+
+from lightning_swarm.errors import Unreachable
+from lightning_swarm.network import Directory, Message, PeerId
+from lightning_swarm.network.base import BaseTransport, check_record
+from lightning_swarm.network.exchange import Channel, ask, serve
+from lightning_swarm.network.framing import Buffer, Kind
+
+_PIPE_BYTES: Final = 1 << 20
+
+
+class MemoryNetwork:
+    """All the wires between some peers, and what can happen to them.
+
+    Args:
+        latency_s: How long each request and each answer is on its way.
+    """
+
+    def __init__(self, *, latency_s: float = 0.0) -> None:
+        self._latency_s = latency_s
+        self._peers: dict[PeerId, MemoryTransport] = {}
+        self._frozen: dict[PeerId, asyncio.Event] = {}
+        self._wires: dict[_Wire, None] = {}
+        self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
+        self._numbers = itertools.count(1)
+
+    def transport(self, name: str | None = None) -> MemoryTransport:
+        """A new peer. Its `peer_id` is `name`; one that was killed or closed may return under its name."""
+        number = next(self._numbers)
+        peer_id = PeerId(name or f"peer-{number}")
+        if peer_id in self._peers:
+            raise ValueError(f"There is a live peer {peer_id!r} already.")
+        self._peers[peer_id] = transport = MemoryTransport(self, peer_id, number)
+        return transport
+
+    def directory(self, transport: MemoryTransport) -> MemoryDirectory:
+        """The directory as this peer sees it."""
+        return MemoryDirectory(self, transport)
+
+    def kill(self, peer: PeerId) -> None:
+        """End a peer as `kill -9` does: all that it does and all that is done with it breaks off."""
+        self._peers[peer].die()
+
+    def freeze(self, peer: PeerId) -> None:
+        """Let nothing reach or leave a peer until `thaw`; nothing breaks either."""
+        self._frozen.setdefault(peer, asyncio.Event())
+
+    def thaw(self, peer: PeerId) -> None:
+        """Let a frozen peer go on. What was sent to it arrives."""
+        if thawed := self._frozen.pop(peer, None):
+            thawed.set()
+
+    def is_frozen(self, peer: PeerId) -> bool:
+        """Whether `freeze` holds."""
+        return peer in self._frozen
+
+    def find(self, peer: PeerId) -> MemoryTransport:
+        """A live peer.
+
+        Raises:
+            Unreachable: There is none of this name.
+        """
+        if peer not in self._peers:
+            raise Unreachable(f"No connection to {peer}: there is no such peer.")
+        return self._peers[peer]
+
+    async def depart(self, _sender: PeerId, _receiver: PeerId) -> None:
+        """Hold a message back for as long as it takes to get from one peer to the other."""
+        await asyncio.sleep(self._latency_s)
+
+    async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
+        """Take one buffer across. All bytes between peers come through here: the place for faults.
+
+        Raises:
+            ConnectionError: Either of the two is gone.
+        """
+        for peer in (sender, receiver):
+            while peer in self._frozen:
+                await self._frozen[peer].wait()
+        for peer in (sender, receiver):
+            if peer not in self._peers:
+                raise ConnectionResetError(f"{peer} is gone")
+        return bytes(buffer)
+
+    def records(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
+        """Who announced what under `key`, and until when."""
+        return self._records.setdefault(key, {})
+
+    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _Wire:
+        """A new wire in one direction. It breaks if either end goes."""
+        wire = _Wire(self, sender, receiver)
+        self._wires[wire] = None
+        return wire
+
+    def drop_wire(self, wire: _Wire) -> None:
+        """Forget a wire that has been closed."""
+        self._wires.pop(wire, None)
+
+    def remove(self, peer: PeerId) -> None:
+        """Take a peer off the network: wires to it break, in both directions."""
+        self._peers.pop(peer, None)
+        self.thaw(peer)
+        for wire in tuple(self._wires):
+            if peer in (wire.sender, wire.receiver):
+                wire.break_off()
+
+
+class _Wire(asyncio.ReadTransport):
+    """Bytes in one direction, with bounded room: the read end is an `asyncio.StreamReader`."""
+
+    def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
+        super().__init__()
+        self.sender, self.receiver = sender, receiver
+        self.reader = asyncio.StreamReader(limit=_PIPE_BYTES, loop=asyncio.get_running_loop())
+        self.reader.set_transport(self)
+        self._network = network
+        self._room = asyncio.Event()
+        self._room.set()
+        self._broken = False
+        self._departed = False
+
+    def pause_reading(self) -> None:
+        """The reader is full."""
+        self._room.clear()
+
+    def resume_reading(self) -> None:
+        """The reader has room again."""
+        self._room.set()
+
+    async def write(self, buffer: Buffer) -> None:
+        """Bring one buffer to the other end, and wait for room for the next."""
+        if not self._departed:
+            self._departed = True
+            await self._network.depart(self.sender, self.receiver)
+        data = await self._network.carry(self.sender, self.receiver, buffer)
+        if not self._broken:
+            self.reader.feed_data(data)
+        # Without this a reader that keeps up would only ever see complete messages.
+        await asyncio.sleep(0)
+        await self._room.wait()
+        if self._broken:
+            raise ConnectionResetError("the wire broke")
+
+    def hang_up(self) -> None:
+        """End it in order: what is underway arrives, then the reader sees the end."""
+        if not self._broken:
+            self._broken = True
+            self.reader.feed_eof()
+        self._room.set()
+        self._network.drop_wire(self)
+
+    def break_off(self) -> None:
+        """End it as a dying peer does."""
+        self._broken = True
+        self.reader.set_exception(ConnectionResetError("the peer is gone"))
+        self._room.set()
+        self._network.drop_wire(self)
+
+
+class MemoryTransport(BaseTransport):
+    """A peer of a `MemoryNetwork`, which makes it."""
+
+    def __init__(self, network: MemoryNetwork, peer_id: PeerId, number: int) -> None:
+        super().__init__(peer_id)
+        self._network = network
+        self._address = f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id}"
+
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """See `Transport`. Peers of one network reach each other anyway."""
+        for address in addresses:
+            self._network.find(PeerId(address.rpartition("/p2p/")[2]))
+
+    async def addresses(self) -> tuple[str, ...]:
+        """See `Transport`."""
+        return (self._address,)
+
+    async def close(self) -> None:
+        """See `Transport`."""
+        self.die()
+        await self._wait_until_served()
+
+    def die(self) -> None:
+        """Stop at once, without waiting for anything."""
+        if not self._closed:
+            self._network.remove(self._peer_id)
+            self._break_off()
+
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+        network = self._network
+        network.find(peer)
+        try:
+            await network.depart(self._peer_id, peer)
+            arrived = bytes(await network.carry(self._peer_id, peer, request))
+            answer = await network.find(peer).answer_call(self._peer_id, arrived)
+            await network.depart(peer, self._peer_id)
+            return bytes(await network.carry(peer, self._peer_id, answer))
+        except ConnectionError as error:
+            raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
+
+    async def answer_call(self, caller: PeerId, request: bytes) -> bytes:
+        """Answer an encoded call in a task of this peer, so that it ends with this peer.
+
+        Raises:
+            ConnectionError: This peer died or closed.
+        """
+        serving = self._spawn(self._serve_call(caller, request))
+        try:
+            await asyncio.wait({serving})
+        except asyncio.CancelledError:
+            serving.cancel()
+            raise
+        if serving.cancelled():
+            raise ConnectionResetError(f"{self._peer_id} is gone")
+        return serving.result()
+
+    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+        remote = self._network.find(peer)
+        request = self._network.connect_wire(self._peer_id, peer)
+        answer = self._network.connect_wire(peer, self._peer_id)
+        channel = Channel(answer.reader, request.write)
+        remote.accept(self._peer_id, request, answer)
+        try:
+            return (await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes))[0]
+        finally:
+            _hang_up(request, answer)
+            self._count(peer, method, channel)
+
+    def accept(self, caller: PeerId, request: _Wire, answer: _Wire) -> None:
+        """Serve what comes over a new pair of wires."""
+
+        async def serve_wires() -> None:
+            channel = Channel(request.reader, answer.write)
+            try:
+                await serve(
+                    channel, partial(self._find, caller), partial(self._count_served, caller), idle_timeout=60.0
+                )
+            finally:
+                _hang_up(request, answer)
+
+        self._spawn(serve_wires())
+
+
+def _hang_up(*wires: _Wire) -> None:
+    for wire in wires:
+        wire.hang_up()
+
+
+class MemoryDirectory(Directory):
+    """A directory that is up to date at once. A frozen peer sees what it announced itself."""
+
+    def __init__(self, network: MemoryNetwork, transport: MemoryTransport) -> None:
+        self._network = network
+        self._peer_id = transport.peer_id
+        self._closed = False
+
+    async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:
+        """See `Directory`."""
+        check_record(key, value, ttl_s)
+        await self._network.depart(self._peer_id, self._peer_id)
+        self._check_open()
+        if self._network.is_frozen(self._peer_id):
+            raise Unreachable(f"No other peer stored what {self._peer_id} announced under {key!r}.")
+        self._network.records(key)[self._peer_id] = (value, asyncio.get_running_loop().time() + ttl_s)
+
+    async def read(self, key: str) -> Mapping[PeerId, bytes]:
+        """See `Directory`."""
+        await self._network.depart(self._peer_id, self._peer_id)
+        self._check_open()
+        records, now_s = self._network.records(key), asyncio.get_running_loop().time()
+        for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= now_s]:
+            del records[peer]
+        alone = self._network.is_frozen(self._peer_id)
+        return {peer: value for peer, (value, _) in records.items() if not alone or peer == self._peer_id}
+
+    async def close(self) -> None:
+        """See `Directory`. What was announced stays until it expires."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unreachable("This peer has left the directory.")
+        self._network.find(self._peer_id)
