@@ -1,0 +1,69 @@
+# Everything runs from .venv, which the first target that needs it creates. Another interpreter: make PYTHON=python3.12 ...
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CACHE := $(CURDIR)/$(VENV)/.cache
+# Only the folders that exist: git keeps no empty ones.
+CODE := $(wildcard lightning_swarm tests examples benchmarks)
+
+export RUFF_CACHE_DIR := $(CACHE)/ruff
+export MYPY_CACHE_DIR := $(CACHE)/mypy
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fmt lint type docs bench clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1	\2/p' Makefile | expand -t 12
+
+demo: $(STAMP) ## train a small GPT on a swarm of four local peers, then without one, and compare (a few minutes)
+	@$(BIN)/python examples/bytes/demo.py $(ARGS)
+
+# One thread per process: where several peers share the cores, threads that outnumber them wait for each other.
+test: $(STAMP) ## run the tests; some of them: make test ARGS="tests/unit -k router"
+	@echo "== test"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o cache_dir=$(CACHE)/pytest $(ARGS)
+
+# One after the other, also under -j: the cheap ones first, and their output apart.
+check: ## lint, type and test: what has to pass before a change is merged
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory type
+	@$(MAKE) --no-print-directory test
+
+fmt: $(STAMP) ## format the code and mend what can be mended safely
+	@$(BIN)/ruff check --fix-only --quiet $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+lint: $(STAMP) ## check format, style, and which way imports go
+	@echo "== lint"
+	@$(BIN)/ruff format --check --quiet $(CODE) || { echo "Some files are not formatted: make fmt" >&2; exit 1; }
+	@$(BIN)/ruff check $(CODE)
+	@PYTHONPATH=. $(BIN)/lint-imports --cache-dir $(CACHE)/import-linter > $(VENV)/imports.txt || { cat $(VENV)/imports.txt; exit 1; }
+	@grep '^Contracts:' $(VENV)/imports.txt
+
+type: $(STAMP) ## check the types
+	@echo "== type"
+	@$(BIN)/mypy
+
+docs: ## build the documentation
+	@echo "There is no documentation to build yet; README.md is all there is."
+
+bench: ## run the benchmarks
+	@echo "There are no benchmarks yet."
+
+clean: ## remove what make made: .venv, runs/ (with its checkpoints), caches
+	@rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an installation that broke off is done again.
+$(STAMP): pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "lightning_swarm needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." >&2; \
+		echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "== installing into $(VENV) (the first time takes some minutes)"
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu it comes with the package python3-venv." >&2; exit 1; }
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c .ci/constraints.txt -e '.[dev,demo]'
+	@touch $@
