@@ -1,0 +1,163 @@
+"""The same training twice, on a swarm of four local peers and in one process, and how far the two are apart.
+
+Ends with text that the swarm's checkpoint writes in a plain process, and with a picture of both loss curves.
+"""
+
+import argparse
+import csv
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+HERE = Path(__file__).resolve().parent
+PROMPT = b"def "
+# How long an interrupted run may take to say goodbye to its peers.
+GRACE_S = 15.0
+# The curves are float32; nothing smaller can be told from zero.
+RESOLUTION = 1e-8
+
+
+def train(title: str, out: Path, *options: str) -> None:
+    """Run train.py in a process of its own, on this terminal.
+
+    Raises:
+        RuntimeError: It failed.
+    """
+    print(f"\n== {title}", flush=True)
+    command = [sys.executable, str(HERE / "train.py"), "--out", str(out), *options]
+    begin_s = time.monotonic()
+    child = subprocess.Popen(command)
+    try:
+        status = child.wait()
+    except BaseException as reason:
+        # The terminal sends Ctrl-C to the child as well; any other reason to stop it has not heard of.
+        if not isinstance(reason, KeyboardInterrupt):
+            child.terminate()
+        try:
+            child.wait(GRACE_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            child.kill()
+            child.wait()
+        raise
+    if status != 0:
+        raise RuntimeError(f"The run ended with status {status}: {' '.join(command)}")
+    print(f"   {time.monotonic() - begin_s:.0f} s in all, start included", flush=True)
+
+
+def read_curve(out: Path) -> dict[int, float]:
+    """Training loss by step, as the CSVLogger wrote it."""
+    with (out / "metrics.csv").open(newline="") as file:
+        return {int(row["step"]): float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]}
+
+
+def relative_differences(swarm: dict[int, float], plain: dict[int, float]) -> list[float]:
+    """Of each step, in order.
+
+    Raises:
+        RuntimeError: The curves do not have the same steps.
+    """
+    if not plain or swarm.keys() != plain.keys():
+        raise RuntimeError(
+            f"Both curves must have the same steps; the swarm's has {len(swarm)}, the plain one {len(plain)}, "
+            f"and they differ in {sorted(swarm.keys() ^ plain.keys())[:10]}."
+        )
+    return [abs(swarm[step] - plain[step]) / abs(plain[step]) for step in sorted(plain)]
+
+
+def draw(path: Path, swarm: dict[int, float], plain: dict[int, float], differences: list[float]) -> None:
+    """Both curves on top of each other, and below them how far they are apart."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    steps = sorted(plain)
+    figure, (losses, gap) = plt.subplots(
+        2, sharex=True, figsize=(8, 6), height_ratios=[3, 1], layout="constrained", dpi=120
+    )
+    losses.plot(steps, [plain[s] for s in steps], color="tab:orange", linewidth=4, alpha=0.5, label="plain Trainer")
+    losses.plot(steps, [swarm[s] for s in steps], color="tab:blue", linewidth=1, label="swarm: 4 peers, 2 stages")
+    losses.set_ylabel("training loss (nats per byte)")
+    losses.legend()
+    gap.semilogy(steps, [max(d, RESOLUTION) for d in differences], color="tab:gray", linewidth=1)
+    gap.set_ylabel(f"relative difference\n(at least {RESOLUTION:.0e})")
+    gap.set_xlabel("step")
+    for axes in (losses, gap):
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def write_sample(checkpoint: Path, seed: int) -> str:
+    """What the swarm learned, loaded as any Lightning checkpoint is; no swarm is imported here."""
+    # Imported this late so that the first line appears at once.
+    import torch
+
+    from model import ByteGPT
+
+    model = ByteGPT.load_from_checkpoint(checkpoint, map_location="cpu")
+    text = model.generate(PROMPT, 400, generator=torch.Generator().manual_seed(seed))
+    return (PROMPT + text).decode("utf-8", errors="replace")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max-steps", type=int, default=300, help="steps of each training (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of both trainings and of the sample (default: 0)")
+    parser.add_argument("--out", type=Path, help="a new folder (default: runs/demo/ and the time of day)")
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Both trainings, and what came out of them."""
+    out = arguments.out or Path("runs/demo") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    try:
+        out.mkdir(parents=True)
+    except FileExistsError:
+        raise RuntimeError(f"`--out` must be a new folder, so that no results are overwritten, got {out}.") from None
+    options = ("--max-steps", str(arguments.max_steps), "--seed", str(arguments.seed))
+    print("A GPT on bytes learns Python's own standard library.")
+    train("on a swarm: 2 stages on 4 local peers", out / "swarm", *options)
+    train("the same with the plain Trainer, in one process", out / "plain", "--plain", *options)
+
+    swarm, plain = read_curve(out / "swarm"), read_curve(out / "plain")
+    differences = relative_differences(swarm, plain)
+    checkpoint = out / "swarm" / "checkpoints" / "last.ckpt"
+    print(f"\n== what the swarm's checkpoint writes after {PROMPT.decode()!r}\n")
+    print(write_sample(checkpoint, arguments.seed))
+    picture = out / "curves.png"
+    draw(picture, swarm, plain, differences)
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    print("\n== results")
+    print(f"loss of the last step          swarm {swarm[max(swarm)]:.4f}, plain {plain[max(plain)]:.4f}")
+    print(f"largest relative difference    {differences[worst]:.1e}, in step {sorted(plain)[worst]}")
+    print(f"checkpoint                     {checkpoint}")
+    print(f"loss curves                    {picture}")
+
+
+def _terminated(_signal: int, _frame: FrameType | None) -> None:
+    # As an exception, so that the run under way is ended too.
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def main() -> int:
+    """Run the demo; the exit status."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        run(parse_arguments())
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Train the byte-level GPT on a swarm of local peers, or with ``--plain`` on none.
+
+The two differ in the Trainer's strategy and in nothing else. In a swarm each further peer runs this
+script again, so whatever is slow waits until ``fit`` asks for it.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+
+from data import PythonSource
+from model import ByteGPT
+from status import StatusLine
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", action="store_true", help="use Lightning's own strategy instead of a swarm")
+    parser.add_argument("--devices", type=int, default=4, help="local peers of the swarm (default: 4)")
+    parser.add_argument("--num-stages", type=int, default=2, help="parts the model is cut into (default: 2)")
+    parser.add_argument("--max-steps", type=int, default=300, help="steps to train (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="decides initial weights and batches (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bytes"), help="folder for the log and the checkpoints")
+    return parser.parse_args()
+
+
+def build_trainer(arguments: argparse.Namespace) -> L.Trainer:
+    """A Trainer for this run; nothing is started or written yet."""
+    if arguments.plain:
+        devices, strategy = 1, "auto"
+    else:
+        from lightning_swarm import SwarmStrategy
+
+        devices, strategy = arguments.devices, SwarmStrategy(num_stages=arguments.num_stages)
+        # The peers share this machine's cores; with all of them each, they would get in each other's way.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
+    interval = max(1, arguments.max_steps // 3)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        max_steps=arguments.max_steps,
+        limit_train_batches=arguments.max_steps,
+        val_check_interval=interval,
+        limit_val_batches=10,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=CSVLogger(arguments.out, name="", version=""),
+        callbacks=[
+            ModelCheckpoint(arguments.out / "checkpoints", filename="{step}", monitor="val_loss", save_last=True),
+            TQDMProgressBar(refresh_rate=1 if sys.stdout.isatty() else 0),
+            StatusLine(),
+        ],
+        enable_model_summary=False,
+    )
+
+
+def main() -> None:
+    """Train."""
+    arguments = parse_arguments()
+    # Small data in memory needs no worker processes, and a few cores have no room for them.
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    # Lightning's own business with a torch that is newer than it.
+    warnings.filterwarnings("ignore", message=".*LeafSpec")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    L.seed_everything(arguments.seed, verbose=False)
+    trainer = build_trainer(arguments)
+    trainer.fit(ByteGPT(), PythonSource(seed=arguments.seed))
+    if trainer.is_global_zero:
+        losses = "  ".join(f"{name} {float(value):.3f}" for name, value in sorted(trainer.callback_metrics.items()))
+        print(f"{trainer.global_step} steps done: {losses}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

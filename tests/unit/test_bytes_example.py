@@ -1,0 +1,180 @@
+"""The byte-level GPT that the demo trains: its data, its model, its status line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from examples.bytes.data import PythonSource, Windows, read_bytes, source_files
+from examples.bytes.model import ByteGPT, warmup_cosine
+from examples.bytes.status import render
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A library of forty modules, with what must be left out beside them."""
+    library = tmp_path / "lib"
+    for i in range(40):
+        folder = library / ("package" if i % 2 else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"module_{i}.py").write_text(f"def number_{i}():\n    return {i}\n" * 5)
+    for folder in ("site-packages/other", "test", "package/tests"):
+        (library / folder).mkdir(parents=True)
+        (library / folder / "left_out.py").write_text("left_out = True\n")
+    (library / "notes.txt").write_text("left_out")
+    return library
+
+
+@pytest.fixture
+def data(root: Path) -> PythonSource:
+    data = PythonSource(context=16, batch_size=4, root=root)
+    data.setup("fit")
+    return data
+
+
+@pytest.fixture
+def model() -> ByteGPT:
+    torch.manual_seed(0)
+    return ByteGPT(d_model=16, num_blocks=2, num_heads=2, context=16, warmup_steps=2)
+
+
+def text_of(windows: Windows) -> bytes:
+    return bytes(windows.text.tolist())
+
+
+def quiet_trainer(folder: Path, **options: object) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+
+
+def test_only_the_library_itself_is_read(root: Path) -> None:
+    names = [path.name for path in source_files(root)]
+    assert sorted(names) == sorted(f"module_{i}.py" for i in range(40))
+
+
+def test_order_of_files_depends_on_names_alone(root: Path, tmp_path: Path) -> None:
+    first = [path.relative_to(root) for path in source_files(root)]
+    moved = root.rename(tmp_path / "elsewhere")
+    assert [path.relative_to(moved) for path in source_files(moved)] == first
+    assert first != sorted(first)
+
+
+def test_no_byte_is_in_both_splits(data: PythonSource, root: Path) -> None:
+    train, val = text_of(data.train_windows), text_of(data.val_windows)
+    for path in source_files(root):
+        assert (path.read_bytes() in train) != (path.read_bytes() in val), path.name
+
+
+def test_text_is_cut_at_the_cap(root: Path) -> None:
+    whole = read_bytes(source_files(root), 10**9)
+    assert torch.equal(read_bytes(source_files(root), 100), whole[:100])
+
+
+def test_windows_are_neighbours_and_targets_one_byte_later() -> None:
+    windows = Windows(torch.arange(10, dtype=torch.uint8), context=3)
+    pairs = [(tokens.tolist(), targets.tolist()) for tokens, targets in (windows[i] for i in range(len(windows)))]
+    assert pairs == [([0, 1, 2], [1, 2, 3]), ([3, 4, 5], [4, 5, 6]), ([6, 7, 8], [7, 8, 9])]
+
+
+def test_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(ValueError, match="longer than `context`"):
+        Windows(torch.zeros(3, dtype=torch.uint8), context=3)
+
+
+def test_batches_depend_on_the_seed_alone(root: Path) -> None:
+    def batches(seed: int) -> torch.Tensor:
+        data = PythonSource(context=16, batch_size=4, seed=seed, root=root)
+        data.setup("fit")
+        return torch.stack([tokens for tokens, _ in data.train_dataloader()])
+
+    torch.manual_seed(1)
+    first = batches(seed=0)
+    torch.manual_seed(2)
+    assert torch.equal(batches(seed=0), first)
+    assert not torch.equal(batches(seed=3), first)
+
+
+def test_a_byte_sees_only_those_before_it(model: ByteGPT) -> None:
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 16, 256)
+    torch.testing.assert_close(after[:, :9], before[:, :9])
+    assert not torch.equal(after[:, 9:], before[:, 9:])
+
+
+def test_all_parameters_are_in_the_sequential_and_in_one_group(model: ByteGPT, tmp_path: Path) -> None:
+    model.trainer = quiet_trainer(tmp_path, max_steps=3)
+    optimizer = model.configure_optimizers()["optimizer"]
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == set(model.parameters()) == set(model.net.parameters())
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    shares = [warmup_cosine(step, 4, 20) for step in range(21)]
+    assert shares[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert shares[4:] == sorted(shares[4:], reverse=True)
+    assert shares[20] == pytest.approx(0.1)
+    assert warmup_cosine(10**6, 4, float("inf")) == 1.0
+
+
+def test_it_learns_and_its_checkpoint_loads(model: ByteGPT, data: PythonSource, tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, max_steps=30, val_check_interval=10, limit_val_batches=2)
+    trainer.fit(model, data)
+    # A model that has learned nothing is at log(256) = 5.5.
+    assert trainer.callback_metrics["val_loss"] < 4.5
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    loaded = ByteGPT.load_from_checkpoint(tmp_path / "last.ckpt")
+    assert loaded.generate(b"def ", 8, temperature=0) == model.generate(b"def ", 8, temperature=0)
+
+
+def test_generate_continues_a_prompt_longer_than_the_context(model: ByteGPT) -> None:
+    def sample(seed: int) -> bytes:
+        return model.generate(b"x" * 40, 30, generator=torch.Generator().manual_seed(seed))
+
+    assert len(sample(0)) == 30
+    assert sample(0) == sample(0)
+    assert sample(0) != sample(1)
+
+
+def test_generate_refuses_an_empty_prompt(model: ByteGPT) -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        model.generate(b"", 1)
+
+
+@dataclass(frozen=True)
+class Peer:
+    peer_id: str
+    num_microbatches: int = 0
+    samples_per_s: float = 0.0
+    queued: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    index: int
+    peers: tuple[Peer, ...]
+
+
+@dataclass(frozen=True)
+class Status:
+    step: int
+    stages: tuple[Stage, ...]
+
+
+def test_status_is_one_line() -> None:
+    busy = Peer("12D3KooWabcd", num_microbatches=12, samples_per_s=61.4, queued=1)
+    text = render(Status(step=3, stages=(Stage(0, (busy, Peer("12D3KooWefgh"))), Stage(1, ()))))
+    assert text == "stage 0: abcd 61/s q1 n12, efgh 0/s q0 n0   stage 1: nobody"
