@@ -1,0 +1,83 @@
+"""Transport and directory over libp2p and a Kademlia DHT: the only place that imports hivemind.
+
+hivemind's `P2P` and `DHTNode` run on the loop that calls `start`. Nothing forks; the only child
+process is libp2p's daemon, which dies with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
+from lightning_swarm.network.hivemind.directory import HivemindDirectory
+from lightning_swarm.network.hivemind.transport import HivemindTransport
+
+__all__ = ["HivemindDirectory", "HivemindTransport", "start"]
+
+_log = logging.getLogger(__name__)
+
+_NUM_ATTEMPTS: Final = 3
+_PAUSE_S: Final = 0.5
+
+
+async def start(
+    *, host: str = "127.0.0.1", port: int = 0, initial_peers: Sequence[str] = (), startup_timeout: float = 60.0
+) -> tuple[HivemindTransport, HivemindDirectory]:
+    """Start this process's peer on the running loop.
+
+    Args:
+        host: The address to listen on; ``0.0.0.0`` for all.
+        port: The TCP port; 0 lets the system choose.
+        initial_peers: Full addresses of peers to join; without any, a new network begins.
+        startup_timeout: Seconds for each attempt to start the daemon.
+
+    Returns:
+        The transport, which the caller closes last, and the directory, which it closes first.
+
+    Raises:
+        ConfigError: `host` is no IP address.
+        Unreachable: The daemon does not start, or no initial peer answers. Says what to check.
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError as error:
+        raise ConfigError(f"`host` must be an IP address, got {host!r}. 0.0.0.0 listens on all.") from error
+    listen = f"/ip{version}/{host}/tcp/{port}"
+    p2p = await _start_daemon(listen, initial_peers, startup_timeout)
+    transport = HivemindTransport(p2p)
+    try:
+        await transport.open()
+        return transport, await HivemindDirectory.join(transport, p2p, initial_peers)
+    except BaseException:
+        await transport.close()
+        raise
+
+
+async def _start_daemon(listen: str, initial_peers: Sequence[str], startup_timeout: float) -> P2P:
+    problem: Exception | None = None
+    for attempt in range(1, _NUM_ATTEMPTS + 1):
+        try:
+            # No relaying, no hole punching, no mapping of ports: peers are reached at the address they give.
+            return await P2P.create(
+                initial_peers=list(initial_peers) or None,
+                host_maddrs=[listen],
+                startup_timeout=startup_timeout,
+                auto_nat=False,
+                nat_port_map=False,
+                use_relay=False,
+            )
+        except (P2PDaemonError, OSError) as error:
+            problem = error
+            _log.warning("The libp2p daemon did not start (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
+            await asyncio.sleep(_PAUSE_S * attempt)
+    raise Unreachable(
+        f"The libp2p daemon did not start in {_NUM_ATTEMPTS} attempts: {problem}. Check that {listen} is free and an "
+        "address of this machine, that the initial peers "
+        f"({', '.join(initial_peers) or 'none'}) are up and reachable from here, and that /tmp can be written; "
+        "on a busy machine raise `startup_timeout`."
+    ) from problem

@@ -1,0 +1,66 @@
+"""What is used of hivemind, imported without what the import does to the process.
+
+The import sets the start method of multiprocessing to fork, torch's sharing strategy to files, and
+the name of a log level, all for parts of hivemind that are not used here.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.multiprocessing
+
+
+@contextmanager
+def _process_settings_kept() -> Iterator[None]:
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    sharing_strategy = torch.multiprocessing.get_sharing_strategy()
+    level_name = logging.getLevelName(logging.WARNING)
+    try:
+        yield
+    finally:
+        # With `force`, None means "not chosen yet".
+        multiprocessing.set_start_method(start_method, force=True)
+        torch.multiprocessing.set_sharing_strategy(sharing_strategy)
+        logging.addLevelName(logging.WARNING, level_name)
+
+
+with _process_settings_kept():
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # ships no types
+    from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]  # ships no types
+    from hivemind.dht.node import DHTNode
+    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+    from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+    from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
+    from hivemind.proto import p2pd_pb2
+    from hivemind.utils import MSGPackSerializer
+    from hivemind.utils.multiaddr import Multiaddr
+
+__all__ = [
+    "DHTID",
+    "P2P",
+    "BytesValue",
+    "DHTNode",
+    "DHTProtocol",
+    "DHTRecord",
+    "DecodeError",
+    "DictionaryDHTValue",
+    "MSGPackSerializer",
+    "Multiaddr",
+    "P2PContext",
+    "P2PDaemonError",
+    "P2PHandlerError",
+    "PeerID",
+    "RecordValidatorBase",
+    "StreamInfo",
+    "p2pd_pb2",
+    "read_pbmsg_safe",
+    "write_pbmsg",
+]

@@ -1,0 +1,185 @@
+"""Streams through the libp2p daemon: opening them, and keeping a few for the next request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from lightning_swarm.errors import Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.exchange import Channel
+from lightning_swarm.network.framing import Buffer
+from lightning_swarm.network.hivemind._engine import P2P, Multiaddr, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
+
+READ_BYTES: Final = 4 << 20
+"""Room in a stream's reader. asyncio's 64 KiB make large tensors several times slower."""
+
+
+class Stream:
+    """A two-way stream to a peer, as a `Channel`.
+
+    Args:
+        reader: Its read end.
+        writer: Its write end.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Then `drain` waits until nothing is buffered, and what has been written may change again.
+        writer.transport.set_write_buffer_limits(high=0)
+        self._reader = reader
+        self._writer = writer
+        self.channel = Channel(reader, self._write)
+        self.expiry: asyncio.TimerHandle | None = None
+
+    async def _write(self, buffer: Buffer) -> None:
+        self._writer.write(buffer)
+        await self._writer.drain()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other side has hung up."""
+        return self._reader.at_eof() or self._writer.is_closing()
+
+    def close(self) -> None:
+        """Hang up. What has not been sent is dropped."""
+        if self.expiry is not None:
+            self.expiry.cancel()
+        self._writer.transport.abort()
+
+
+class Daemon:
+    """Requests to the libp2p daemon that hivemind's client leaves half-open when they fail or are cancelled."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._path: str = p2p.daemon_listen_maddr["unix"]
+
+    async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
+        """A stream to `peer`.
+
+        Raises:
+            Unreachable: The peer cannot be dialed, or does not speak `protocol`.
+        """
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(peer=to_peer_id(peer).to_bytes(), proto=[protocol]),
+        )
+        return await self._request(request, f"open a stream to {peer}")
+
+    async def connect(self, peer: PeerId, addresses: list[str]) -> None:
+        """Dial `peer` at these addresses, and remember them.
+
+        Raises:
+            Unreachable: It does not answer there.
+        """
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.CONNECT,
+            connect=p2pd_pb2.ConnectRequest(
+                peer=to_peer_id(peer).to_bytes(), addrs=[Multiaddr(address).to_bytes() for address in addresses]
+            ),
+        )
+        (await self._request(request, f"connect to {peer}")).close()
+
+    async def _request(self, request: Any, purpose: str) -> Stream:
+        """Ask the daemon. What follows its answer on the same socket is the stream, if one was asked for."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=READ_BYTES)
+        except OSError as error:
+            raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon is gone.") from error
+        try:
+            await write_pbmsg(writer, request)
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+        except (OSError, EOFError) as error:
+            writer.transport.abort()
+            raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon hung up.") from error
+        except BaseException:
+            writer.transport.abort()
+            raise
+        if response.type == p2pd_pb2.Response.ERROR:
+            writer.transport.abort()
+            raise Unreachable(f"Cannot {purpose}: {response.error.msg}.")
+        return Stream(reader, writer)
+
+
+def to_peer_id(peer: PeerId) -> PeerID:
+    """Form of a peer's identity that hivemind takes."""
+    try:
+        return PeerID.from_base58(peer)
+    except ValueError as error:
+        raise Unreachable(f"{peer!r} is no peer id.") from error
+
+
+class StreamPool:
+    """Streams to other peers: a bounded number at once, and idle ones kept for a while.
+
+    Args:
+        open_stream: Opens a new one.
+        max_open: Most streams at once, busy or idle. Who wants one more waits.
+        max_idle: Most idle streams to one peer.
+        idle_timeout: Seconds until an idle stream is closed; less than the other side's patience.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[PeerId], Awaitable[Stream]],
+        *,
+        max_open: int = 64,
+        max_idle: int = 4,
+        idle_timeout: float = 30.0,
+    ) -> None:
+        self._open_stream = open_stream
+        self._room = asyncio.Semaphore(max_open)
+        self._max_open = max_open
+        self._max_idle = max_idle
+        self._idle_timeout = idle_timeout
+        self._num_busy = 0
+        # In the order in which they became idle.
+        self._idle: dict[Stream, PeerId] = {}
+
+    @asynccontextmanager
+    async def lease(self, peer: PeerId) -> AsyncIterator[Stream]:
+        """A stream to `peer` for one exchange. It is closed afterwards unless it was given to `keep`."""
+        async with self._room:
+            self._num_busy += 1
+            try:
+                stream = self._take_idle(peer) or await self._open(peer)
+                try:
+                    yield stream
+                finally:
+                    if stream not in self._idle:
+                        stream.close()
+            finally:
+                self._num_busy -= 1
+
+    def keep(self, peer: PeerId, stream: Stream) -> None:
+        """Keep a leased stream, on which nothing is under way, for the next exchange."""
+        if sum(other == peer for other in self._idle.values()) < self._max_idle:
+            self._idle[stream] = peer
+            stream.expiry = asyncio.get_running_loop().call_later(self._idle_timeout, self._drop, stream)
+
+    def close(self) -> None:
+        """Close the idle streams; who leased one closes it."""
+        for stream in tuple(self._idle):
+            self._drop(stream)
+
+    async def _open(self, peer: PeerId) -> Stream:
+        if self._num_busy + len(self._idle) > self._max_open:
+            self._drop(next(iter(self._idle)))
+        return await self._open_stream(peer)
+
+    def _take_idle(self, peer: PeerId) -> Stream | None:
+        # The newest first: it is the least likely to have ended.
+        for stream in [stream for stream, other in self._idle.items() if other == peer][::-1]:
+            del self._idle[stream]
+            if stream.expiry is not None:
+                stream.expiry.cancel()
+            if not stream.ended:
+                return stream
+            stream.close()
+        return None
+
+    def _drop(self, stream: Stream) -> None:
+        del self._idle[stream]
+        stream.close()

@@ -1,0 +1,149 @@
+"""`HivemindTransport`: calls as libp2p unary calls, tensors as raw streams with our framing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.base import BaseTransport
+from lightning_swarm.network.exchange import ask, serve
+from lightning_swarm.network.framing import Kind
+from lightning_swarm.network.hivemind._engine import (
+    P2P,
+    BytesValue,
+    DecodeError,
+    P2PContext,
+    P2PDaemonError,
+    P2PHandlerError,
+    StreamInfo,
+)
+from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool, to_peer_id
+
+_CALL: Final = "lightning_swarm.call"
+_STREAM: Final = "lightning_swarm.stream"
+_CONNECT_TIMEOUT_S: Final = 30.0
+_SHUTDOWN_TIMEOUT_S: Final = 5.0
+# The pool of the other side closes its idle streams earlier, so requests do not meet a closing stream.
+_IDLE_TIMEOUT_S: Final = 60.0
+
+
+class HivemindTransport(BaseTransport):
+    """A peer on libp2p. `lightning_swarm.network.hivemind.start` makes it.
+
+    Args:
+        p2p: The daemon's client; this transport owns it.
+    """
+
+    def __init__(self, p2p: P2P) -> None:
+        super().__init__(PeerId(p2p.peer_id.to_base58()))
+        self._p2p = p2p
+        self._daemon = Daemon(p2p)
+        self._pool = StreamPool(partial(self._daemon.open_stream, protocol=_STREAM))
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def daemon_pid(self) -> int:
+        """The process that does the talking. Without it this peer is dead to others."""
+        return int(self._p2p._child.pid)
+
+    async def open(self) -> None:
+        """Begin to serve. All methods share two of libp2p's protocols, so they may be registered at any time."""
+        self._watch = asyncio.create_task(self._watch_daemon())
+        await self._p2p.add_protobuf_handler(_CALL, self._on_call, BytesValue)
+        await self._p2p.add_binary_stream_handler(_STREAM, self._on_stream)
+
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """See `Transport`."""
+        by_peer: defaultdict[PeerId, list[str]] = defaultdict(list)
+        for address in addresses:
+            where, found, peer = address.rpartition("/p2p/")
+            if not found:
+                raise ProtocolError(f"A full address ends in /p2p/<peer id>, got {address!r}.")
+            by_peer[PeerId(peer)].append(where)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S), asyncio.TaskGroup() as dialing:
+                for peer, where_all in by_peer.items():
+                    dialing.create_task(self._daemon.connect(peer, where_all))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{', '.join(by_peer)} did not answer within {_CONNECT_TIMEOUT_S:g} s.") from error
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def addresses(self) -> tuple[str, ...]:
+        """See `Transport`."""
+        return tuple(map(str, await self._p2p.get_visible_maddrs()))
+
+    async def close(self) -> None:
+        """See `Transport`."""
+        self._break_off()
+        self._pool.close()
+        await self._wait_until_served()
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait({self._watch})
+        await self._stop_daemon()
+
+    async def _stop_daemon(self) -> None:
+        try:
+            async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
+                await self._p2p.shutdown()
+        except TimeoutError:
+            # It was asked politely; a stopped process does not hear that.
+            with suppress(ProcessLookupError):
+                self._p2p._child.kill()
+            await self._p2p._child.wait()
+
+    async def _watch_daemon(self) -> None:
+        # Without its daemon, hivemind's client would wait for answers for ever.
+        await self._p2p._child.wait()
+        self._break_off()
+
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+        try:
+            answer: BytesValue = await self._p2p.call_protobuf_handler(
+                to_peer_id(peer), _CALL, BytesValue(value=request), BytesValue
+            )
+        except (P2PDaemonError, P2PHandlerError, OSError) as error:
+            raise Unreachable(f"The call of `{method}` did not reach {peer}, or it went away: {error}.") from error
+        except DecodeError as error:
+            raise ProtocolError(f"The answer to `{method}` of {peer} is malformed.") from error
+        return bytes(answer.value)
+
+    async def _on_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
+        with self._owning():
+            answer = await self._serve_call(PeerId(context.remote_id.to_base58()), request.value)
+            return BytesValue(value=answer)
+
+    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+        async with self._pool.lease(peer) as stream:
+            try:
+                answer, fit = await ask(
+                    stream.channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes
+                )
+            finally:
+                self._count(peer, method, stream.channel)
+            if fit and not self._closed:
+                self._pool.keep(peer, stream)
+            return answer
+
+    async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = PeerId(info.peer_id.to_base58())
+        reader._limit = READ_BYTES  # type: ignore[attr-defined]  # hivemind's server offers no way to set it
+        stream = Stream(reader, writer)
+        try:
+            if not self._closed:
+                with self._owning():
+                    await serve(
+                        stream.channel,
+                        partial(self._find, caller),
+                        partial(self._count_served, caller),
+                        idle_timeout=_IDLE_TIMEOUT_S,
+                    )
+        finally:
+            stream.close()
