@@ -1,0 +1,1 @@
+"""Averaging of a stage's gradients among its peers."""

@@ -1,0 +1,79 @@
+"""A butterfly all-reduce over tickets: each peer reduces one part and hands the same bytes to all.
+
+The roster is known, so there is no matchmaking. A round is complete or it raises: there are no partial results.
+Only the sums are read; the mean goes into memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.tasks import gather
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import Ticket
+
+
+async def average(
+    vector: Tensor,
+    total_weight: float,
+    *,
+    roster: Sequence[PeerId],
+    place: int,
+    prefix: str,
+    tickets: TicketStore,
+    timeout: float,
+) -> tuple[Tensor, float]:
+    """Sum `vector` over the roster, in roster order, and divide once.
+
+    Args:
+        vector: ``[n]``, this peer's weighted sum. Must not change until the round's record is applied.
+        total_weight: Of the step, all peers together.
+        roster: The peers of the stage, the same list on each.
+        place: This peer's index in it.
+        prefix: Names the round; unique to generation, step, attempt, round and stage.
+        tickets: Carries the parts.
+        timeout: Seconds for each exchange.
+
+    Returns:
+        The mean ``[n]``, the same bytes on every peer, and the squared norm of the part that this peer reduced.
+
+    Raises:
+        PeerError: Some peer left or was slow; nobody may use the round.
+    """
+    bounds = [len(vector) * i // len(roster) for i in range(len(roster) + 1)]
+    parts = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    others = [i for i in range(len(roster)) if i != place]
+
+    async def take(i: int, name: str, part: slice) -> Tensor:
+        message = await tickets.fetch(Ticket(peer_id=roster[i], name=f"{prefix}/{name}"), timeout=timeout)
+        return _checked(message, vector, part, roster[i])
+
+    for i in others:
+        tickets.offer(f"{prefix}/part{i}", Message(tensors=(vector[parts[i]].cpu(),)))
+    pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
+    pieces[place] = vector[parts[place]]
+    reduced = torch.zeros_like(pieces[place])
+    for i in range(len(roster)):
+        reduced += pieces.pop(i).to(vector.device)
+    reduced /= total_weight
+    tickets.offer(f"{prefix}/reduced{place}", Message(tensors=(reduced.cpu(),)))
+
+    mean = torch.empty_like(vector)
+    mean[parts[place]] = reduced
+    for i, part in zip(others, await gather(take(i, f"reduced{i}", parts[i]) for i in others), strict=True):
+        mean[parts[i]] = part
+    squared_norm = float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
+    return mean, squared_norm
+
+
+def _checked(message: Message, vector: Tensor, part: slice, sender: PeerId) -> Tensor:
+    shape = (part.stop - part.start,)
+    if len(message.tensors) != 1 or message.tensors[0].shape != shape or message.tensors[0].dtype != vector.dtype:
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
+        raise ProtocolError(f"{sender} sent {found} for a part of shape {shape} and {vector.dtype}")
+    return message.tensors[0]

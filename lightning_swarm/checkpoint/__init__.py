@@ -1,0 +1,72 @@
+"""Whole-model snapshots out of a swarm's parts: gathered, and renumbered as one process numbers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_swarm import trees
+from lightning_swarm.network import Message, Transport
+from lightning_swarm.server.server import STATE
+from lightning_swarm.tasks import gather
+from lightning_swarm.types import Manifest, StageState, StateRequest, decode, encode
+
+
+async def gather_weights(transport: Transport, manifest: Manifest, step: int, *, timeout: float) -> dict[str, Tensor]:
+    """Parameters and buffers of all stages at version `step`, by their names in the model's state dict."""
+    weights: dict[str, Tensor] = {}
+    for state, tensors in await _states(transport, manifest, step, optimizer=False, timeout=timeout):
+        weights.update(zip(state.names, tensors, strict=True))
+    return weights
+
+
+async def gather_optimizer(
+    transport: Transport, manifest: Manifest, step: int, *, timeout: float
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state of all stages at version `step`, by parameter name."""
+    found: dict[str, dict[str, Any]] = {}
+    for state, tensors in await _states(transport, manifest, step, optimizer=True, timeout=timeout):
+        found.update(zip(state.names, trees.unflatten(state.structure, list(tensors)), strict=True))
+    return found
+
+
+def renumbered(
+    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """A state dict as `optimizer.state_dict()` of one process would give it.
+
+    Args:
+        optimizer: Over the whole model; only its parameter groups are read.
+        names: Full parameter names by `id` of the optimizer's parameters.
+        state: Optimizer state by parameter name.
+    """
+    plain = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    by_index = {index: state.get(names[id(parameter)]) for index, parameter in enumerate(parameters)}
+    return {
+        "state": {index: _copied(one) for index, one in by_index.items() if one is not None},
+        "param_groups": plain["param_groups"],
+    }
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Nothing in a checkpoint may share memory with what goes on training."""
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+async def _states(
+    transport: Transport, manifest: Manifest, step: int, *, optimizer: bool, timeout: float
+) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
+    async def one(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
+        request = StateRequest(stage_index=index, step=step, optimizer=optimizer)
+        peers = [member.peer_id for member in manifest.stages[index].roster]
+        # Its own copy costs nothing.
+        peer = transport.peer_id if transport.peer_id in peers else peers[0]
+        message = await transport.stream(peer, STATE, Message(encode(request)), timeout=timeout)
+        return decode(message.body, StageState), message.tensors
+
+    return await gather(one(index) for index in range(len(manifest.stages)))

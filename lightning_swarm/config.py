@@ -1,0 +1,78 @@
+"""What a user sets, as frozen records. Everything below the strategy sees these, never its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lightning_swarm.errors import ConfigError
+
+Role = Literal["auto", "trainer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on waiting and on memory.
+
+    Args:
+        cache_bytes: What a server may keep of microbatches that wait for their backward. Beyond it the oldest are
+            dropped and computed again when they are needed: slower, never different.
+        call_timeout: Seconds until a call to another peer, its input included, is given up.
+        start_timeout: Seconds that the starter waits for its peers, imports included.
+        leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
+        max_pending_calls: Calls that a server holds at once; more are answered *busy*.
+        max_in_flight: Microbatches that a trainer has under way at once.
+        max_message_bytes: The largest set of tensors that one message may carry.
+    """
+
+    cache_bytes: int = 4 << 30
+    call_timeout: float = 300.0
+    start_timeout: float = 120.0
+    leave_timeout: float = 5.0
+    max_pending_calls: int = 1024
+    max_in_flight: int = 64
+    max_message_bytes: int = 8 << 30
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            lowest = 0 if field.name == "cache_bytes" else 1e-3
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest:
+                raise ConfigError(
+                    f"`Limits.{field.name}` must be a number of at least {lowest:g}, got {value!r}. "
+                    "Leave it out to get the default."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmConfig:
+    """The arguments of `SwarmStrategy`, checked."""
+
+    num_stages: int | None
+    pipeline: str | None
+    split: str | tuple[str, ...]
+    microbatch_size: int | None
+    shared: tuple[str, ...]
+    target_batch_size: int | None
+    role: Role
+    run_id: str
+    gather_on_end: bool
+    limits: Limits
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "microbatch_size", "target_batch_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"`{name}` must be a positive whole number or None, got {value!r}.")
+        if self.role not in ("auto", "trainer"):
+            raise ConfigError(
+                f"`role` must be 'auto' (the starter trains and serves) or 'trainer' (it holds no stage), "
+                f"got {self.role!r}. Choose one of the two."
+            )
+        if isinstance(self.split, str) and self.split != "parameters":
+            raise ConfigError(
+                f"`split` must be 'parameters' or a list of the names of the blocks where stages begin, "
+                f"got {self.split!r}. Leave it out to balance by parameters."
+            )
+        if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
+            raise ConfigError(f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name.")

@@ -1,0 +1,91 @@
+"""Every exception of the package, in one tree.
+
+::
+
+    SwarmError
+    ├── ConfigError          a setting, model or call that cannot work; nothing was started or changed
+    ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
+    ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
+    ├── StepError            a step could not be decided; the weights are those of the last record
+    └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
+        ├── Unreachable      no connection, or it broke
+        ├── DeadlineExceeded the answer did not come in time
+        ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
+        ├── TicketGone       the peer no longer holds (or never held) the tensor
+        └── InputMissing     what a call was to work on never came: blames its sender or the link
+"""
+
+
+class SwarmError(Exception):
+    """Base of everything that `lightning_swarm` raises on purpose."""
+
+
+class ConfigError(SwarmError, ValueError):
+    """A setting, model or call that cannot work. Says the rule, the value and the remedy."""
+
+
+class ProtocolError(SwarmError):
+    """A message that is malformed, too large or out of place. It changed nothing."""
+
+
+class StageError(SwarmError):
+    """The model's own code raised while a peer computed a stage. Carries that peer's traceback as text."""
+
+
+class StepError(SwarmError):
+    """A step could not be closed, averaged or decided."""
+
+
+class PeerError(SwarmError):
+    """The other side left, refused or was slow. Safe to retry elsewhere."""
+
+
+class Unreachable(PeerError):
+    """There is no connection to the peer, or it broke."""
+
+
+class DeadlineExceeded(PeerError):
+    """The peer did not answer in time."""
+
+
+class Busy(PeerError):
+    """The peer's queue is full. No fault: another peer, or the same one later, will do."""
+
+
+class TicketGone(PeerError):
+    """The peer does not hold the tensor that a ticket names."""
+
+
+class InputMissing(PeerError):
+    """What a call was to work on never came. Blames the sender or the link, not the peer that waited."""
+
+
+_BY_NAME: dict[str, type[SwarmError]] = {
+    kind.__name__: kind
+    for kind in (
+        SwarmError,
+        ConfigError,
+        ProtocolError,
+        StageError,
+        StepError,
+        PeerError,
+        Unreachable,
+        DeadlineExceeded,
+        Busy,
+        TicketGone,
+        InputMissing,
+    )
+}
+
+
+def to_wire(error: BaseException) -> tuple[str, str]:
+    """Name and text under which an error travels to the peer that asked."""
+    if isinstance(error, SwarmError):
+        return type(error).__name__, str(error)
+    # What is no SwarmError is a bug over there. Its text is all that leaves the process.
+    return SwarmError.__name__, f"internal error: {type(error).__name__}: {error}"
+
+
+def from_wire(name: str, text: str) -> SwarmError:
+    """The error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
+    return _BY_NAME.get(name, SwarmError)(text)

@@ -1,0 +1,134 @@
+"""How a run begins: find the servers, give each its stages, let them check the manifest, hand out the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError
+from lightning_swarm.network import Directory, Message, PeerId, Transport
+from lightning_swarm.partition import StageModule
+from lightning_swarm.server.server import ADMIT, LEAVE, LOAD
+from lightning_swarm.tasks import gather
+from lightning_swarm.types import Manifest, Member, StageState, Wire, decode, encode
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.1
+_ANNOUNCEMENT_TTL_S = 24 * 3600.0
+
+
+class Announcement(Wire, frozen=True):
+    """A server that waits to be admitted."""
+
+    boot_id: int
+    addresses: list[str]
+
+
+def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
+    """The roster of each stage. Pure.
+
+    With more servers than stages they go round, so that no stage has two more than another; with fewer, each takes
+    neighbouring stages, so that as few boundaries as possible cross the network.
+    """
+    if len(servers) >= num_stages:
+        return [list(servers[index::num_stages]) for index in range(num_stages)]
+    return [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
+
+
+async def announce(directory: Directory, transport: Transport, run_id: str, boot_id: int) -> None:
+    """Say that this server waits for its run."""
+    value = Announcement(boot_id=boot_id, addresses=list(await transport.addresses()))
+    await directory.announce(f"{run_id}.servers", encode(value), ttl_s=_ANNOUNCEMENT_TTL_S)
+
+
+async def find_servers(
+    directory: Directory,
+    transport: Transport,
+    run_id: str,
+    num_servers: int,
+    *,
+    timeout: float,
+    check: Callable[[], None],
+) -> list[Member]:
+    """Wait until `num_servers` have announced themselves.
+
+    Args:
+        directory: Where to look.
+        transport: Learns their addresses.
+        run_id: Of the run.
+        num_servers: How many to wait for.
+        timeout: Seconds.
+        check: Called again and again; raises when waiting has become pointless.
+
+    Raises:
+        DeadlineExceeded: Says how many came.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        check()
+        found = await _announced(directory, run_id)
+        if len(found) >= num_servers:
+            break
+        if loop.time() > deadline:
+            raise DeadlineExceeded(
+                f"{len(found)} of {num_servers} servers came within {timeout:g} s. Look above for their errors, "
+                "or raise `Limits.start_timeout` if this machine needs longer to import torch."
+            )
+        await asyncio.sleep(_POLL_S)
+    await transport.connect([address for one in found.values() for address in one.addresses])
+    return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)][:num_servers]
+
+
+async def _announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:
+    found = {}
+    for peer, value in (await directory.read(f"{run_id}.servers")).items():
+        try:
+            found[peer] = decode(value, Announcement)
+        except ProtocolError as error:
+            _log.warning("Left out the announcement of %s: %s", peer, error)
+    return found
+
+
+async def admit(
+    transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float
+) -> None:
+    """Send record 0 to all servers, then each stage's initial weights to its roster.
+
+    Raises:
+        ConfigError: Some server's model is not the starter's.
+        PeerError: Some server left.
+    """
+    peers = _members(manifest)
+    await gather(transport.call(peer, ADMIT, encode(manifest), timeout=timeout) for peer in peers)
+    await gather(
+        _load(transport, member.peer_id, module, timeout=timeout)
+        for module, stage in zip(stages, manifest.stages, strict=True)
+        for member in stage.roster
+    )
+
+
+async def _load(transport: Transport, peer: PeerId, module: StageModule, *, timeout: float) -> None:
+    tensors: dict[str, Tensor] = {**dict(module.named_stage_parameters()), **dict(module.named_stage_buffers())}
+    state = StageState(stage_index=module.spec.index, step=0, names=list(tensors), structure=None)
+    message = Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
+    await transport.stream(peer, LOAD, message, timeout=timeout)
+
+
+async def dismiss(transport: Transport, manifest: Manifest, *, timeout: float) -> None:
+    """Tell all other servers that the run is over. One that is gone already is no error."""
+
+    async def one(peer: PeerId) -> None:
+        try:
+            await transport.call(peer, LEAVE, b"", timeout=timeout)
+        except PeerError as error:
+            _log.info("Server %s did not hear of the end: %s", peer, error)
+
+    await gather(one(peer) for peer in _members(manifest) if peer != transport.peer_id)
+
+
+def _members(manifest: Manifest) -> list[PeerId]:
+    return sorted({member.peer_id for stage in manifest.stages for member in stage.roster})

@@ -1,0 +1,218 @@
+"""The passage of one microbatch through the stages: all calls sent at once, linked by tickets.
+
+Every decision about the microbatch (which peers, what to send again) is made here, in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swarm import trees
+from lightning_swarm.errors import Busy, InputMissing, PeerError, ProtocolError, StepError, TicketGone
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.pipeline.policy import Charge, StageRouter
+from lightning_swarm.tasks import gather
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import (
+    BackwardRequest,
+    CallKey,
+    CallReport,
+    CancelRequest,
+    Computed,
+    Direction,
+    ForwardRequest,
+    Mode,
+    Recompute,
+    Ticket,
+    Wire,
+    decode,
+    encode,
+)
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_MAX_REPEATS = 8
+
+
+@dataclass(frozen=True)
+class Link:
+    """What passages share: the network and the routers, one for each stage."""
+
+    transport: Transport
+    tickets: TicketStore
+    routers: Sequence[StageRouter]
+    timeout: float
+    count: Counter[str] = field(default_factory=Counter)  # of what went another way than straight on
+
+    async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
+        """A small call where there are no tensors, a stream where there are."""
+        if not tensors:
+            return await self.transport.call(peer, method, encode(request), timeout=self.timeout)
+        message = Message(encode(request), tuple(tensors))
+        return (await self.transport.stream(peer, method, message, timeout=self.timeout)).body
+
+
+@dataclass
+class Passage:
+    """One microbatch on its way.
+
+    Args:
+        link: Network and routers.
+        key: Names the microbatch.
+        num_rows: Its size along dimension 0.
+        inputs: Positional inputs of the first stage.
+        extras: For each stage, the keyword arguments that it takes.
+        mode: The trainer's mode.
+        weight: Of its batch.
+    """
+
+    link: Link
+    key: CallKey
+    num_rows: int
+    inputs: tuple[Any, ...]
+    extras: Sequence[dict[str, Any]]
+    mode: Mode
+    weight: float
+    _route: list[Charge] = field(default_factory=list)
+
+    @property
+    def route(self) -> tuple[PeerId, ...]:
+        """The peer at each stage."""
+        return tuple(charge.peer for charge in self._route)
+
+    # ------------------------------------------------------------------ forward
+
+    async def forward(self) -> tuple[Computed, tuple[Tensor, ...]]:
+        """The output of the last stage."""
+        stages = range(len(self.extras))
+        self._route = [router.choose(self.num_rows) for router in self.link.routers]
+        await self._send_forwards(list(stages))
+        message = await self.link.tickets.fetch(self._ticket(stages[-1], "forward"), timeout=self.link.timeout)
+        return decode(message.body, Computed), message.tensors
+
+    async def _send_forwards(self, stages: list[int]) -> None:
+        """Send the calls of `stages`; a busy peer is replaced, and who was to fetch from it is told anew."""
+        pause_s = _FIRST_PAUSE_S
+        avoid: list[set[PeerId]] = [set() for _ in self.extras]
+        while stages:
+            accepted = await gather(self._send_forward(stage) for stage in stages)
+            busy = [stage for stage, ok in zip(stages, accepted, strict=True) if not ok]
+            if not busy:
+                return
+            self.link.count["busy"] += len(busy)
+            for stage in busy:
+                avoid[stage].add(self._route[stage].peer)
+            if any(len(avoid[stage]) >= len(self.link.routers[stage].peers) for stage in busy):
+                await asyncio.sleep(pause_s)  # everyone is busy: wait for one
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            stages = await self._reroute(busy, avoid)
+
+    async def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
+        """Choose other peers for `busy`; returns all stages whose call must be sent (again)."""
+        for stage in busy:
+            self.link.routers[stage].refund(self._route[stage])
+            charge = self.link.routers[stage].choose(self.num_rows, avoid=frozenset(avoid[stage]))
+            self._route[stage] = charge
+        followers = [stage + 1 for stage in busy if stage + 1 < len(self.extras) and stage + 1 not in busy]
+        # They wait for a ticket at the old peer, and would take a second call for a repetition of the first.
+        await gather(self._cancel(stage, "forward") for stage in followers)
+        return sorted([*busy, *followers])
+
+    async def _send_forward(self, stage: int) -> bool:
+        source = self._ticket(stage - 1, "forward") if stage else None
+        structure, tensors = trees.flatten((None if stage else self.inputs, self.extras[stage]))
+        request = ForwardRequest(
+            key=self.key, stage_index=stage, mode=self.mode, source=source, structure=structure
+        )
+        try:
+            await self.link.send(self._route[stage].peer, "stage.forward", request, tensors)
+        except Busy:
+            return False
+        return True
+
+    async def _cancel(self, stage: int, direction: Direction) -> None:
+        request = CancelRequest(key=self.key, stage_index=stage, direction=direction)
+        await self.link.send(self._route[stage].peer, "stage.cancel", request, ())
+
+    # ------------------------------------------------------------------ backward
+
+    async def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+        """Have every stage add its gradients; returns the input's gradients if the mode asks for them.
+
+        Args:
+            gradients: For each output tensor its gradient, or None.
+        """
+        last = len(self.extras) - 1
+        await gather(self._send_backward(stage, gradients) for stage in range(last, -1, -1))
+        for stage in range(last, -1, -1):
+            await self._settle(stage, gradients)
+        if not self.mode.input_grad:
+            return None
+        message = await self.link.tickets.fetch(self._ticket(0, "backward"), timeout=self.link.timeout)
+        flags = decode(message.body, Computed).flags
+        remaining = iter(message.tensors)
+        return [next(remaining) if flag else None for flag in flags]
+
+    async def _settle(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
+        """Wait for a stage's receipt; send its call again when what it needs was dropped to save memory."""
+        last: PeerError | None = None
+        for _ in range(_MAX_REPEATS):
+            try:
+                body = await self.link.tickets.wait(self._ticket(stage, "backward"), timeout=self.link.timeout)
+            except (TicketGone, InputMissing) as error:
+                last = error
+                self.link.count["repeated"] += 1
+                await self._repeat_backward(stage, gradients, gradient_gone=isinstance(error, InputMissing))
+                continue
+            report = decode(body, CallReport)
+            if not report.receipt:
+                raise ProtocolError(f"{self._route[stage].peer} finished {self.key} without a receipt")
+            self.link.routers[stage].settle(self._route[stage], busy_s=report.busy_s, queued=report.queued)
+            return
+        raise StepError(f"stage {stage} did not finish {self.key} in {_MAX_REPEATS} attempts; the last: {last}")
+
+    async def _repeat_backward(
+        self, stage: int, gradients: Sequence[Tensor | None], *, gradient_gone: bool
+    ) -> None:
+        """Send a stage's backward again with all it needs to start from nothing; nothing is added twice.
+
+        Calls whose results are still there are known by their keys and do nothing.
+        """
+        later = stage + 1 if gradient_gone and stage + 1 < len(self.extras) else stage
+        for earlier in range(later):
+            await self._send_forwards([earlier])
+        for again in range(later, stage - 1, -1):
+            await self._send_backward(again, gradients, recompute=True)
+
+    async def _send_backward(
+        self, stage: int, gradients: Sequence[Tensor | None], *, recompute: bool = False
+    ) -> None:
+        last = len(self.extras) - 1
+        source = self._ticket(stage + 1, "backward") if stage < last else None
+        tensors = [] if source else [gradient for gradient in gradients if gradient is not None]
+        present = [] if source else [gradient is not None for gradient in gradients]
+        again = None
+        if recompute:
+            structure, inputs = trees.flatten((None if stage else self.inputs, self.extras[stage]))
+            again = Recompute(source=self._ticket(stage - 1, "forward") if stage else None, structure=structure)
+            tensors += inputs
+        request = BackwardRequest(
+            key=self.key,
+            stage_index=stage,
+            mode=self.mode,
+            weight=self.weight,
+            accumulate=True,
+            source=source,
+            present=present,
+            recompute=again,
+        )
+        await self.link.send(self._route[stage].peer, "stage.backward", request, tensors)
+
+    def _ticket(self, stage: int, direction: Direction) -> Ticket:
+        return Ticket(peer_id=self._route[stage].peer, name=self.key.name(stage, direction))

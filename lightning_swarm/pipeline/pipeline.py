@@ -1,0 +1,220 @@
+"""The trainer's side of the data plane: what takes the place of the pipelined module's `forward`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm import trees
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.pipeline import autograd
+from lightning_swarm.pipeline.microbatches import concat, concat_gradients, num_rows, split, split_gradients
+from lightning_swarm.pipeline.passage import Link, Passage
+from lightning_swarm.runtime import Runtime
+from lightning_swarm.server.mode import capture
+from lightning_swarm.tasks import gather_bounded
+from lightning_swarm.types import CallKey, Computed, Grant, Mode, Receipt
+
+
+@dataclass
+class BatchInHand:
+    """A granted batch between its grant and its end."""
+
+    grant: Grant
+    num_calls: int = 0
+    completed: list[Receipt] = field(default_factory=list)
+    backward_begun: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """What every call needs to know.
+
+    Args:
+        keywords: For each stage, the extras that its blocks name.
+        shared: Extras that go whole to every microbatch.
+        microbatch_size: Rows of a microbatch; None: each batch in `num_microbatches` parts.
+        num_microbatches: See above.
+        max_in_flight: Microbatches under way at once.
+        device: Where the trainer's tensors live.
+        generation: Of the run.
+    """
+
+    keywords: Sequence[frozenset[str]]
+    shared: tuple[str, ...]
+    microbatch_size: int | None
+    num_microbatches: int
+    max_in_flight: int
+    device: torch.device
+    generation: int
+
+
+class Pipeline:
+    """Runs calls of the pipelined module through the swarm.
+
+    Args:
+        blocks: The blocks as the user sees them; their `training` flags count.
+        link: Network and routers.
+        runtime: The way to the swarm's loop.
+        config: See there.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], link: Link, runtime: Runtime, config: PipelineConfig) -> None:
+        self.blocks = blocks
+        self.link = link
+        self.runtime = runtime
+        self.config = config
+        self.version = 0  # of the weights that calls outside a batch use
+        self.batch: BatchInHand | None = None
+        self.num_microbatches = 0
+        self._evaluations = itertools.count()
+
+    def __call__(self, *args: Any, **extras: Any) -> Any:
+        """As the module's own forward: the same arguments, the same output, and gradients if autograd is on."""
+        self._check_extras(extras)
+        structure, tensors = trees.flatten(args)
+        grad = torch.is_grad_enabled() and self.batch is not None
+        mode = capture(
+            self.config.device.type,
+            training=self._training(),
+            grad=grad,
+            input_grad=grad and any(tensor.requires_grad for tensor in tensors),
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            # Cloned: another thread cannot use inference tensors, and the user may overwrite the batch while a
+            # microbatch may still have to be sent again.
+            copies = [tensor.detach().clone() for tensor in tensors]
+            extras = _detached(extras)
+        call = _Call(self, trees.unflatten(structure, copies), extras, mode)
+        if grad:
+            outputs = autograd.apply(call, tensors)
+        else:
+            with torch.no_grad():
+                outputs, _ = call.forward()
+        return trees.unflatten(call.output_structure, outputs)
+
+    def key(self, batch: BatchInHand | None, call: int, index: int) -> CallKey:
+        """The key of a microbatch of the current batch, or of an evaluation."""
+        if batch is None:
+            return CallKey(
+                generation=self.config.generation,
+                step=self.version,
+                attempt=0,
+                first=0,
+                index=index,
+                call=call,
+                evaluation=True,
+            )
+        grant = batch.grant
+        return CallKey(
+            generation=grant.generation,
+            step=grant.step,
+            attempt=grant.attempt,
+            first=grant.first,
+            index=index,
+            call=call,
+        )
+
+    def next_call(self, batch: BatchInHand | None) -> int:
+        """Numbers the calls of a batch, and those outside of batches."""
+        if batch is None:
+            return next(self._evaluations)
+        batch.num_calls += 1
+        return batch.num_calls - 1
+
+    def microbatch_size(self, rows: int) -> int:
+        """Rows of a microbatch for a batch of `rows`."""
+        return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
+
+    def _check_extras(self, extras: dict[str, Any]) -> None:
+        known = frozenset[str]().union(*self.config.keywords)
+        for name in extras:
+            if name not in known:
+                raise TypeError(
+                    f"the pipelined module got an unexpected keyword argument {name!r}: no block's forward names it "
+                    f"(they name {sorted(known)})"
+                )
+
+    def _training(self) -> bool:
+        flags = {module.training for block in self.blocks for module in block.modules()}
+        if len(flags) > 1:
+            raise ConfigError(
+                "all blocks of a pipeline must be in train mode, or all in eval mode, got some of each. "
+                "Call train() or eval() on the whole module."
+            )
+        return flags.pop()
+
+
+class _Call:
+    """One call: its microbatches, forward and backward."""
+
+    def __init__(self, pipeline: Pipeline, args: tuple[Any, ...], extras: dict[str, Any], mode: Mode) -> None:
+        self._pipeline = pipeline
+        self._batch = pipeline.batch if mode.grad else None
+        config = pipeline.config
+        rows = num_rows(args, extras, config.shared)
+        parts = split(args, extras, size=pipeline.microbatch_size(rows), shared=config.shared)
+        number = pipeline.next_call(self._batch)
+        self._sizes = [part.num_rows for part in parts]
+        self._passages = [
+            Passage(
+                link=pipeline.link,
+                key=pipeline.key(self._batch, number, index),
+                num_rows=part.num_rows,
+                inputs=part.args,
+                extras=[_taken(part.kwargs, keywords) for keywords in config.keywords],
+                mode=mode,
+                weight=self._batch.grant.weight if self._batch else 0.0,
+            )
+            for index, part in enumerate(parts)
+        ]
+        self.output_structure: trees.Structure = None
+        pipeline.num_microbatches += len(parts)
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `autograd.Call`."""
+        results = self._run([passage.forward() for passage in self._passages])
+        outputs = [trees.unflatten(computed.structure, list(tensors)) for computed, tensors in results]
+        computed: Computed = results[0][0]
+        self.output_structure, flat = trees.flatten(concat(outputs, self._sizes))
+        return [tensor.to(self._pipeline.config.device) for tensor in flat], computed.flags
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """See `autograd.Call`."""
+        batch = self._batch
+        assert batch is not None
+        if batch is not self._pipeline.batch:
+            raise ConfigError(
+                "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
+                "has gone on. Detach what you keep from one batch to the next."
+            )
+        batch.backward_begun = True
+        parts = split_gradients([g if g is None else g.cpu() for g in gradients], self._sizes)
+        found = self._run([passage.backward(part) for passage, part in zip(self._passages, parts, strict=True)])
+        batch.completed += [passage.key.receipt for passage in self._passages]
+        num_inputs = len(trees.flatten(self._passages[0].inputs)[1])
+        if not self._passages[0].mode.input_grad:
+            return [None] * num_inputs
+        return concat_gradients(found, self._sizes)
+
+    def _run(self, works: list[Any]) -> list[Any]:
+        return self._pipeline.runtime.run(gather_bounded(works, self._pipeline.config.max_in_flight))
+
+
+def _taken(extras: dict[str, Any], keywords: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in extras.items() if name in keywords}
+
+
+def _detached(extras: dict[str, Any]) -> dict[str, Any]:
+    structure, tensors = trees.flatten(extras)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ConfigError(
+            "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
+            "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
+        )
+    return dict(trees.unflatten(structure, [tensor.detach().clone() for tensor in tensors]))

@@ -1,0 +1,1 @@
+"""The stage side: RPC handlers, the compute thread, the ledger of receipts."""

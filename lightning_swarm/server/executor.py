@@ -1,0 +1,147 @@
+"""Where a server computes: one job at a time, from a priority queue."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+Priority = tuple[int, ...]
+"""Smaller runs first."""
+
+
+@dataclass(order=True)
+class _Job:
+    priority: Priority
+    order: int  # first come, first served among equals
+    run: Callable[[], Any] = field(compare=False)
+    future: asyncio.Future[tuple[Any, float]] = field(compare=False)
+
+
+class Executor(ABC):
+    """Runs jobs one after the other; the next one is always that of the smallest priority."""
+
+    @abstractmethod
+    def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
+        """Queue a job. The future holds its result and the seconds it took, or what it raised."""
+
+    @property
+    @abstractmethod
+    def queued(self) -> int:
+        """Jobs that wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Run nothing more; jobs that still wait are cancelled."""
+
+
+class InlineExecutor(Executor):
+    """Computes on the loop itself: for swarms in one thread, under a virtual clock."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Job] = []
+        self._counter = itertools.count()
+
+    def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
+        loop = asyncio.get_running_loop()
+        job = _Job(priority, next(self._counter), run, loop.create_future())
+        heapq.heappush(self._heap, job)
+        loop.call_soon(self._run_next)
+        return job.future
+
+    @property
+    def queued(self) -> int:
+        return len(self._heap)
+
+    def close(self) -> None:
+        for job in self._heap:
+            job.future.cancel()
+        self._heap.clear()
+
+    def _run_next(self) -> None:
+        if not self._heap:
+            return
+        job = heapq.heappop(self._heap)
+        if not job.future.cancelled():
+            _finish(job.future, *_run(job.run))
+
+
+class ThreadExecutor(Executor):
+    """Computes on a thread of its own, so that the loop keeps answering."""
+
+    def __init__(self, name: str = "compute") -> None:
+        self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._counter = itertools.count()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
+        future = asyncio.get_running_loop().create_future()
+        if self._closed:
+            future.cancel()
+        else:
+            self._queue.put(_Job(priority, next(self._counter), run, future))
+        return future
+
+    @property
+    def queued(self) -> int:
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """Must be called on the loop that submitted. The job that runs now is not interrupted."""
+        self._closed = True
+        while True:
+            try:
+                self._queue.get_nowait().future.cancel()
+            except queue.Empty:
+                break
+        stop: asyncio.Future[tuple[Any, float]] = asyncio.get_running_loop().create_future()
+        stop.cancel()
+        self._queue.put(_Job((-1_000_000,), next(self._counter), _nothing, stop))
+
+    def _work(self) -> None:
+        while True:
+            job = self._queue.get()
+            if self._closed:
+                return
+            if job.future.cancelled():
+                continue
+            result, error, busy_s = _run(job.run)
+            loop = job.future.get_loop()
+            try:
+                loop.call_soon_threadsafe(_finish, job.future, result, error, busy_s)
+            except RuntimeError:  # the loop was closed meanwhile: nobody waits for the result any more
+                return
+
+
+def _nothing() -> None:
+    """The job that wakes the compute thread so that it ends."""
+
+
+def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:
+    start_s = time.perf_counter()
+    try:
+        return run(), None, time.perf_counter() - start_s
+    except BaseException as error:  # noqa: BLE001 - it is handed to whoever waits for the job
+        return None, error, time.perf_counter() - start_s
+
+
+def _finish(
+    future: asyncio.Future[tuple[Any, float]], result: Any, error: BaseException | None, busy_s: float
+) -> None:
+    if future.cancelled():
+        return
+    if error is None:
+        future.set_result((result, busy_s))
+    else:
+        future.set_exception(error)

@@ -1,0 +1,53 @@
+"""The ledger: which microbatches' gradients were added to the open step's sum. Pure bookkeeping.
+
+It is what makes a repeated call harmless: a receipt is entered before the gradient is added and never twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.types import Receipt, to_bitmap
+
+
+class Ledger:
+    """Receipts of one stage for one attempt of one step."""
+
+    def __init__(self, step: int, attempt: int = 0) -> None:
+        self.step = step
+        self.attempt = attempt
+        self._receipts: set[Receipt] = set()
+        self._named: frozenset[Receipt] | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the step is closing."""
+        return self._named is not None
+
+    def holds(self, receipt: Receipt) -> bool:
+        """Whether the microbatch's gradient is in the sum."""
+        return receipt in self._receipts
+
+    def add(self, receipt: Receipt) -> bool:
+        """Enter a receipt; False when it is there already (then nothing may be added to the sum).
+
+        Raises:
+            ProtocolError: The step is closing and its closing does not name the receipt.
+        """
+        if self._named is not None and receipt not in self._named:
+            raise ProtocolError(f"step {self.step} is closed, and its closing does not name microbatch {receipt}")
+        if receipt in self._receipts:
+            return False
+        self._receipts.add(receipt)
+        return True
+
+    def freeze(self, named: Iterable[Receipt]) -> None:
+        """From now on add only what the closing names."""
+        self._named = frozenset(named)
+
+    def bitmap(self, counted: Sequence[Receipt]) -> tuple[bytes, int]:
+        """The receipts as a bitmap over `counted`, and how many are in the sum but not in `counted`."""
+        held = to_bitmap(receipt in self._receipts for receipt in counted)
+        return held, len(self._receipts - set(counted))
+

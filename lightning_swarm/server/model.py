@@ -1,0 +1,94 @@
+"""The model as one peer holds it: cut into stages, of which it builds those it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_swarm import partition
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.partition import Blocks, StageModule
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.types import Manifest, Member, StageManifest
+
+
+class Model:
+    """A peer's own copy of the model.
+
+    Args:
+        module: The LightningModule (or any module), after `configure_model`.
+        blocks: Where it is cut.
+        optimizer: Builds the user's optimizer over `module`'s parameters.
+        device: Where this peer computes.
+        keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Blocks,
+        optimizer: Callable[[], Optimizer],
+        device: torch.device,
+        *,
+        keep: bool,
+    ) -> None:
+        self._module = module
+        self._blocks = blocks
+        self._optimizer = optimizer
+        self._device = device
+        self._keep = keep
+
+    def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
+        """The stages that begin and end as `ranges` of blocks say."""
+        return partition.cut(self._module, self._blocks, ranges)
+
+    def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
+        """What the manifest says of the stages."""
+        return [
+            StageManifest(
+                first_block=blocks.start,
+                end_block=blocks.stop,
+                parameters=[(name, list(shape), dtype) for name, shape, dtype, _ in stage.spec.parameters],
+                roster=roster,
+            )
+            for blocks, stage, roster in zip(ranges, self.cut(ranges), rosters, strict=True)
+        ]
+
+    def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
+        """The stages that this peer serves, ready to compute once their weights are loaded.
+
+        Raises:
+            ConfigError: This peer's model is not the run's; names the first field that differs.
+        """
+        ranges = [range(stage.first_block, stage.end_block) for stage in manifest.stages]
+        mine = self.describe(ranges, [stage.roster for stage in manifest.stages])
+        for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):
+            if own.parameters != theirs.parameters:
+                differing = [name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))]
+                raise ConfigError(
+                    f"every peer must build the model of the run; stage {index} differs in {sorted(set(differing))[:5]}. "
+                    "Start all peers with the same script, versions and settings."
+                )
+        modules = self.cut(ranges)
+        if not self._keep:
+            self._free([module for module in modules if module.spec.index not in served])
+        return {index: Stage(modules[index], self._optimizer, self._device) for index in sorted(served)}
+
+    def _free(self, others: Sequence[StageModule]) -> None:
+        """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
+        foreign = {id(parameter) for other in others for _, parameter in other.named_stage_parameters()}
+        replaced: dict[int, nn.Parameter] = {}
+        for module in self._module.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in foreign:
+                    if id(parameter) not in replaced:
+                        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                        replaced[id(parameter)] = meta
+                    module._parameters[name] = replaced[id(parameter)]
+
+
+def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(shape), dtype) for name, shape, dtype in stage.parameters]

@@ -1,0 +1,362 @@
+"""A server: holds one stage, or several, and computes them for whoever routes microbatches through it."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_swarm import trees
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import Busy, InputMissing, ProtocolError, StageError, SwarmError, TicketGone
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.randomness import key_seed
+from lightning_swarm.server.cache import Cache, Kept, num_bytes
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.model import Model
+from lightning_swarm.server.stage import Forwarded, Stage
+from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.steps.coordinator import Coordinator
+from lightning_swarm.steps.voting import Voter
+from lightning_swarm.tasks import TaskOwner
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import (
+    PROTOCOL_VERSION,
+    BackwardRequest,
+    CallKey,
+    CallReport,
+    CancelReply,
+    CancelRequest,
+    Computed,
+    ForwardRequest,
+    Manifest,
+    StageState,
+    StateRequest,
+    Ticket,
+    decode,
+    encode,
+)
+
+_T = TypeVar("_T")
+
+ADMIT = "server.admit"
+LOAD = "server.load"
+LEAVE = "server.leave"
+FORWARD = "stage.forward"
+BACKWARD = "stage.backward"
+CANCEL = "stage.cancel"
+STATE = "stage.state"
+
+
+class Server:
+    """Answers the calls of the data plane; `Stepping` answers those of the steps.
+
+    Args:
+        transport: Its network.
+        tickets: Where its results wait to be fetched.
+        executor: Computes, one job at a time.
+        model: Its copy of the model.
+        boot_id: Of this process's life.
+        limits: Bounds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        executor: Executor,
+        model: Model,
+        *,
+        boot_id: int,
+        limits: Limits,
+    ) -> None:
+        self._transport = transport
+        self._tickets = tickets
+        self._executor = executor
+        self._model = model
+        self._limits = limits
+        self._tasks = TaskOwner()
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._manifest: Manifest | None = None
+        self._coordinator: Coordinator | None = None
+        self.left = asyncio.Event()
+        self.cache = Cache(limits.cache_bytes)
+        self.num_forwards = 0
+        self.stepping = Stepping(
+            transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._forget_step
+        )
+        Voter().serve(transport)
+        transport.handle_call(ADMIT, self._handle_admit)
+        transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
+        transport.handle_call(LEAVE, self._handle_leave)
+        transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
+        transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
+        transport.handle_call(FORWARD, self._handle_forward_call)
+        transport.handle_call(BACKWARD, self._handle_backward_call)
+        transport.handle_call(CANCEL, self._handle_cancel)
+        transport.handle_stream(STATE, self._handle_state, max_bytes=0)
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        await self._tasks.start()
+
+    async def close(self) -> None:
+        """Stop computing. Raises what a task of this server raised."""
+        if self._coordinator is not None:
+            await self._coordinator.close()
+        self._executor.close()
+        await self._tasks.close()
+
+    # ------------------------------------------------------------------ entering and leaving the run
+
+    async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
+        manifest = decode(body, Manifest)
+        if manifest.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
+                "Install the same version of lightning_swarm on all peers."
+            )
+        if self._manifest is not None:
+            raise ProtocolError(f"this peer is in run {self._manifest.run_id!r} already")
+        if caller != manifest.lead:
+            raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
+        me = self._transport.peer_id
+        served = [i for i, stage in enumerate(manifest.stages) if any(m.peer_id == me for m in stage.roster)]
+        stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
+        self._manifest = manifest
+        self.stepping.begin(manifest, stages)
+        if manifest.coordinator == me:
+            self._coordinator = Coordinator(self._transport, manifest, timeout=self._limits.call_timeout)
+            await self._coordinator.start()
+        return b""
+
+    async def _handle_load(self, caller: PeerId, message: Message) -> Message:
+        """The initial weights of a stage, from the starter. Nobody else's are ever used."""
+        if caller != self._run().lead:
+            raise ProtocolError(f"weights come from the lead {self._run().lead}, not from {caller}")
+        state = decode(message.body, StageState)
+        stage = self.stepping.stage(state.stage_index)
+        if stage.version != state.step:
+            raise ProtocolError(f"stage {stage.index} is at version {stage.version}, got weights of {state.step}")
+        weights = dict(zip(state.names, message.tensors, strict=True))
+        await self._executor.submit((-1,), lambda: stage.load_weights(weights))
+        return Message()
+
+    async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
+        if self._manifest is not None and caller != self._manifest.lead:
+            raise ProtocolError(f"the lead {self._manifest.lead} ends the run, not {caller}")
+        self.left.set()
+        return b""
+
+    # ------------------------------------------------------------------ forward
+
+    async def _handle_forward_call(self, caller: PeerId, body: bytes) -> bytes:
+        return (await self._handle_forward(caller, Message(body))).body
+
+    async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, ForwardRequest)
+        stage = self._checked_stage(request.key, request.stage_index)
+        inputs, extras = _input_tree(request.structure, message.tensors)
+        name = request.key.name(stage.index, "forward")
+        if len(self._calls) >= self._limits.max_pending_calls:
+            raise Busy(f"{len(self._calls)} calls are under way here, at most {self._limits.max_pending_calls} may be")
+        self._begin(name, lambda: self._forward(name, stage, request, inputs, extras))
+        return Message()
+
+    async def _forward(
+        self, name: str, stage: Stage, request: ForwardRequest, inputs: Any, extras: dict[str, Any]
+    ) -> None:
+        mode = request.mode
+        key = request.key
+        inputs, wants_grad = await self._inputs(request.source, inputs, mode.input_grad)
+        await self.stepping.reached(key.step)
+        seed = key_seed(
+            self._run().seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation)
+        )
+        result, busy_s = await self._compute(
+            stage, (1, *_age(key)), lambda: stage.forward(inputs, extras, wants_grad, mode, seed)
+        )
+        self.num_forwards += 1
+        if mode.grad:
+            kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
+            self._keep(name, kept, result)
+        computed = Computed(structure=result.structure, flags=result.requires_grad)
+        report = CallReport(busy_s=busy_s, queued=self._executor.queued)
+        outputs = tuple(tensor.cpu() for tensor in result.outputs)
+        # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
+        once = self.cache.full or not mode.grad
+        self._tickets.fulfil(name, Message(encode(computed), outputs), encode(report), once=once)
+
+    def _keep(self, name: str, kept: Kept, result: Forwarded) -> None:
+        kept.graph = result.graph
+        kept.input_bytes = num_bytes(trees.flatten((kept.inputs, kept.extras))[1])
+        kept.graph_bytes = result.graph_bytes
+        self.cache.keep(name, kept)
+
+    async def _inputs(
+        self, source: Ticket | None, inputs: Any, input_grad: bool
+    ) -> tuple[tuple[Any, ...], Sequence[bool]]:
+        """The positional inputs of a stage, and which of their tensors want a gradient."""
+        if source is None:
+            if not isinstance(inputs, tuple):
+                raise ProtocolError("a call without a source must bring a tuple of inputs")
+            return inputs, [input_grad and t.is_floating_point() for t in trees.flatten(inputs)[1]]
+        message = await self._fetch(source)
+        computed = decode(message.body, Computed)
+        return (trees.unflatten(computed.structure, list(message.tensors)),), computed.flags
+
+    # ------------------------------------------------------------------ backward
+
+    async def _handle_backward_call(self, caller: PeerId, body: bytes) -> bytes:
+        return (await self._handle_backward(caller, Message(body))).body
+
+    async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, BackwardRequest)
+        stage = self._checked_stage(request.key, request.stage_index)
+        if request.key.evaluation or request.key.attempt != self.stepping.attempt:
+            raise ProtocolError(f"a backward must belong to attempt {self.stepping.attempt} of a step: {request.key}")
+        name = request.key.name(stage.index, "backward")
+        self._begin(name, lambda: self._backward(name, stage, request, message.tensors))
+        return Message()
+
+    async def _backward(
+        self, name: str, stage: Stage, request: BackwardRequest, tensors: tuple[Tensor, ...]
+    ) -> None:
+        key, mode = request.key, request.mode
+        gradients, rest = _optional(request.present, tensors)
+        kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
+        if request.source is not None:
+            message = await self._fetch(request.source)
+            gradients, _ = _optional(decode(message.body, Computed).flags, message.tensors)
+        receipt = False
+
+        def compute() -> list[Tensor | None]:
+            nonlocal receipt
+            graph = kept.graph
+            if graph is None:
+                graph = stage.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
+            assert graph is not None
+            input_gradients, parameter_gradients = stage.backward(graph, gradients, mode)
+            if request.accumulate:
+                receipt = self.stepping.add(stage, key, parameter_gradients, request.weight)
+            return input_gradients
+
+        found, busy_s = await self._compute(stage, (0, *_age(key)), compute)
+        computed = Computed(structure=None, flags=[gradient is not None for gradient in found])
+        report = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt)
+        present = tuple(gradient.cpu() for gradient in found if gradient is not None)
+        self._tickets.fulfil(name, Message(encode(computed), present), encode(report), once=True)
+
+    async def _kept(self, stage: Stage, request: BackwardRequest, tensors: Sequence[Tensor]) -> Kept:
+        """What this peer kept of the forward, or what the request brings instead."""
+        key = request.key
+        forward_name = key.name(stage.index, "forward")
+        kept = self.cache.take(forward_name)
+        if kept is not None:
+            return kept
+        if request.recompute is None:
+            raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
+        inputs, extras = _input_tree(request.recompute.structure, tensors)
+        inputs, wants_grad = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
+        seed = key_seed(self._run().seed, key.step, key.first, key.index, key.call, stage.index, 0)
+        return Kept(inputs, extras, wants_grad, request.mode, seed)
+
+    # ------------------------------------------------------------------ cancelling, reading
+
+    async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, CancelRequest)
+        name = request.key.name(request.stage_index, request.direction)
+        task = self._calls.get(name)
+        if task is not None:
+            task.cancel()
+        self._tickets.drop(name)
+        added = request.direction == "backward" and self.stepping.holds(request.stage_index, request.key)
+        return encode(CancelReply(added=added))
+
+    async def _handle_state(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, StateRequest)
+        await self.stepping.reached(request.step)
+        stage = self.stepping.stage(request.stage_index)
+        if stage.version != request.step:
+            raise ProtocolError(f"stage {stage.index} is at version {stage.version}, not at {request.step}")
+        read = stage.optimizer_state if request.optimizer else stage.weights
+        state, _ = await self._executor.submit((-1,), read)
+        if request.optimizer:
+            structure, tensors = trees.flatten([state[name] for name in state])
+        else:
+            structure, tensors = None, list(state.values())
+        reply = StageState(stage_index=stage.index, step=request.step, names=list(state), structure=structure)
+        return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
+
+    # ------------------------------------------------------------------ parts
+
+    def _run(self) -> Manifest:
+        if self._manifest is None:
+            raise ProtocolError("this peer was not admitted to a run yet")
+        return self._manifest
+
+    def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
+        if key.generation != self._run().generation:
+            raise ProtocolError(f"the run generation is {self._run().generation}, got a call of {key.generation}")
+        stage = self.stepping.stage(stage_index)
+        if key.step < stage.version:
+            raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
+        return stage
+
+    def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a call unless it is under way, or its result is there."""
+        if self._tickets.promise(name):
+            task = self._tasks.spawn(self._guarded(name, work()))
+            self._calls[name] = task
+            task.add_done_callback(lambda done: self._calls.pop(name, None))
+
+    async def _guarded(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except SwarmError as error:
+            self._tickets.fail(name, error)
+
+    async def _fetch(self, source: Ticket) -> Message:
+        try:
+            return await self._tickets.fetch(source, timeout=self._limits.call_timeout)
+        except StageError:
+            raise  # the model's own error: the trainer wants to see that one
+        except SwarmError as error:
+            raise InputMissing(f"{source.name} did not come from {source.peer_id}: {error}") from error
+
+    async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
+        try:
+            return await self._executor.submit(priority, run)
+        except SwarmError:
+            raise
+        except Exception as error:  # the model's code may raise anything; it goes to the trainer as text
+            raise StageError(
+                f"stage {stage.index} raised {type(error).__name__} on peer {self._transport.peer_id}: {error}\n"
+                + "".join(traceback.format_exception(error))
+            ) from error
+
+    def _forget_step(self, prefix: str) -> None:
+        self._tickets.drop(prefix)
+        self.cache.drop(prefix)
+
+
+def _age(key: CallKey) -> tuple[int, ...]:
+    return (key.step, key.first, key.call, key.index)
+
+
+def _input_tree(structure: Any, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+    tree = trees.unflatten(structure, list(tensors))
+    if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
+        raise ProtocolError("a call must bring a pair of inputs and extras")
+    return tree
+
+
+def _optional(present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+    """The tensors at their places, None elsewhere; and the tensors that are left over."""
+    if sum(present) > len(tensors):
+        raise ProtocolError(f"{sum(present)} tensors were announced, {len(tensors)} came")
+    remaining = iter(tensors)
+    return [next(remaining) if flag else None for flag in present], list(remaining)

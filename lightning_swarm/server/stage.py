@@ -1,0 +1,264 @@
+"""One stage on one peer: its weights, its optimizer, and the gradients of the open step.
+
+Everything here runs on the compute thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_swarm import trees
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.partition import StageModule
+from lightning_swarm.randomness import KeyedRandom
+from lightning_swarm.server import mode as modes
+from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.types import Mode, Record
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What backward needs of a forward."""
+
+    inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
+    outputs: list[Tensor]  # leaves of the output tree, with their autograd history
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A forward's result."""
+
+    structure: trees.Structure
+    outputs: tuple[Tensor, ...]  # detached
+    requires_grad: list[bool]
+    graph: Graph | None
+    graph_bytes: int
+
+
+class Stage:
+    """A stage's weights and optimizer, at one version.
+
+    Args:
+        module: The stage's run of blocks.
+        optimizer: Builds the user's optimizer; its parameter groups are cut down to this stage's parameters.
+        device: Where it computes.
+    """
+
+    def __init__(self, module: StageModule, optimizer: Callable[[], Optimizer], device: torch.device) -> None:
+        self.module = module
+        self.index = module.spec.index
+        self.device = device
+        self.version = 0
+        named = module.named_stage_parameters()
+        self.parameters = dict(named)
+        self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        self.optimizer = optimizer()
+        local = {id(parameter) for parameter in self.trainable}
+        for group in self.optimizer.param_groups:  # empty groups stay: records address groups by place
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in local]
+        dtypes = [parameter.dtype for parameter in self.trainable]
+        self._sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.gradient_sum = torch.zeros(sum(p.numel() for p in self.trainable), dtype=self._sum_dtype, device=device)
+        self.touched = [False] * len(self.trainable)
+        self._graph_bytes_per_row: float | None = None
+
+    # ------------------------------------------------------------------ one microbatch
+
+    def forward(
+        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
+    ) -> Forwarded:
+        """Run the blocks.
+
+        Args:
+            inputs: Positional inputs, trees of tensors ``[microbatch, ...]``.
+            extras: Keyword arguments for the blocks that name them.
+            wants_grad: For each tensor of `inputs`, whether backward shall give its gradient.
+            mode: The trainer's mode.
+            seed: Of all random draws.
+        """
+        structure, tensors = trees.flatten(inputs)
+        if len(tensors) != len(wants_grad):
+            raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
+        leaves = [
+            tensor.to(self.device).detach().requires_grad_(mode.grad and wants and tensor.is_floating_point())
+            for tensor, wants in zip(tensors, wants_grad, strict=True)
+        ]
+        extra_structure, extra_tensors = trees.flatten(extras)
+        extras = trees.unflatten(extra_structure, [tensor.to(self.device) for tensor in extra_tensors])
+        self.module.train(mode.training)
+        before = [buffer._version for buffer in self.module.buffers()]
+        with modes.entered(mode, self.device.type), KeyedRandom(seed), self._measured(mode, leaves) as graph_bytes:
+            # Cloned: a block may work in place, but the input is kept for a recomputation.
+            output = self.module(trees.unflatten(structure, [leaf.clone() for leaf in leaves]), extras)
+        if mode.training and before != [buffer._version for buffer in self.module.buffers()]:
+            raise ProtocolError(
+                f"a block of stage {self.index} changed a buffer in its forward; peers of the stage would come to "
+                "differ. Blocks may change nothing but their output: keep running statistics in training_step."
+            )
+        out_structure, outputs = trees.flatten(output)
+        return Forwarded(
+            structure=out_structure,
+            outputs=tuple(tensor.detach() for tensor in outputs),
+            requires_grad=[tensor.requires_grad for tensor in outputs],
+            graph=Graph(leaves, outputs) if mode.grad else None,
+            graph_bytes=graph_bytes(),
+        )
+
+    def backward(
+        self, graph: Graph, gradients: Sequence[Tensor | None], mode: Mode
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the input tensors and of the trainable parameters; adds nothing.
+
+        Args:
+            graph: Of the forward.
+            gradients: For each output tensor its gradient of the same shape, or None.
+            mode: The trainer's mode in the forward.
+        """
+        _check_gradients(graph.outputs, gradients)
+        used = [
+            (output, gradient.to(output))
+            for output, gradient in zip(graph.outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        places = [i for i, leaf in enumerate(graph.inputs) if leaf.requires_grad]
+        wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if used and wanted:
+            with modes.entered_backward(mode), KeyedRandom.forbidden():
+                found = torch.autograd.grad(
+                    [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
+                )
+        input_gradients: list[Tensor | None] = [None] * len(graph.inputs)
+        for place, gradient in zip(places, found[len(self.trainable) :], strict=True):
+            input_gradients[place] = gradient
+        return input_gradients, list(found[: len(self.trainable)])
+
+    def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
+        """Add one microbatch's gradients, times `weight`, to the step's sum."""
+        sums, added = [], []
+        for i, (view, gradient) in enumerate(zip(self._views(self.gradient_sum), gradients, strict=True)):
+            if gradient is not None:
+                self.touched[i] = True
+                sums.append(view)
+                added.append(gradient.to(self._sum_dtype))
+        if sums:
+            torch._foreach_add_(sums, added, alpha=weight)
+
+    # ------------------------------------------------------------------ a step
+
+    def zero_sum(self) -> None:
+        """Begin a step, or an attempt of it."""
+        self.gradient_sum.zero_()
+        self.touched = [False] * len(self.trainable)
+
+    def apply(self, record: Record, mean_gradient: Tensor, touched: Sequence[bool]) -> None:
+        """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
+
+        Args:
+            record: Decided, of this stage's version.
+            mean_gradient: ``[elements of the trainable parameters]``, the same bytes on every replica.
+            touched: For each trainable parameter, whether any microbatch gave it a gradient. Optimizers pass over
+                those that have none, on one machine as here.
+        """
+        if record.step != self.version:
+            raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
+        if record.outcome == "apply":
+            for parameter, view, has_gradient in zip(
+                self.trainable, self._views(mean_gradient), touched, strict=True
+            ):
+                parameter.grad = (view * record.clip_factor).to(parameter.dtype) if has_gradient else None
+            for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=True):
+                group.update(
+                    # The wire knows no tuples, but optimizers compare and unpack them.
+                    {key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()}
+                )
+            self.optimizer.step()
+            for parameter in self.trainable:
+                parameter.grad = None
+        self.version += 1
+        self.zero_sum()
+
+    def fingerprint(self) -> int:
+        """Of weights, buffers and optimizer state at this version."""
+        tensors: list[Tensor] = [*self.parameters.values(), *(buffer for _, buffer in self._buffers())]
+        for parameter in self.trainable:
+            tensors += trees.flatten(self.optimizer.state.get(parameter, {}))[1]
+        return fingerprint(tensors)
+
+    # ------------------------------------------------------------------ state
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by their names in the whole model's state dict. Shared memory, not copies."""
+        return {name: tensor.detach() for name, tensor in [*self.parameters.items(), *self._buffers()]}
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Overwrite parameters and buffers.
+
+        Raises:
+            ProtocolError: A name, shape or dtype differs; nothing was changed then.
+        """
+        own = self.weights()
+        if own.keys() != weights.keys():
+            raise ProtocolError(f"stage {self.index} has the weights {sorted(own)}, got {sorted(weights)}")
+        for name, tensor in own.items():
+            if (tensor.shape, tensor.dtype) != (weights[name].shape, weights[name].dtype):
+                raise ProtocolError(
+                    f"`{name}` has shape {tuple(tensor.shape)} and {tensor.dtype}, "
+                    f"got {tuple(weights[name].shape)} and {weights[name].dtype}"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """For each parameter that has some, its optimizer state: a tree of tensors and numbers."""
+        return {
+            name: dict(self.optimizer.state[parameter])
+            for name, parameter in self.parameters.items()
+            if parameter in self.optimizer.state
+        }
+
+    @contextlib.contextmanager
+    def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
+        """Bytes that the graph of the forward inside keeps alive: measured once, then in proportion to the rows."""
+        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
+        if not mode.grad or self._graph_bytes_per_row is not None:
+            yield lambda: round((self._graph_bytes_per_row or 0.0) * num_rows) if mode.grad else 0
+            return
+        own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters.values()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield lambda: sum(saved.values())
+        self._graph_bytes_per_row = sum(saved.values()) / max(num_rows, 1)
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return list(self.module.named_stage_buffers())
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        sizes = [parameter.numel() for parameter in self.trainable]
+        return [
+            part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)
+        ]
+
+
+def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    if len(outputs) != len(gradients):
+        raise ProtocolError(f"a stage with {len(outputs)} output tensors got {len(gradients)} gradients")
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None and gradient.shape != output.shape:
+            raise ProtocolError(
+                f"an output of shape {tuple(output.shape)} got a gradient of shape {tuple(gradient.shape)}"
+            )

@@ -1,0 +1,218 @@
+"""A server's part in a step: freeze the ledgers, average, apply the decided record."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_swarm.averaging.butterfly import average
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.ledger import Ledger
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
+from lightning_swarm.tasks import gather
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import (
+    AverageReply,
+    CallKey,
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    Manifest,
+    Member,
+    PartNorm,
+    Record,
+    StageClosing,
+    StageLedger,
+    decode,
+    encode,
+    from_bitmap,
+    to_bitmap,
+)
+
+_FIRST = (-1,)  # work of a step goes before any microbatch
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    closing: Closing
+    gradients: dict[int, Tensor]  # by stage
+
+
+class Stepping:
+    """The stages of a server, their ledgers, and the coordinator's calls.
+
+    Args:
+        transport: Its network.
+        tickets: Where parts of gradients wait for the other replicas.
+        executor: Computes.
+        boot_id: Of this process's life.
+        timeout: Seconds for one exchange of an averaging round.
+        on_decided: Called with the ticket prefix of a step that was applied.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        executor: Executor,
+        *,
+        boot_id: int,
+        timeout: float,
+        on_decided: Callable[[str], None],
+    ) -> None:
+        self._transport = transport
+        self._tickets = tickets
+        self._executor = executor
+        self._boot_id = boot_id
+        self._timeout = timeout
+        self._on_decided = on_decided
+        self._manifest: Manifest | None = None
+        self._stages: dict[int, Stage] = {}
+        self._ledgers: dict[int, Ledger] = {}
+        self._averaged: _Averaged | None = None
+        self._applied = asyncio.Condition()
+        self.version = 0
+        self.attempt = 0
+        transport.handle_call(FREEZE, self._handle_freeze)
+        transport.handle_call(AVERAGE, self._handle_average)
+        transport.handle_call(APPLY, self._handle_apply)
+
+    def begin(self, manifest: Manifest, stages: dict[int, Stage]) -> None:
+        """Enter the run."""
+        self._manifest = manifest
+        self._stages = stages
+        self._ledgers = {index: Ledger(self.version) for index in stages}
+
+    def stage(self, index: int) -> Stage:
+        """One of the stages that this server holds."""
+        if index not in self._stages:
+            raise ProtocolError(f"this peer serves the stages {sorted(self._stages)}, not stage {index}")
+        return self._stages[index]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Indices of the stages that this server holds."""
+        return tuple(sorted(self._stages))
+
+    def add(self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float) -> bool:
+        """Enter the receipt and add the gradients, once. On the compute thread.
+
+        Returns:
+            True: the sum holds the microbatch, from now on or from before.
+        """
+        ledger = self._ledgers[stage.index]
+        if (key.step, key.attempt) != (ledger.step, ledger.attempt):
+            raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
+        if ledger.add(key.receipt):
+            stage.add(gradients, weight)
+        return True
+
+    def holds(self, stage_index: int, key: CallKey) -> bool:
+        """Whether the sum holds the microbatch."""
+        ledger = self._ledgers.get(stage_index)
+        return ledger is not None and ledger.step == key.step and ledger.holds(key.receipt)
+
+    async def reached(self, version: int) -> None:
+        """Wait until all stages are at `version`."""
+        async with self._applied:
+            await asyncio.wait_for(self._applied.wait_for(lambda: self.version >= version), self._timeout)
+
+    # ------------------------------------------------------------------ the coordinator's calls
+
+    async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, FreezeRequest)
+        self._check(caller, request.generation, request.step, request.attempt)
+        # On the compute thread, so that it falls between two additions and never into one.
+        ledgers, _ = await self._executor.submit(_FIRST, lambda: self._freeze(request))
+        return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers))
+
+    def _freeze(self, request: FreezeRequest) -> list[StageLedger]:
+        reports = []
+        for index, stage in sorted(self._stages.items()):
+            ledger = self._ledgers[index]
+            ledger.freeze(request.counted)
+            held, num_unnamed = ledger.bitmap(request.counted)
+            reports.append(
+                StageLedger(
+                    stage_index=index,
+                    held=held,
+                    num_unnamed=num_unnamed,
+                    touched=to_bitmap(stage.touched),
+                    version_hash=stage.fingerprint(),
+                )
+            )
+        return reports
+
+    async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
+        closing = decode(body, Closing)
+        self._check(caller, closing.generation, closing.step, closing.attempt)
+        averages = await gather(self._average(closing, index) for index in self._stages)
+        gradients = {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)}
+        self._averaged = _Averaged(closing, gradients)
+        return encode(AverageReply(parts=[norm for _, norm in averages]))
+
+    async def _average(self, closing: Closing, index: int) -> tuple[Tensor, PartNorm]:
+        stage_closing = closing.stages[index]
+        place = self._place(stage_closing)
+        held, num_unnamed = self._ledgers[index].bitmap(closing.counted)
+        if held != stage_closing.holders[place] or num_unnamed:
+            raise ProtocolError(
+                f"the sum of stage {index} on {self._transport.peer_id} is not what the closing of step "
+                f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
+            )
+        prefix = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/{index}"
+        mean, squared_norm = await average(
+            self._stages[index].gradient_sum,
+            closing.total_weight,
+            roster=[member.peer_id for member in stage_closing.roster],
+            place=place,
+            prefix=prefix,
+            tickets=self._tickets,
+            timeout=self._timeout,
+        )
+        return mean, PartNorm(stage_index=index, squared_norm=squared_norm)
+
+    async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
+        record = decode(body, Record)
+        closing = record.closing
+        if record.step < self.version:
+            return b""  # told twice
+        self._check(caller, closing.generation, closing.step, closing.attempt)
+        averaged = self._averaged
+        if averaged is None or averaged.closing != closing:
+            raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
+        await self._executor.submit(_FIRST, lambda: self._apply(record, averaged))
+        self._averaged = None
+        self._on_decided(f"g{closing.generation}.s{closing.step}.")
+        async with self._applied:
+            self.version = record.step + 1
+            self.attempt = 0
+            self._applied.notify_all()
+        return b""
+
+    def _apply(self, record: Record, averaged: _Averaged) -> None:
+        for index, stage in self._stages.items():
+            touched = from_bitmap(record.closing.stages[index].touched, len(stage.trainable))
+            stage.apply(record, averaged.gradients[index], touched)
+            self._ledgers[index] = Ledger(record.step + 1)
+
+    def _check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
+        if self._manifest is None:
+            raise ProtocolError("this peer was not admitted to a run yet")
+        if caller != self._manifest.coordinator:
+            raise ProtocolError(f"steps are led by the coordinator {self._manifest.coordinator}, not by {caller}")
+        here = (self._manifest.generation, self.version, self.attempt)
+        if (generation, step, attempt) != here:
+            raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
+
+    def _place(self, closing: StageClosing) -> int:
+        me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
+        if me not in closing.roster:
+            raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the closing's roster")
+        return closing.roster.index(me)

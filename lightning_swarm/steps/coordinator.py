@@ -1,0 +1,232 @@
+"""The coordinator: grants places in the open step, closes it, has it averaged, and decides its record."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from typing import Any
+
+from lightning_swarm.errors import ProtocolError, StepError, SwarmError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, RECORD
+from lightning_swarm.steps.policy import OpenStep, check_ledgers, clip_factor
+from lightning_swarm.steps.voting import decide
+from lightning_swarm.tasks import TaskOwner, gather
+from lightning_swarm.types import (
+    AverageReply,
+    BatchDone,
+    BatchDoneReply,
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    Grant,
+    GrantReply,
+    GrantRequest,
+    Manifest,
+    Member,
+    Record,
+    RecordRequest,
+    StageClosing,
+    StageLedger,
+    Wait,
+    Wire,
+    decode,
+    encode,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """A role of one peer.
+
+    Args:
+        transport: Its network.
+        manifest: Of the run.
+        timeout: Seconds for one phase of a step.
+    """
+
+    def __init__(self, transport: Transport, manifest: Manifest, *, timeout: float) -> None:
+        self._transport = transport
+        self._manifest = manifest
+        self._timeout = timeout
+        self._term = (1, transport.peer_id)
+        self._leases = itertools.count(1)
+        self._open = OpenStep(0, manifest.target_batch_size)
+        self._roster = [list(stage.roster) for stage in manifest.stages]
+        self._voters = list(manifest.voters)
+        self._hyperparameters: list[dict[str, Any]] = []
+        self._record: Record | None = None
+        self._failure: SwarmError | None = None
+        self._decided = asyncio.Condition()
+        self._tasks = TaskOwner()
+        self._warned_large = False
+        transport.handle_call(GRANT, self._handle_grant)
+        transport.handle_call(DONE, self._handle_done)
+        transport.handle_call(RECORD, self._handle_record)
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        await self._tasks.start()
+
+    async def close(self) -> None:
+        """Stop. Raises what a task raised."""
+        await self._tasks.close()
+
+    # ------------------------------------------------------------------ the trainers' calls
+
+    async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, GrantRequest)
+        step = self._open
+        if request.step > step.step:
+            raise ProtocolError(f"step {step.step} is open, got a request for step {request.step}")
+        if request.step < step.step:
+            return encode(GrantReply(wait=Wait(step=step.step - 1)))
+        lease = next(self._leases)
+        place = step.grant(lease, caller, request.num_samples)
+        if place is None:
+            return encode(GrantReply(wait=Wait(step=step.step)))
+        target = self._manifest.target_batch_size
+        if target is not None and request.num_samples > target and not self._warned_large:
+            self._warned_large = True
+            _log.warning("A batch of %d samples is a step: `target_batch_size` is %d.", request.num_samples, target)
+        first, weight = place
+        generation = self._manifest.generation
+        grant = Grant(
+            lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight
+        )
+        return encode(GrantReply(grant=grant))
+
+    async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, BatchDone)
+        step = self._open
+        was_ready = step.ready
+        if request.lease is not None:
+            if request.withdrawn:
+                step.withdraw(request.lease, caller)
+            else:
+                step.complete(request.lease, caller, request.completed)
+        if caller == self._manifest.lead and request.hyperparameters is not None:
+            self._hyperparameters = request.hyperparameters
+        if request.close:
+            step.ask_to_close(request.total_weight)
+        if step.ready and not was_ready:
+            self._tasks.spawn(self._finish_guarded(step))
+        return encode(BatchDoneReply(closing=step.closing))
+
+    async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
+        """Hold the answer until the record is decided and applied everywhere, or the caller's deadline."""
+        step = decode(body, RecordRequest).step
+        async with self._decided:
+            await self._decided.wait_for(lambda: self._open.step > step or self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+        if self._record is None or self._record.step != step:
+            raise ProtocolError(f"record {step} is no longer kept; the open step is {self._open.step}")
+        return encode(self._record)
+
+    # ------------------------------------------------------------------ close, average, decide, apply
+
+    async def _finish_guarded(self, step: OpenStep) -> None:
+        try:
+            record = await self._finish(step)
+        except SwarmError as error:
+            async with self._decided:
+                self._failure = StepError(f"step {step.step} could not be decided: {error}")
+                self._decided.notify_all()
+            return
+        async with self._decided:
+            self._record = record
+            self._open = OpenStep(step.step + 1, self._manifest.target_batch_size)
+            self._decided.notify_all()
+
+    async def _finish(self, step: OpenStep) -> Record:
+        closing = await self._close(step)
+        squared_norm = await self._average(closing)
+        record = Record(
+            closing=closing,
+            outcome="apply" if math.isfinite(squared_norm) else "skip",
+            squared_norm=squared_norm,
+            clip_factor=clip_factor(squared_norm, self._manifest.gradient_clip_norm),
+            hyperparameters=self._hyperparameters,
+            next_roster=self._roster,
+            next_voters=self._voters,
+        )
+        await decide(self._transport, self._voters, self._term, record, timeout=self._timeout)
+        await self._ask_all(APPLY, record)
+        self._roster, self._voters = record.next_roster, record.next_voters
+        return record
+
+    async def _close(self, step: OpenStep) -> Closing:
+        counted = step.counted
+        request = FreezeRequest(
+            generation=self._manifest.generation, step=step.step, attempt=0, counted=counted
+        )
+        replies = {
+            peer: decode(body, FreezeReply) for peer, body in (await self._ask_all(FREEZE, request)).items()
+        }
+        ledgers = [
+            [_ledger(replies[member.peer_id], member, index) for member in roster]
+            for index, roster in enumerate(self._roster)
+        ]
+        check_ledgers(step.step, counted, ledgers)
+        return Closing(
+            generation=self._manifest.generation,
+            step=step.step,
+            attempt=0,
+            round=0,
+            counted=counted,
+            num_samples=step.num_granted,
+            total_weight=step.total_weight,
+            stages=[
+                StageClosing(
+                    roster=roster,
+                    holders=[ledger.held for ledger in stage],
+                    touched=_union([ledger.touched for ledger in stage]),
+                )
+                for roster, stage in zip(self._roster, ledgers, strict=True)
+            ],
+        )
+
+    async def _average(self, closing: Closing) -> float:
+        """The squared norm of the mean gradient over all stages. Every server holds its stages' means then."""
+        replies = await self._ask_all(AVERAGE, closing)
+        # Summed in one order, so that a repeated round gives the same record.
+        parts = sorted(
+            (part.stage_index, peer, part.squared_norm)
+            for peer, body in replies.items()
+            for part in decode(body, AverageReply).parts
+        )
+        return math.fsum(squared_norm for _, _, squared_norm in parts)
+
+    async def _ask_all(self, method: str, request: Wire) -> dict[PeerId, bytes]:
+        """Ask every server of the roster at once; the first failure ends the phase."""
+        peers = sorted({member.peer_id for roster in self._roster for member in roster})
+        body = encode(request)
+        bodies = await gather(self._transport.call(peer, method, body, timeout=self._timeout) for peer in peers)
+        return dict(zip(peers, bodies, strict=True))
+
+
+def _ledger(reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:
+    if reply.boot_id != member.boot_id:
+        raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
+    for ledger in reply.ledgers:
+        if ledger.stage_index == stage_index:
+            return ledger
+    raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
+
+
+def _union(bitmaps: list[bytes]) -> bytes:
+    """Bitmaps of equal length, or-ed."""
+    if len({len(bitmap) for bitmap in bitmaps}) != 1:
+        raise StepError("the replicas of a stage disagree on its number of parameters")
+    return bytes(map(_or, *bitmaps)) if len(bitmaps) > 1 else bitmaps[0]
+
+
+def _or(*values: int) -> int:
+    result = 0
+    for value in values:
+        result |= value
+    return result

@@ -1,0 +1,141 @@
+"""The books of the open step: who was granted what, what is through, and whether the step can close. Pure.
+
+Two ways of counting (`target_batch_size`): a number of samples, where samples weigh equally; or Lightning's own
+arithmetic, where the lead says when its accumulation window ends and batches weigh equally.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightning_swarm.errors import ProtocolError, StepError
+from lightning_swarm.network import PeerId
+from lightning_swarm.types import Receipt, StageLedger, from_bitmap
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+@dataclass
+class _Batch:
+    trainer: PeerId
+    first: int
+    num_samples: int
+    weight: float
+    completed: tuple[Receipt, ...] | None = None  # None: still under way
+
+
+@dataclass
+class OpenStep:
+    """Grants and completions of one step.
+
+    Args:
+        step: Its number.
+        target_batch_size: Samples that close the step; None: the lead closes it.
+    """
+
+    step: int
+    target_batch_size: int | None
+    _batches: dict[int, _Batch] = field(default_factory=dict)
+    _next_first: int = 0
+    _close_asked: bool = False
+    _window: float | None = None
+
+    @property
+    def num_granted(self) -> int:
+        """Samples that were granted and not withdrawn."""
+        return sum(batch.num_samples for batch in self._batches.values())
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more is granted."""
+        full = self.target_batch_size is not None and self.num_granted >= self.target_batch_size
+        return full or self._close_asked
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that was granted is through, and nothing more will be granted."""
+        return self.closing and all(batch.completed is not None for batch in self._batches.values())
+
+    def grant(self, lease: int, trainer: PeerId, num_samples: int) -> tuple[int, float] | None:
+        """Position of the batch's first sample and its weight; None when the step is full."""
+        if num_samples < 1:
+            raise ProtocolError(f"a batch must have at least one sample, got {num_samples}")
+        if self.closing:
+            return None
+        first = self._next_first
+        self._next_first += num_samples
+        weight = 1.0 if self.target_batch_size is None else float(num_samples)
+        self._batches[lease] = _Batch(trainer, first, num_samples, weight)
+        return first, weight
+
+    def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> None:
+        """The batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
+        batch = self._leased(lease, trainer)
+        if any(first != batch.first for first, _, _ in completed):
+            raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places")
+        batch.completed = tuple(completed)
+
+    def withdraw(self, lease: int, trainer: PeerId) -> None:
+        """The batch will not come; nothing of it may have been added anywhere."""
+        self._leased(lease, trainer)
+        del self._batches[lease]
+
+    def ask_to_close(self, window: float | None) -> None:
+        """Grant nothing more. `window` is the total weight by Lightning's arithmetic, a full accumulation window."""
+        self._close_asked = True
+        self._window = window
+
+    @property
+    def counted(self) -> list[Receipt]:
+        """All microbatches that the step counts, in order."""
+        return sorted(receipt for batch in self._batches.values() for receipt in batch.completed or ())
+
+    @property
+    def total_weight(self) -> float:
+        """What the sum is divided by."""
+        if self._window is not None:
+            return self._window
+        return sum(batch.weight for batch in self._batches.values()) or 1.0
+
+    def _leased(self, lease: int, trainer: PeerId) -> _Batch:
+        batch = self._batches.get(lease)
+        if batch is None or batch.trainer != trainer or batch.completed is not None:
+            raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")
+        return batch
+
+
+def check_ledgers(step: int, counted: Sequence[Receipt], ledgers: Sequence[Sequence[StageLedger]]) -> None:
+    """Each counted microbatch once in each stage, nothing else in any sum, and all replicas at the same weights.
+
+    Args:
+        step: For the error.
+        counted: The receipts that the closing names.
+        ledgers: For each stage, those of its roster.
+
+    Raises:
+        StepError: Says the stage and what is wrong.
+    """
+    for stage_index, stage in enumerate(ledgers):
+        hashes = {ledger.version_hash for ledger in stage}
+        if len(hashes) != 1:
+            raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
+        unnamed = sum(ledger.num_unnamed for ledger in stage)
+        if unnamed:
+            raise StepError(f"step {step}: stage {stage_index} holds {unnamed} gradients that no batch completed")
+        held = [sum(flags) for flags in zip(*(from_bitmap(one.held, len(counted)) for one in stage), strict=True)]
+        wrong = [receipt for receipt, times in zip(counted, held, strict=True) if times != 1]
+        if wrong:
+            raise StepError(
+                f"step {step}: each microbatch counts once in each stage; in stage {stage_index} these were added "
+                f"not at all or more than once: {wrong[:5]}"
+            )
+
+
+def clip_factor(squared_norm: float, max_norm: float | None) -> float:
+    """What the mean gradient is multiplied with, from its norm over all stages."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (math.sqrt(squared_norm) + CLIP_EPSILON))

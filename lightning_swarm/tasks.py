@@ -1,0 +1,83 @@
+"""Tasks with an owner: no task outlives it, and no failure of one goes unseen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class TaskOwner:
+    """A TaskGroup that lives between `start` and `close`, for objects that live longer than one call.
+
+    A task that raises (a bug: expected failures are handled inside the tasks) ends all others; `close` raises it.
+    """
+
+    def __init__(self) -> None:
+        self._group: asyncio.TaskGroup | None = None
+        self._root: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin to accept tasks."""
+        started = asyncio.Event()
+        self._root = asyncio.create_task(self._hold(started))
+        await started.wait()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` until it is done or the owner closes."""
+        if self._group is None:
+            work.close()
+            raise RuntimeError("the owner of this task is not running")
+        task = self._group.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Cancel what still runs and wait for it. Raises what a task raised."""
+        self._stop.set()
+        if self._root is not None:
+            root, self._root = self._root, None
+            await root
+
+    async def _hold(self, started: asyncio.Event) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                started.set()
+                await self._stop.wait()
+                self._group = None
+                for task in self._tasks:
+                    task.cancel()
+        finally:
+            self._group = None
+
+
+async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run all at once; results in order. The first failure cancels the rest and is raised itself, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+    return [task.result() for task in tasks]
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    error = failures.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -> list[_T]:
+    """`gather` with at most `limit` under way at once, begun in order."""
+    slots = asyncio.Semaphore(limit)
+
+    async def one(work: Coroutine[Any, Any, _T]) -> _T:
+        async with slots:
+            return await work
+
+    return await gather(one(work) for work in works)

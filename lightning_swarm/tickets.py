@@ -1,0 +1,206 @@
+"""Tickets: tensors that a peer holds or will hold, and that others wait for and fetch.
+
+A producer promises a name and fulfils it later; a consumer waits (a small long poll that holds no stream) and
+fetches when told. Asking before the promise is fine: calls of one microbatch are sent to all stages at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.types import Ticket, Wire, decode, encode
+
+WAIT_METHOD = "ticket.wait"
+FETCH_METHOD = "ticket.fetch"
+
+_HOLD_S = 20.0  # a long poll is answered "pending" after this, so that a dead asker is not served for ever
+_MAX_UNPROMISED = 10_000
+_REPLY_MARGIN_S = 30.0  # an answer may be late by this before the holder counts as silent
+
+
+class WaitRequest(Wire, frozen=True):
+    """Wait until the named tensor exists, `hold_s` seconds at most."""
+
+    name: str
+    hold_s: float
+
+
+class WaitReply(Wire, frozen=True):
+    """`report` is the producer's word on how it went, empty while it is not ready."""
+
+    ready: bool
+    report: bytes = b""
+
+
+class FetchRequest(Wire, frozen=True):
+    """Send the named tensor, which exists."""
+
+    name: str
+
+
+@dataclass
+class _Entry:
+    promised: bool = False
+    message: Message | None = None
+    error: SwarmError | None = None
+    report: bytes = b""
+    once: bool = False
+    waiting: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class TicketStore:
+    """The tensors that this peer holds for others, and its way to those of others."""
+
+    def __init__(self, transport: Transport, *, max_bytes: int) -> None:
+        self._transport = transport
+        self._max_bytes = max_bytes
+        self._entries: dict[str, _Entry] = {}
+        transport.handle_call(WAIT_METHOD, self._handle_wait)
+        transport.handle_stream(FETCH_METHOD, self._handle_fetch, max_bytes=0)
+
+    # ------------------------------------------------------------------ the producer's side
+
+    def ticket(self, name: str) -> Ticket:
+        """The reference under which others find `name` here."""
+        return Ticket(peer_id=self._transport.peer_id, name=name)
+
+    def promise(self, name: str) -> bool:
+        """Say that `name` will exist. False when it was promised before and has not failed or gone."""
+        entry = self._entries.setdefault(name, _Entry())
+        if entry.promised and entry.error is None:
+            return False
+        if entry.error is not None:  # a failure is not final: the call was sent again
+            entry = self._entries[name] = _Entry()
+        entry.promised = True
+        return True
+
+    def fulfil(self, name: str, message: Message, report: bytes = b"", *, once: bool = False) -> None:
+        """The tensor exists. A name that was dropped meanwhile stays dropped.
+
+        Args:
+            name: As it was promised.
+            message: The tensors, which must not change any more.
+            report: Goes to whoever waits.
+            once: Forget the tensors when they were fetched.
+        """
+        entry = self._entries.get(name)
+        if entry is None or entry.done.is_set():
+            return
+        entry.promised, entry.message, entry.report, entry.once = True, message, report, once
+        entry.done.set()
+
+    def offer(self, name: str, message: Message) -> None:
+        """Promise and fulfil at once."""
+        self.promise(name)
+        self.fulfil(name, message)
+
+    def fail(self, name: str, error: SwarmError) -> None:
+        """The tensor will not exist. Whoever waits gets the error."""
+        entry = self._entries.get(name)
+        if entry is None or entry.done.is_set():
+            return
+        entry.error = error
+        entry.done.set()
+
+    def evict(self, name: str) -> None:
+        """Forget the tensor but not that it was there: who asks gets `TicketGone` and has it computed again."""
+        entry = self._entries.get(name)
+        if entry is not None and entry.message is not None:
+            entry.message, entry.error = None, TicketGone(f"{name} was dropped to save memory")
+
+    def drop(self, prefix: str) -> None:
+        """Forget all names that begin with `prefix`."""
+        for name in [name for name in self._entries if name.startswith(prefix)]:
+            entry = self._entries.pop(name)
+            if not entry.done.is_set():
+                entry.error = TicketGone(f"{name} was released")
+                entry.done.set()
+
+    # ------------------------------------------------------------------ the consumer's side
+
+    async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
+        """Wait until the tensor exists; returns the producer's report.
+
+        Raises:
+            PeerError: The holder is gone, silent, or does not have it (any more).
+            SwarmError: Whatever made it fail.
+        """
+        if ticket.peer_id == self._transport.peer_id:
+            return (await self._ready(ticket.name, timeout)).report
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while (left_s := deadline - loop.time()) > 0:
+            hold_s = min(left_s, _HOLD_S)
+            request = encode(WaitRequest(name=ticket.name, hold_s=hold_s))
+            body = await self._transport.call(
+                ticket.peer_id, WAIT_METHOD, request, timeout=hold_s + min(left_s, _REPLY_MARGIN_S)
+            )
+            reply = decode(body, WaitReply)
+            if reply.ready:
+                return reply.report
+        raise DeadlineExceeded(f"{ticket.name} did not appear at {ticket.peer_id} within {timeout:g} s")
+
+    async def fetch(self, ticket: Ticket, *, timeout: float) -> Message:
+        """The tensor, as soon as it exists. From this peer itself nothing is copied. Raises what `wait` raises."""
+        if ticket.peer_id == self._transport.peer_id:
+            entry = await self._ready(ticket.name, timeout)
+            return self._take(ticket.name, entry)
+        await self.wait(ticket, timeout=timeout)
+        request = Message(encode(FetchRequest(name=ticket.name)))
+        return await self._transport.stream(
+            ticket.peer_id, FETCH_METHOD, request, timeout=timeout, max_bytes=self._max_bytes
+        )
+
+    # ------------------------------------------------------------------ answering
+
+    async def _handle_wait(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, WaitRequest)
+        try:
+            entry = await self._ready(request.name, min(max(request.hold_s, 0.0), _HOLD_S))
+        except DeadlineExceeded:
+            return encode(WaitReply(ready=False))
+        return encode(WaitReply(ready=True, report=entry.report))
+
+    async def _handle_fetch(self, caller: PeerId, message: Message) -> Message:
+        name = decode(message.body, FetchRequest).name
+        entry = self._entries.get(name)
+        if entry is None or not entry.done.is_set():
+            raise TicketGone(f"{name} is not there (wait for it first)")
+        return self._take(name, entry)
+
+    def _take(self, name: str, entry: _Entry) -> Message:
+        if entry.error is not None:
+            raise entry.error
+        assert entry.message is not None
+        message = entry.message
+        if entry.once:
+            self.evict(name)
+        return message
+
+    async def _ready(self, name: str, timeout: float) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            if self._num_unpromised >= _MAX_UNPROMISED:
+                raise ProtocolError(f"more than {_MAX_UNPROMISED} names that nobody promised are asked for")
+            entry = self._entries[name] = _Entry()
+        entry.waiting += 1
+        try:
+            async with asyncio.timeout(timeout):
+                await entry.done.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"{name} did not appear within {timeout:g} s") from None
+        finally:
+            entry.waiting -= 1
+            if not entry.promised and entry.waiting == 0 and self._entries.get(name) is entry:
+                del self._entries[name]
+        if entry.error is not None:
+            raise entry.error
+        return entry
+
+    @property
+    def _num_unpromised(self) -> int:
+        return sum(not entry.promised for entry in self._entries.values())

@@ -1,0 +1,369 @@
+"""The records that peers exchange, and how they are encoded.
+
+All of them are frozen msgspec structs: decoding checks every field's type, an unknown or missing field is a
+`ProtocolError`, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import PeerId
+
+PROTOCOL_VERSION = 1
+
+Direction = Literal["forward", "backward"]
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that travels in the body of a message."""
+
+
+_T = TypeVar("_T")
+
+
+def encode(record: Wire) -> bytes:
+    """The record as bytes."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """The record that `body` holds.
+
+    Raises:
+        ProtocolError: `body` is no `kind`.
+    """
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"a message must hold one {kind.__name__}, got {len(body)} other bytes: {error}") from error
+
+
+class Member(Wire, frozen=True):
+    """A peer in one of its lives: a process that was restarted has a new boot id."""
+
+    peer_id: PeerId
+    boot_id: int
+
+
+class Ticket(Wire, frozen=True):
+    """A reference to a tensor that a peer holds or will hold."""
+
+    peer_id: PeerId
+    name: str
+
+
+class CallKey(Wire, frozen=True):
+    """Names one microbatch's way through the pipeline; with a stage and a direction, one call.
+
+    A microbatch is named by its place in the step, not by its trainer: whoever sends it again, after whatever
+    fault, means the same one.
+    """
+
+    generation: int  # raised when the run goes back
+    step: int  # also the weight version that forward and backward use
+    attempt: int  # raised when the step is voided
+    first: int  # position in the step of the batch's first sample
+    index: int  # which microbatch of the batch
+    call: int  # which call of the pipeline within the training_step
+    evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
+
+    def name(self, stage_index: int, direction: Direction) -> str:
+        """The ticket name of one call's result."""
+        kind = "e" if self.evaluation else "t"
+        return (
+            f"g{self.generation}.s{self.step}.a{self.attempt}.{kind}{self.first}+{self.index}"
+            f".c{self.call}/{stage_index}/{direction}"
+        )
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the ledger of a step knows it by."""
+        return (self.first, self.index, self.call)
+
+
+Receipt = tuple[int, int, int]
+"""``(first, index, call)`` of a microbatch whose gradient was added; the step and attempt are the ledger's."""
+
+
+class Mode(Wire, frozen=True):
+    """How to compute: all that a thread of another process does not inherit from the trainer's."""
+
+    training: bool  # train() or eval()
+    grad: bool  # keep what backward needs
+    input_grad: bool = False  # the pipeline's own input wants a gradient
+    autocast: str | None = None  # dtype of autocast, None for off
+    default_dtype: str = "float32"
+    deterministic: Literal["off", "warn", "on"] = "off"
+    anomaly: bool = False
+
+
+class ForwardRequest(Wire, frozen=True):
+    """Compute one stage's output for one microbatch."""
+
+    key: CallKey
+    stage_index: int
+    mode: Mode
+    source: Ticket | None  # the input, at the previous stage's peer; None: it comes with the message
+    structure: Any  # tree of (inputs or None, extras); its tensors come with the message
+
+
+class Recompute(Wire, frozen=True):
+    """All that a peer without the forward's leavings needs to do it again."""
+
+    source: Ticket | None  # as in `ForwardRequest`
+    structure: Any
+
+
+class BackwardRequest(Wire, frozen=True):
+    """Compute one stage's gradients for one microbatch, and add them to the step's sum once."""
+
+    key: CallKey
+    stage_index: int
+    mode: Mode
+    weight: float  # of the batch, from its grant
+    accumulate: bool  # False: only the input's gradient is wanted
+    source: Ticket | None  # the output's gradient, at the next stage's peer; None: it comes with the message
+    present: list[bool]  # with the message: which output leaves have a gradient
+    recompute: Recompute | None = None  # its tensors come with the message, after the gradients
+
+
+class Computed(Wire, frozen=True):
+    """Goes with the tensors of a finished call."""
+
+    structure: Any  # forward: tree of the output. backward: None
+    flags: list[bool]  # forward: which leaves require grad. backward: which input leaves have a gradient
+
+
+class CallReport(Wire, frozen=True):
+    """What a server tells of a finished call."""
+
+    busy_s: float  # the compute thread's time for this microbatch so far, its forward included
+    queued: int  # jobs that wait for the compute thread
+    receipt: bool = False  # the gradient is in the step's sum, by this call or an earlier one
+
+
+class CancelRequest(Wire, frozen=True):
+    """Do not do a call that was sent before."""
+
+    key: CallKey
+    stage_index: int
+    direction: Direction
+
+
+class CancelReply(Wire, frozen=True):
+    """`added`: too late, the gradient is in the sum. Else it never will be by that call."""
+
+    added: bool
+
+
+class GrantRequest(Wire, frozen=True):
+    """A trainer with a batch in hand asks for a place in the open step."""
+
+    step: int  # the weight version that the trainer knows
+    num_samples: int
+
+
+class Grant(Wire, frozen=True):
+    """A lease of places in a step."""
+
+    lease: int
+    generation: int
+    step: int
+    attempt: int
+    first: int
+    weight: float
+
+
+class Wait(Wire, frozen=True):
+    """No place: the open step is full. Ask again when record `step` is applied."""
+
+    step: int
+
+
+class GrantReply(Wire, frozen=True):
+    """Exactly one of the two."""
+
+    grant: Grant | None = None
+    wait: Wait | None = None
+
+
+class BatchDone(Wire, frozen=True):
+    """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
+
+    lease: int | None  # None: the batch was withdrawn before, this only asks to close
+    completed: list[Receipt]
+    withdrawn: bool
+    close: bool  # the lead asks to close the step with what it has
+    total_weight: float | None  # Lightning's window; None: the weights of the counted batches add up
+    hyperparameters: list[dict[str, Any]] | None  # one dict a parameter group; from the lead
+
+
+class BatchDoneReply(Wire, frozen=True):
+    """Whether the step closes now: then its record is worth waiting for."""
+
+    closing: bool
+
+
+class RecordRequest(Wire, frozen=True):
+    """Long poll for the record of a step."""
+
+    step: int
+
+
+class FreezeRequest(Wire, frozen=True):
+    """Close(k), first part: add nothing more, and say what was added."""
+
+    generation: int
+    step: int
+    attempt: int
+    counted: list[Receipt]
+
+
+class StageLedger(Wire, frozen=True):
+    """A server's ledger of one stage, as a bitmap over the counted receipts."""
+
+    stage_index: int
+    held: bytes
+    num_unnamed: int  # receipts that the closing does not count
+    touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
+    version_hash: int  # of weights and optimizer state before the step
+
+
+class FreezeReply(Wire, frozen=True):
+    """One ledger for each stage that the server holds."""
+
+    boot_id: int
+    ledgers: list[StageLedger]
+
+
+class StageClosing(Wire, frozen=True):
+    """Who holds which receipt of one stage."""
+
+    roster: list[Member]
+    holders: list[bytes]  # for each member, its receipts: a bitmap over the counted ones
+    touched: bytes
+
+
+class Closing(Wire, frozen=True):
+    """Close(k): what counts, and who holds it. After it a server adds only what it names."""
+
+    generation: int
+    step: int
+    attempt: int
+    round: int
+    counted: list[Receipt]
+    num_samples: int
+    total_weight: float
+    stages: list[StageClosing]
+
+
+class PartNorm(Wire, frozen=True):
+    """The squared norm of the part of a stage's mean gradient that this server reduced."""
+
+    stage_index: int
+    squared_norm: float
+
+
+class AverageReply(Wire, frozen=True):
+    """The server holds the mean gradients of all its stages."""
+
+    parts: list[PartNorm]
+
+
+class Record(Wire, frozen=True):
+    """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``."""
+
+    closing: Closing
+    outcome: Literal["apply", "skip"]
+    squared_norm: float  # of the mean gradient, over all stages, each part once
+    clip_factor: float
+    hyperparameters: list[dict[str, Any]]
+    next_roster: list[list[Member]]  # for each stage
+    next_voters: list[Member]
+
+    @property
+    def step(self) -> int:
+        """The step that it decides; the weights after it have version ``step + 1``."""
+        return self.closing.step
+
+
+class Proposal(Wire, frozen=True):
+    """Ask a voter to accept a record under a term."""
+
+    term: tuple[int, str]  # number, then the coordinator's peer id
+    record: Record
+
+
+class Vote(Wire, frozen=True):
+    """A voter's answer; `term` is the highest it knows."""
+
+    accepted: bool
+    term: tuple[int, str]
+
+
+class StageManifest(Wire, frozen=True):
+    """A stage as every peer must find it in its own copy of the model."""
+
+    first_block: int
+    end_block: int
+    parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
+    roster: list[Member]
+
+
+class Manifest(Wire, frozen=True):
+    """Record 0: what a run is. A peer whose own model or version differs refuses, naming the field."""
+
+    protocol_version: int
+    run_id: str
+    generation: int
+    seed: int
+    lead: PeerId
+    coordinator: PeerId
+    voters: list[Member]
+    target_batch_size: int | None
+    gradient_clip_norm: float | None
+    total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
+    stages: list[StageManifest]
+
+
+class StateRequest(Wire, frozen=True):
+    """Read one stage's state at a version."""
+
+    stage_index: int
+    step: int
+    optimizer: bool  # False: weights and buffers. True: the optimizer's state
+
+
+class StageState(Wire, frozen=True):
+    """Goes with the tensors of a stage's state."""
+
+    stage_index: int
+    step: int
+    names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
+    structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
+
+
+def to_bitmap(bits: Iterable[bool]) -> bytes:
+    """Eight flags a byte, the first one in the lowest bit."""
+    flags = list(bits)
+    packed = bytearray((len(flags) + 7) // 8)
+    for i, flag in enumerate(flags):
+        if flag:
+            packed[i // 8] |= 1 << (i % 8)
+    return bytes(packed)
+
+
+def from_bitmap(packed: bytes, length: int) -> list[bool]:
+    """The first `length` flags.
+
+    Raises:
+        ProtocolError: `packed` has another length.
+    """
+    if len(packed) != (length + 7) // 8:
+        raise ProtocolError(f"a bitmap of {length} flags must have {(length + 7) // 8} bytes, got {len(packed)}")
+    return [bool(packed[i // 8] >> (i % 8) & 1) for i in range(length)]
