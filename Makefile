@@ -38,9 +38,9 @@ fmt: $(STAMP) ## format the code and mend what can be mended safely
 
 lint: $(STAMP) ## check format, style, and which way imports go
 	@echo "== lint"
-	@$(BIN)/ruff format --check --quiet $(CODE) || { echo "Some files are not formatted: make fmt" >&2; exit 1; }
+	@$(BIN)/ruff format --check --quiet --output-format concise $(CODE) || { echo "Some files are not formatted: make fmt" >&2; exit 1; }
 	@$(BIN)/ruff check $(CODE)
-	@PYTHONPATH=. $(BIN)/lint-imports --cache-dir $(CACHE)/import-linter > $(VENV)/imports.txt || { cat $(VENV)/imports.txt; exit 1; }
+	@$(BIN)/lint-imports --cache-dir $(CACHE)/import-linter > $(VENV)/imports.txt || { cat $(VENV)/imports.txt; exit 1; }
 	@grep '^Contracts:' $(VENV)/imports.txt
 
 type: $(STAMP) ## check the types
@@ -59,8 +59,8 @@ clean: ## remove what make made: .venv, runs/ (with its checkpoints), caches
 
 # The stamp is written last: an installation that broke off is done again.
 $(STAMP): pyproject.toml .ci/constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "lightning_swarm needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>&1)." >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "lightning_swarm needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) -V 2>/dev/null || echo "not to be had")." >&2; \
 		echo "Name another one: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "== installing into $(VENV) (the first time takes some minutes)"
 	@$(PYTHON) -m venv $(VENV) || { \

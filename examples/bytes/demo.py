@@ -1,6 +1,9 @@
 """The same training twice, on a swarm of four local peers and in one process, and how far the two are apart.
 
 Ends with text that the swarm's checkpoint writes in a plain process, and with a picture of both loss curves.
+
+In float32, rounding alone drives two such curves apart: the plain Trainer on one thread and on two
+differs by 1e-7 after 10 steps and by 2e-4 after 300.
 """
 
 import argparse
