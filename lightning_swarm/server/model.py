@@ -21,7 +21,7 @@ class Model:
     Args:
         module: The LightningModule (or any module), after `configure_model`.
         blocks: Where it is cut.
-        optimizer: Builds the user's optimizer over `module`'s parameters.
+        optimizer: Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if known.
         device: Where this peer computes.
         keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
     """
@@ -30,7 +30,7 @@ class Model:
         self,
         module: nn.Module,
         blocks: Blocks,
-        optimizer: Callable[[], Optimizer],
+        optimizer: Callable[[int | None], Optimizer],
         device: torch.device,
         *,
         keep: bool,
@@ -51,7 +51,7 @@ class Model:
             StageManifest(
                 first_block=blocks.start,
                 end_block=blocks.stop,
-                parameters=[(name, list(shape), dtype) for name, shape, dtype, _ in stage.spec.parameters],
+                parameters=[(one.name, list(one.shape), one.dtype) for one in stage.spec.parameters],
                 roster=roster,
             )
             for blocks, stage, roster in zip(ranges, self.cut(ranges), rosters, strict=True)
@@ -75,7 +75,11 @@ class Model:
         modules = self.cut(ranges)
         if not self._keep:
             self._free([module for module in modules if module.spec.index not in served])
-        return {index: Stage(modules[index], self._optimizer, self._device) for index in sorted(served)}
+        # One optimizer for each stage: stages move apart, and their parameter groups with them.
+        return {
+            index: Stage(modules[index], self._optimizer(manifest.total_steps), self._device)
+            for index in sorted(served)
+        }
 
     def _free(self, others: Sequence[StageModule]) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""

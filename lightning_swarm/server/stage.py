@@ -47,11 +47,11 @@ class Stage:
 
     Args:
         module: The stage's run of blocks.
-        optimizer: Builds the user's optimizer; its parameter groups are cut down to this stage's parameters.
+        optimizer: The user's, over the whole model; its parameter groups are cut down to this stage's parameters.
         device: Where it computes.
     """
 
-    def __init__(self, module: StageModule, optimizer: Callable[[], Optimizer], device: torch.device) -> None:
+    def __init__(self, module: StageModule, optimizer: Optimizer, device: torch.device) -> None:
         self.module = module
         self.index = module.spec.index
         self.device = device
@@ -59,7 +59,7 @@ class Stage:
         named = module.named_stage_parameters()
         self.parameters = dict(named)
         self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
-        self.optimizer = optimizer()
+        self.optimizer = optimizer
         local = {id(parameter) for parameter in self.trainable}
         for group in self.optimizer.param_groups:  # empty groups stay: records address groups by place
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in local]

@@ -1,0 +1,38 @@
+"""Runs a script (or ``-m module``) that ends when its parent ends.
+
+Started by its path, so that it watches the parent before anything slow is imported. The parent holds the other end
+of standard input and never writes: end of file means that it is gone, even by `kill -9`.
+"""
+
+import os
+import runpy
+import sys
+import threading
+
+
+def _watch(pipe: int) -> None:
+    while os.read(pipe, 1):
+        pass
+    os._exit(1)
+
+
+def main() -> None:
+    """Watch, then run."""
+    pipe = os.dup(0)
+    os.set_inheritable(pipe, False)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    threading.Thread(target=_watch, args=(pipe,), daemon=True).start()
+    del sys.argv[0]
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The one place that picks concrete parts and wires them into a peer."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_swarm import membership, partition
+from lightning_swarm.config import SwarmConfig
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.network import Directory, Transport
+from lightning_swarm.partition import Blocks, StageModule
+from lightning_swarm.pipeline.passage import Link
+from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
+from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.runtime import Runtime, ThreadRuntime
+from lightning_swarm.server.executor import Executor, ThreadExecutor
+from lightning_swarm.server.model import Model
+from lightning_swarm.server.server import Server
+from lightning_swarm.session import Session
+from lightning_swarm.steps.client import StepClient
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member
+
+_MICROBATCHES_PER_STAGE = 8
+"""Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What the starter of a run decides.
+
+    Args:
+        num_stages: Into how many stages the model is cut.
+        num_servers: How many servers to wait for.
+        seed: Of all random draws in the stages.
+        gradient_clip_norm: Over all stages; None does not clip.
+        total_steps: For schedules that servers build.
+    """
+
+    num_stages: int
+    num_servers: int
+    seed: int
+    gradient_clip_norm: float | None
+    total_steps: int | None
+
+
+class Peer:
+    """One peer: its network, and its server if it holds stages.
+
+    Args:
+        runtime: The way to its loop.
+        transport: Its network.
+        directory: Where peers find each other.
+        executor: Makes the thing that computes; called on the loop.
+        config: The user's settings.
+        rng: Wires pipelines.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        directory: Directory,
+        *,
+        executor: Callable[[], Executor],
+        config: SwarmConfig,
+        rng: random.Random,
+    ) -> None:
+        self.runtime = runtime
+        self.transport = transport
+        self._directory = directory
+        self._executor = executor
+        self._config = config
+        self._rng = rng
+        self.boot_id = secrets.randbits(62)
+        self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
+        self.server: Server | None = None
+        self.manifest: Manifest | None = None
+        self._closed = False
+
+    def serve(self, model: Model) -> None:
+        """Hold stages from now on, as soon as a run wants this peer."""
+        self.runtime.run(self._serve(model))
+
+    async def _serve(self, model: Model) -> None:
+        self.server = Server(
+            self.transport,
+            self._tickets,
+            self._executor(),
+            model,
+            boot_id=self.boot_id,
+            limits=self._config.limits,
+        )
+        await self.server.start()
+        await membership.announce(self._directory, self.transport, self._config.run_id, self.boot_id)
+
+    def wait_until_dismissed(self) -> None:
+        """Serve until the run is over."""
+        assert self.server is not None
+        self.runtime.run(self.server.left.wait())  # type: ignore[arg-type]  # True, which nobody needs
+
+    # ------------------------------------------------------------------ the starter
+
+    def start_run(
+        self, spec: RunSpec, model: Model, blocks: Blocks, device: torch.device, check: Callable[[], None]
+    ) -> Session:
+        """Begin a run with the servers that there are, and open a trainer's session in it.
+
+        Args:
+            spec: The run.
+            model: The starter's copy: it initialises every stage.
+            blocks: Where it is cut.
+            device: Where the trainer's tensors live.
+            check: Called while waiting; raises when a server's process has died.
+        """
+        limits = self._config.limits
+        servers = self.runtime.run(
+            membership.find_servers(
+                self._directory,
+                self.transport,
+                self._config.run_id,
+                spec.num_servers,
+                timeout=limits.start_timeout,
+                check=check,
+            )
+        )
+        ranges = choose_ranges(blocks, spec.num_stages, self._config.split)
+        stages = model.cut(ranges)
+        self.manifest = self._manifest(spec, model, ranges, self._own_first(servers))
+        self.runtime.run(membership.admit(self.transport, self.manifest, stages, timeout=limits.start_timeout))
+        return self._session(self.manifest, stages, blocks, device)
+
+    def _manifest(self, spec: RunSpec, model: Model, ranges: Sequence[range], servers: list[Member]) -> Manifest:
+        return Manifest(
+            protocol_version=PROTOCOL_VERSION,
+            run_id=self._config.run_id,
+            generation=0,
+            seed=spec.seed,
+            lead=self.transport.peer_id,
+            coordinator=servers[0].peer_id,
+            voters=[servers[0]],
+            target_batch_size=self._config.target_batch_size,
+            gradient_clip_norm=spec.gradient_clip_norm,
+            total_steps=spec.total_steps,
+            stages=model.describe(ranges, membership.assign(spec.num_stages, servers)),
+        )
+
+    def _own_first(self, servers: list[Member]) -> list[Member]:
+        """The starter's own server coordinates: its trainer's control calls then cross no network."""
+        return sorted(servers, key=lambda member: member.peer_id != self.transport.peer_id)
+
+    def _session(
+        self, manifest: Manifest, stages: Sequence[StageModule], blocks: Blocks, device: torch.device
+    ) -> Session:
+        limits = self._config.limits
+        routers = [StageRouter(self._rng) for _ in manifest.stages]
+        for router, stage in zip(routers, manifest.stages, strict=True):
+            router.set_peers(member.peer_id for member in stage.roster)
+        link = Link(self.transport, self._tickets, routers, limits.call_timeout)
+        widest = max(len(stage.roster) for stage in manifest.stages)
+        alone = widest == len(stages) == 1
+        pipeline = Pipeline(
+            blocks.modules,
+            link,
+            self.runtime,
+            PipelineConfig(
+                keywords=[stage.keywords for stage in stages],
+                shared=self._config.shared,
+                microbatch_size=self._config.microbatch_size,
+                num_microbatches=1 if alone else _MICROBATCHES_PER_STAGE * max(len(stages), widest),
+                max_in_flight=limits.max_in_flight,
+                device=device,
+                generation=manifest.generation,
+            ),
+        )
+        return Session(self.runtime, pipeline, StepClient(self.transport, manifest, timeout=limits.call_timeout))
+
+    # ------------------------------------------------------------------ the end
+
+    def dismiss_others(self) -> None:
+        """Tell the other servers that the run is over."""
+        if self.manifest is not None:
+            timeout = self._config.limits.leave_timeout
+            self.runtime.run(membership.dismiss(self.transport, self.manifest, timeout=timeout))
+
+    def close(self) -> None:
+        """Leave the swarm. Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.runtime.run(self._close())
+        finally:
+            self.runtime.close()
+
+    async def _close(self) -> None:
+        try:
+            if self.server is not None:
+                server, self.server = self.server, None
+                await server.close()
+        finally:
+            await self._directory.close()
+            await self.transport.close()
+
+
+def hivemind_peer(config: SwarmConfig, initial_peers: Sequence[str]) -> Peer:
+    """A peer on a real network, with its loop and its compute in threads of their own."""
+    from lightning_swarm.network import hivemind  # starts nothing, but costs a second that tests can do without
+
+    runtime = ThreadRuntime()
+    try:
+        transport, directory = runtime.run(
+            hivemind.start(initial_peers=initial_peers, startup_timeout=config.limits.start_timeout)
+        )
+    except BaseException:
+        runtime.close()
+        raise
+    return Peer(
+        runtime, transport, directory, executor=ThreadExecutor, config=config, rng=random.Random(secrets.randbits(64))
+    )
+
+
+def choose_ranges(blocks: Blocks, num_stages: int, split: str | tuple[str, ...]) -> tuple[range, ...]:
+    """Which blocks make up which stage.
+
+    Raises:
+        ConfigError: Too few blocks, unknown names, or names that disagree with `num_stages`.
+    """
+    if isinstance(split, str):
+        return partition.balanced(partition.parameter_costs(blocks), num_stages)
+    ranges = partition.named(blocks.names, list(split))
+    if len(ranges) != num_stages:
+        raise ConfigError(
+            f"`split` must name the beginnings of `num_stages` stages: it makes {len(ranges)}, and `num_stages` is "
+            f"{num_stages}. Make them agree."
+        )
+    return ranges

@@ -1,0 +1,149 @@
+"""One process for each peer of this machine: the same script, run again, serves instead of training.
+
+Children hold a pipe to their parent. When it closes, however the parent died, they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import __main__
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from typing_extensions import override
+
+from lightning_swarm.assembly import hivemind_peer
+from lightning_swarm.errors import ConfigError, Unreachable
+
+if TYPE_CHECKING:
+    from lightning_swarm.strategy import SwarmStrategy
+
+_log = logging.getLogger(__name__)
+
+_JOIN = "SWARM_JOIN"
+_RANK = "SWARM_LOCAL_RANK"
+_BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
+
+
+class SwarmLauncher(_Launcher):
+    """Starts this machine's other peers, and ends them.
+
+    Args:
+        strategy: Whose peers they are.
+        num_peers: On this machine, this process included.
+    """
+
+    def __init__(self, strategy: SwarmStrategy, num_peers: int) -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._num_peers = num_peers
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._join = tuple(filter(None, os.environ.get(_JOIN, "").split()))
+        self.local_rank = int(os.environ.get(_RANK, "0"))
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return False  # there is no script to run again
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Train here, or serve if this process is a child. A child never returns from it."""
+        if trainer is None:
+            raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
+        if self._join:
+            self._serve(trainer)
+        self._strategy.check(trainer)
+        if self._num_peers > 1:
+            _share_cores(self._num_peers)
+        self._strategy.peer = hivemind_peer(self._strategy.config, ())
+        self._start_children()
+        return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
+
+    def _serve(self, trainer: Trainer) -> NoReturn:
+        code = 0
+        try:
+            _share_cores(self._num_peers)
+            self._strategy.peer = hivemind_peer(self._strategy.config, self._join)
+            self._strategy.serve(trainer)
+        except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
+            traceback.print_exc()
+            code = 1
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: Lightning would take it for a failed fit and have callbacks and loggers act on it.
+        os._exit(code)
+
+    @override
+    def kill(self, signum: int) -> None:
+        """Lightning passes signals on here. The children are asked to leave in `Strategy.teardown` instead."""
+
+    def check_children(self) -> None:
+        """Raise if a child has ended."""
+        for number, child in enumerate(self._children, start=1):
+            if child.poll() is not None:
+                raise Unreachable(
+                    f"local peer {number} (process {child.pid}) ended with exit code {child.returncode} before the "
+                    "run began. Its own error is above. Peers run this script again: it must reach `fit` without "
+                    "input and without depending on what an earlier run left behind."
+                )
+
+    def end_children(self, timeout: float) -> None:
+        """Wait for the children to end; those that do not are killed."""
+        deadline = time.monotonic() + timeout
+        children, self._children = self._children, []
+        for child in children:
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()  # the end of their parent, as far as they can see
+        for child in children:
+            try:
+                child.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                _log.warning("Local peer %d did not end in %g s and was killed.", child.pid, timeout)
+                child.kill()
+                child.wait()
+
+    def _start_children(self) -> None:
+        peer = self._strategy.peer
+        assert peer is not None
+        join = " ".join(peer.runtime.run(peer.transport.addresses()))
+        for rank in range(1, self._num_peers):
+            # LOCAL_RANK keeps Lightning's own rank-zero messages to one process.
+            environment = {**os.environ, _JOIN: join, _RANK: str(rank), "LOCAL_RANK": str(rank)}
+            self._children.append(
+                # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
+                subprocess.Popen(_command(), env=environment, stdin=subprocess.PIPE, start_new_session=True)
+            )
+
+
+def _command() -> list[str]:
+    """This script or module again, with the same arguments."""
+    spec = getattr(__main__, "__spec__", None)
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name
+        return [sys.executable, str(_BOOTSTRAP), "-m", name, *sys.argv[1:]]
+    script = Path(sys.argv[0])
+    if not script.is_file():
+        raise ConfigError(
+            f"`devices` above 1 starts this script again for every peer, and {sys.argv[0]!r} is no file. "
+            "Put the code into a script, or use `devices=1`."
+        )
+    return [sys.executable, str(_BOOTSTRAP), str(script.resolve()), *sys.argv[1:]]
+
+
+def _share_cores(num_peers: int) -> None:
+    """Peers of one machine share its cores, unless the user decided otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))

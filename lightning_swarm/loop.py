@@ -1,0 +1,114 @@
+"""What takes the place of Lightning's automatic optimization: one swarm step is one `global_step`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError, StepError
+from lightning_swarm.rules import hyperparameters
+from lightning_swarm.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+class SwarmOptimization(_AutomaticOptimization):
+    """Runs one batch; its optimizer step happens on the servers.
+
+    Args:
+        trainer: Lightning's.
+        session: The trainer's session in the run.
+        target_batch_size: Samples of a step; None: Lightning's own arithmetic.
+    """
+
+    def __init__(self, trainer: Trainer, session: Session, target_batch_size: int | None) -> None:
+        super().__init__(trainer)
+        self._session = session
+        self._target_batch_size = target_batch_size
+        self.stepped = False
+        self.pending_samples = 0  # granted in the open step, not yet in a record
+
+    @override
+    def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        self.stepped = False
+        num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
+        self._session.begin_batch(num_samples)
+        closure = self._make_closure(kwargs, optimizer, batch_idx)
+        try:
+            closure()
+        except Exception:
+            self._give_back()
+            raise
+        result = closure.consume_result()
+        if result.loss is None:
+            self._session.withdraw_batch()
+            closing = False
+        else:
+            closing = self._session.finish_batch(hyperparameters=hyperparameters(optimizer))
+            self.pending_samples += num_samples
+        if not closing and self._must_close():
+            self._session.close_step(
+                window=1.0 if self._target_batch_size is None else None, hyperparameters=hyperparameters(optimizer)
+            )
+            closing = True
+        if closing:
+            self._step(optimizer)
+        return {} if result.loss is None else result.asdict()
+
+    def _step(self, optimizer: Optimizer) -> None:
+        """Wait for the record and count it."""
+        call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
+        progress = self.optim_progress.optimizer.step
+        progress.increment_ready()
+        record = self._session.await_record()
+        progress.increment_completed()
+        self.pending_samples = 0
+        self.stepped = True
+        # Schedulers ask whether the optimizer stepped; it did, elsewhere.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        if record.outcome == "skip":
+            _log.warning("Step %d was skipped in all stages: its gradient was not finite.", record.step)
+
+    def _must_close(self) -> bool:
+        """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        last_of_epoch = epoch_loop._num_ready_batches_reached()
+        if self._target_batch_size is None:
+            # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
+            # divided by the window's length already.
+            return last_of_epoch or epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+        max_epochs = self.trainer.fit_loop.max_epochs
+        last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
+        return last_of_epoch and last_epoch and self.pending_samples > 0
+
+    def _give_back(self) -> None:
+        """`training_step` or its backward raised: the exception goes on, and the batch must not count."""
+        try:
+            self._session.withdraw_batch()
+        except StepError as error:
+            _log.warning("%s", error)
+
+    def _num_samples(self, batch: Any) -> int:
+        try:
+            with warnings.catch_warnings():
+                if self._target_batch_size is None:  # the number only names places there
+                    warnings.simplefilter("ignore")
+                return extract_batch_size(batch)
+        except MisconfigurationException as error:
+            if self._target_batch_size is None:
+                return 1
+            raise ConfigError(
+                "`target_batch_size` counts samples, and this batch does not show how many it has: "
+                f"{type(batch).__name__}. Put a tensor with one row for each sample into it."
+            ) from error

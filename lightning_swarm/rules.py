@@ -1,0 +1,131 @@
+"""What cannot work, or not yet, is refused before anything starts: the rule, what was found, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from lightning_swarm.config import SwarmConfig
+from lightning_swarm.errors import ConfigError
+
+_PRECISIONS = ("32-true", "bf16-mixed", "64-true")
+
+# They read or write the weights of the trainer's own module, which during a run live on the servers.
+_WEIGHT_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+
+_STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
+
+
+def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse what the Trainer or the LightningModule asks for and a swarm does not do.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if trainer.state.fn != TrainerFn.FITTING:
+        raise ConfigError(
+            f"the swarm runs `fit` only, got `{trainer.state.fn}`. After fit the module holds the trained weights: "
+            "use a plain Trainer for it."
+        )
+    if trainer.num_nodes != 1:
+        raise ConfigError(
+            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out."
+        )
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "`automatic_optimization` must be True: the swarm steps the optimizer on its servers; got False. "
+            "Let Lightning optimize, or train without the swarm."
+        )
+    for hook in _STEP_HOOKS:
+        if is_overridden(hook, module):
+            raise ConfigError(
+                f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
+                f"{type(module).__name__} overrides it. Remove the override."
+            )
+    _check_precision_and_clipping(trainer)
+    _check_callbacks(trainer)
+    if config.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            "`target_batch_size` and `accumulate_grad_batches` both say when a step ends: got "
+            f"{config.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
+        )
+
+
+def check_checkpoint(path: object) -> None:
+    """Refuse to resume."""
+    raise ConfigError(
+        f"a swarm cannot resume from a checkpoint yet, got `ckpt_path={str(path)!r}`. Load its weights with "
+        "`load_from_checkpoint` and leave `ckpt_path` out, or resume in a plain Trainer."
+    )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """The only optimizer.
+
+    Raises:
+        ConfigError: There is none, more than one, or one that needs a closure or sparse gradients.
+    """
+    if len(optimizers) != 1:
+        raise ConfigError(
+            f"`configure_optimizers` must return one optimizer, got {len(optimizers)}. Use one, with parameter groups."
+        )
+    optimizer = optimizers[0]
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ConfigError(
+            f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
+        )
+    hyperparameters(optimizer)
+    return optimizer
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
+    """All that a parameter group says beside its parameters, as plain numbers.
+
+    Raises:
+        ConfigError: A value is none.
+    """
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(name: str, value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, one) for one in value]
+    raise ConfigError(
+        f"hyperparameters of a parameter group must be numbers, text or lists of them: `{name}` is a "
+        f"{type(value).__name__}. Keep it outside the optimizer."
+    )
+
+
+def _check_precision_and_clipping(trainer: Trainer) -> None:
+    if trainer.precision not in _PRECISIONS:
+        raise ConfigError(f"`precision` must be one of {list(_PRECISIONS)} for now, got {trainer.precision!r}.")
+    algorithm = trainer.gradient_clip_algorithm
+    if trainer.gradient_clip_val is not None and algorithm is not None and str(algorithm.value) != "norm":
+        raise ConfigError(
+            f"`gradient_clip_algorithm` must be 'norm' for now, got {algorithm.value!r}. Clip by norm."
+        )
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    refused = tuple(
+        getattr(lightning_callbacks, name) for name in _WEIGHT_CALLBACKS if hasattr(lightning_callbacks, name)
+    )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if isinstance(callback, refused):
+            raise ConfigError(
+                "callbacks must not read or change weights during fit, they live on the servers: "
+                f"got {type(callback).__name__}. Remove it for now."
+            )

@@ -1,0 +1,358 @@
+"""`SwarmStrategy`: Lightning's hooks, each a few lines that call the parts below."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swarm import checkpoint, rules
+from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
+from lightning_swarm.config import Limits, Role, SwarmConfig
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.loop import SwarmOptimization
+from lightning_swarm.partition import Blocks, find_blocks
+from lightning_swarm.server.model import Model
+from lightning_swarm.session import Session
+from lightning_swarm.status import SwarmStatus, status_of
+
+_log = logging.getLogger(__name__)
+
+
+class SwarmStrategy(Strategy):
+    """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
+
+    ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
+    The LightningModule stays as it is; the loss curve is the plain Trainer's up to float rounding.
+
+    Args:
+        num_stages: Into how many stages the model is cut. None: one for each device.
+        pipeline: Dotted name of the submodule to cut. None: the blocks that the LightningModule's
+            `configure_stages()` returns, else the one `Sequential` that holds all parameters.
+        split: How the cut is balanced, or the names of the blocks where stages begin.
+        microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy.
+        shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
+        target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
+            arithmetic with `accumulate_grad_batches`.
+        role: ``"auto"``: this process trains and serves. ``"trainer"``: it holds no stage.
+        run_id: Names the run.
+        gather_on_end: After `fit` the LightningModule holds the trained weights.
+        limits: Bounds on waiting and memory.
+        accelerator: As in every strategy of Lightning.
+        checkpoint_io: As in every strategy of Lightning.
+        precision_plugin: As in every strategy of Lightning.
+
+    Raises:
+        ConfigError: An argument is out of range. Nothing was started.
+
+    Source: SWARM, arXiv:2301.11913.
+    """
+
+    strategy_name = "swarm"
+
+    def __init__(
+        self,
+        num_stages: int | None = None,
+        pipeline: str | None = None,
+        split: Literal["parameters"] | Sequence[str] = "parameters",
+        microbatch_size: int | None = None,
+        shared: Sequence[str] = (),
+        target_batch_size: int | None = None,
+        role: Role = "auto",
+        run_id: str = "swarm",
+        gather_on_end: bool = True,
+        limits: Limits | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision_plugin)
+        self.config = SwarmConfig(
+            num_stages=num_stages,
+            pipeline=pipeline,
+            split=split if isinstance(split, str) else tuple(split),
+            microbatch_size=microbatch_size,
+            shared=(shared,) if isinstance(shared, str) else tuple(shared),
+            target_batch_size=target_batch_size,
+            role=role,
+            run_id=run_id,
+            gather_on_end=gather_on_end,
+            limits=limits or Limits(),
+        )
+        self.parallel_devices: list[torch.device] | None = None  # Lightning's accelerator connector sets it
+        self.peer: Peer | None = None
+        self._session: Session | None = None
+        self._blocks: Blocks | None = None
+        self._loop: SwarmOptimization | None = None
+
+    # ------------------------------------------------------------------ what Lightning asks
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._devices[self.local_rank]
+
+    @property
+    def local_rank(self) -> int:
+        """Which of this machine's peers this process is."""
+        return self._launcher.local_rank if isinstance(self._launcher, SwarmLauncher) else 0
+
+    @property
+    def global_rank(self) -> int:
+        """As `local_rank`: the peers of other machines are not counted."""
+        return self.local_rank
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return True  # the swarm says when a step is full
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    # One trainer: there is nobody to talk to.
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    # ------------------------------------------------------------------ starting
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = SwarmLauncher(self, len(self._devices))
+
+    def check(self, trainer: Trainer) -> None:
+        """Refuse what cannot work, as far as it can be seen before the model is configured."""
+        assert self.lightning_module is not None
+        rules.check_trainer(trainer, self.lightning_module, self.config)
+        if self._num_servers < 1:
+            raise ConfigError(
+                f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
+                "Raise `devices`, or leave `role` out."
+            )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        rules.check_optimizers(self.optimizers)
+        module = self.lightning_module
+        self._blocks = find_blocks(module, self.config.pipeline)
+        model = self.make_model(module, self._blocks, keep=True)
+        num_stages = self.config.num_stages or len(self._devices)
+        model.cut(choose_ranges(self._blocks, num_stages, self.config.split))  # refused here, before anyone is asked
+        self._session = self._start_run(trainer, model, num_stages)
+        self._install(trainer, self._session)
+
+    def _start_run(self, trainer: Trainer, model: Model, num_stages: int) -> Session:
+        assert self.peer is not None
+        assert self._blocks is not None
+        if self.config.role == "auto":
+            self.peer.serve(model)
+        spec = RunSpec(
+            num_stages=num_stages,
+            num_servers=self._num_servers,
+            seed=torch.initial_seed() % (1 << 62),
+            gradient_clip_norm=trainer.gradient_clip_val or None,
+            total_steps=_total_steps(trainer),
+        )
+        return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
+
+    def _install(self, trainer: Trainer, session: Session) -> None:
+        """Put the pipeline in the place of the module's forward, and the swarm's steps in that of the optimizer's."""
+        assert self._blocks is not None
+        pipeline = session.pipeline
+        # A function, not a method: copies of the module (deepcopy) share it.
+        self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        self._loop = loop = SwarmOptimization(trainer, session, self.config.target_batch_size)
+        loop.optim_progress = epoch_loop.automatic_optimization.optim_progress
+        epoch_loop.automatic_optimization = loop
+        # Lightning asks this to time schedulers, logging and checkpoints.
+        epoch_loop._accumulated_batches_reached = lambda: loop.stepped  # type: ignore[method-assign]
+
+    def serve(self, trainer: Trainer) -> None:
+        """Be a server until the run is over. Enters no loop and touches no data."""
+        assert self.peer is not None
+        module = self.lightning_module
+        assert module is not None
+        self.connect(module)
+        module.trainer = trainer
+        self.setup_environment()
+        call._call_lightning_module_hook(trainer, "setup", stage="fit")
+        call._call_configure_model(trainer)
+        self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        self.peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
+        self.peer.wait_until_dismissed()
+        self.peer.close()
+
+    def make_model(self, module: LightningModule, blocks: Blocks, *, keep: bool) -> Model:
+        """The peer's copy of the model, for its server."""
+
+        def optimizer(total_steps: int | None) -> Optimizer:
+            if self.local_rank and total_steps is not None:
+                # A server has no data to count: `estimated_stepping_batches` shall answer what it does at the lead.
+                module.trainer.fit_loop.max_epochs = -1
+                module.trainer.fit_loop.epoch_loop.max_steps = total_steps
+            return rules.check_optimizers(_configure_optimizers(module.configure_optimizers())[0])
+
+        return Model(module, blocks, optimizer, self.root_device, keep=keep)
+
+    def check_peers(self) -> None:
+        """Raise if a peer that this process started has ended."""
+        if isinstance(self._launcher, SwarmLauncher):
+            self._launcher.check_children()
+
+    # ------------------------------------------------------------------ state
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        own: dict[str, Any] = self.lightning_module.state_dict()
+        if self._session is not None:
+            own.update({name: tensor for name, tensor in self._gathered().items() if name in own})
+        return own
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        if self._session is None or self.peer is None or self.peer.manifest is None:
+            return super().optimizer_state(optimizer)
+        assert self.lightning_module is not None
+        state = self.peer.runtime.run(
+            checkpoint.gather_optimizer(
+                self.peer.transport,
+                self.peer.manifest,
+                self._session.version,
+                timeout=self.config.limits.call_timeout,
+            )
+        )
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return checkpoint.renumbered(self.optimizers[0], names, state)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        rules.check_checkpoint(checkpoint_path)
+        raise AssertionError("unreachable")
+
+    @override
+    def on_train_end(self) -> None:
+        if self._loop is not None and self._loop.pending_samples:
+            _log.warning(
+                "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
+                "`max_epochs` so that the last batch closes it.",
+                self._loop.pending_samples,
+            )
+        if self.config.gather_on_end and self._session is not None:
+            self._place(self._gathered())
+
+    def _place(self, weights: Mapping[str, Tensor]) -> None:
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+
+    def _gathered(self) -> dict[str, Tensor]:
+        assert self.peer is not None
+        assert self.peer.manifest is not None
+        assert self._session is not None
+        weights = self.peer.runtime.run(
+            checkpoint.gather_weights(
+                self.peer.transport,
+                self.peer.manifest,
+                self._session.version,
+                timeout=self.config.limits.call_timeout,
+            )
+        )
+        # What this process serves itself came without a copy; what a checkpoint holds must not go on changing.
+        return {name: tensor.clone() for name, tensor in weights.items()}
+
+    def status(self) -> SwarmStatus:
+        """The trainer's view of stages and peers at this moment.
+
+        Raises:
+            ConfigError: No run is under way.
+        """
+        if self._session is None:
+            raise ConfigError("`status()` needs a run under way: call it from fit_start to fit_end.")
+        return status_of(self._session)
+
+    # ------------------------------------------------------------------ the end
+
+    @override
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """End the run and this machine's peers. Twice is fine."""
+        if self._blocks is not None:
+            self._blocks.root.__dict__.pop("forward", None)
+        self._session, self._blocks = None, None
+        peer, self.peer = self.peer, None
+        try:
+            if peer is not None:
+                try:
+                    peer.dismiss_others()
+                finally:
+                    peer.close()
+        finally:
+            if isinstance(self._launcher, SwarmLauncher):
+                self._launcher.end_children(self.config.limits.leave_timeout)
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return self.parallel_devices or [torch.device("cpu")]
+
+    @property
+    def _num_servers(self) -> int:
+        return len(self._devices) - (self.config.role == "trainer")
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Steps of the whole run, if the Trainer knows them without loading data that nobody asked for yet."""
+    if trainer.max_epochs == -1:
+        return trainer.max_steps if trainer.max_steps != -1 else None
+    if trainer.train_dataloader is None:
+        return None
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if steps != float("inf") else None

@@ -1,0 +1,145 @@
+"""A whole swarm in one thread: the same strategy, servers and protocol, on the network's in-memory twin."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer import call
+from torch import nn
+from typing_extensions import override
+
+from lightning_swarm.assembly import Peer
+from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.partition import find_blocks
+from lightning_swarm.runtime import InlineRuntime
+from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.server.model import Model
+from lightning_swarm.server.server import Server
+from lightning_swarm.session import Session
+from lightning_swarm.strategy import SwarmStrategy
+
+
+class InMemoryStrategy(SwarmStrategy):
+    """`SwarmStrategy` whose peers are all in this thread. ``devices`` says how many.
+
+    Server copies of the model start with NaN in every parameter, so a weight that did not come from the starter
+    cannot go unnoticed.
+
+    Args:
+        seed: Wires the pipelines; the same seed replays the same run.
+        latency_s: Of each message, on the virtual clock.
+        kwargs: Those of `SwarmStrategy`.
+    """
+
+    strategy_name = "swarm_in_memory"
+
+    def __init__(self, *, seed: int = 0, latency_s: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._rng = random.Random(seed)
+        self._latency_s = latency_s
+        self.network: MemoryNetwork | None = None
+        self.peers: list[Peer] = []
+        self._copies: list[LightningModule] = []
+        self._loop_of_all: VirtualLoop | None = None
+
+    @property
+    def servers(self) -> list[Server]:
+        """All servers of the last run, in the order of their peers. They can be looked at after its end."""
+        return self._servers
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = _InlineLauncher(self)
+
+    def prepare(self) -> None:
+        """Make the network, this peer, and a copy of the model for every other one."""
+        self._loop_of_all = VirtualLoop()
+        self.network = MemoryNetwork(latency_s=self._latency_s)
+        self._servers: list[Server] = []
+        self.peers = [self._peer(number) for number in range(len(self._devices))]
+        self.peer = self.peers[0]
+        module = self.lightning_module
+        assert module is not None
+        self._copies = [_untrained_copy(module) for _ in self.peers[1:]]
+
+    @override
+    def _start_run(self, trainer: Trainer, model: Model, num_stages: int) -> Session:
+        for peer, module in zip(self.peers[1:], self._copies, strict=True):
+            module.trainer = trainer
+            call._call_lightning_module_hook(trainer, "setup", stage="fit", pl_module=module)
+            module.configure_model()
+            self.precision_plugin.convert_module(module)
+            module.to(self.root_device)
+            peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
+        session = super()._start_run(trainer, model, num_stages)
+        self._servers = [peer.server for peer in self.peers if peer.server is not None]
+        return session
+
+    @override
+    def leave(self) -> None:
+        try:
+            super().leave()
+        finally:
+            for peer in self.peers:
+                peer.close()
+            if self._loop_of_all is not None:
+                self._loop_of_all.close()
+                self._loop_of_all = None
+
+    def _peer(self, number: int) -> Peer:
+        assert self.network is not None
+        assert self._loop_of_all is not None
+        runtime = InlineRuntime(self._loop_of_all)
+        transport = self.network.transport(f"peer-{number}")
+        return Peer(
+            runtime,
+            transport,
+            self.network.directory(transport),
+            executor=InlineExecutor,
+            config=self.config,
+            rng=self._rng,
+        )
+
+
+class _InlineLauncher(_Launcher):
+    """Starts no process."""
+
+    def __init__(self, strategy: InMemoryStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        self._strategy.check(trainer)
+        self._strategy.prepare()
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: int) -> None:
+        """There is nobody to pass it on to."""
+
+
+def _untrained_copy(module: LightningModule) -> LightningModule:
+    trainer, module._trainer = module._trainer, None
+    try:
+        twin = copy.deepcopy(module)
+    finally:
+        module._trainer = trainer
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+                parameter.fill_(float("nan"))
+    return twin
