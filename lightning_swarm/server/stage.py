@@ -131,7 +131,7 @@ class Stage:
         wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if used and wanted:
-            with modes.entered_backward(mode), KeyedRandom.forbidden():
+            with modes.entered_backward(mode), KeyedRandom(0):  # backward draws nothing; it is found out if it does
                 found = torch.autograd.grad(
                     [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
                 )
