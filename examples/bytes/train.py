@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import Strategy
 
 from data import PythonSource
 from model import ByteGPT
@@ -35,12 +36,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def build_trainer(arguments: argparse.Namespace) -> L.Trainer:
     """A Trainer for this run; nothing is started or written yet."""
-    if arguments.plain:
-        devices, strategy = 1, "auto"
-    else:
+    devices = 1 if arguments.plain else arguments.devices
+    strategy: str | Strategy = "auto"
+    if not arguments.plain:
         from lightning_swarm import SwarmStrategy
 
-        devices, strategy = arguments.devices, SwarmStrategy(num_stages=arguments.num_stages)
+        strategy = SwarmStrategy(num_stages=arguments.num_stages)
         # The peers share this machine's cores; with all of them each, they would get in each other's way.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
     interval = max(1, arguments.max_steps // 3)
