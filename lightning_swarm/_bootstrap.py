@@ -27,10 +27,10 @@ def main() -> None:
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.path[0] = os.getcwd()
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(sys.argv[0])
+        sys.path.insert(0, os.path.dirname(sys.argv[0]))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -95,6 +95,7 @@ class Peer:
             model,
             boot_id=self.boot_id,
             limits=self._config.limits,
+            connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
         )
         await self.server.start()
         await membership.announce(self._directory, self.transport, self._config.run_id, self.boot_id)

@@ -130,17 +130,19 @@ class SwarmLauncher(_Launcher):
 
 def _command() -> list[str]:
     """This script or module again, with the same arguments."""
+    # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
+    python = [sys.executable, "-P", str(_BOOTSTRAP)]
     spec = getattr(__main__, "__spec__", None)
     if spec is not None:
         name = spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name
-        return [sys.executable, str(_BOOTSTRAP), "-m", name, *sys.argv[1:]]
+        return [*python, "-m", name, *sys.argv[1:]]
     script = Path(sys.argv[0])
     if not script.is_file():
         raise ConfigError(
             f"`devices` above 1 starts this script again for every peer, and {sys.argv[0]!r} is no file. "
             "Put the code into a script, or use `devices=1`."
         )
-    return [sys.executable, str(_BOOTSTRAP), str(script.resolve()), *sys.argv[1:]]
+    return [*python, str(script.resolve()), *sys.argv[1:]]
 
 
 def _share_cores(num_peers: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -79,8 +79,18 @@ async def find_servers(
                 "or raise `Limits.start_timeout` if this machine needs longer to import torch."
             )
         await asyncio.sleep(_POLL_S)
-    await transport.connect([address for one in found.values() for address in one.addresses])
+    await _connect(transport, found)
     return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)][:num_servers]
+
+
+async def connect_all(directory: Directory, transport: Transport, run_id: str) -> None:
+    """Make all servers that announced themselves reachable from this peer."""
+    await _connect(transport, await _announced(directory, run_id))
+
+
+async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement]) -> None:
+    others = [one for peer, one in servers.items() if peer != transport.peer_id]
+    await transport.connect([address for one in others for address in one.addresses])
 
 
 async def _announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:

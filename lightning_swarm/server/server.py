@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -61,6 +61,7 @@ class Server:
         model: Its copy of the model.
         boot_id: Of this process's life.
         limits: Bounds.
+        connect: Makes the run's other servers reachable.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Server:
         *,
         boot_id: int,
         limits: Limits,
+        connect: Callable[[], Awaitable[None]],
     ) -> None:
         self._transport = transport
+        self._connect = connect
         self._tickets = tickets
         self._executor = executor
         self._model = model
@@ -126,6 +129,7 @@ class Server:
         me = self._transport.peer_id
         served = [i for i, stage in enumerate(manifest.stages) if any(m.peer_id == me for m in stage.roster)]
         stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
+        await self._connect()
         self._manifest = manifest
         self.stepping.begin(manifest, stages)
         if manifest.coordinator == me:
