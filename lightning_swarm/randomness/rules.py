@@ -35,8 +35,9 @@ class _Rules(dict[Any, Rule | None]):
 
     def __missing__(self, func: Any) -> Rule | None:
         rule = _rule_of(func)
-        self[func] = rule
-        return rule
+        # What runs inside an operation is nothing for a compiler to look into.
+        self[func] = rule if rule is None else torch.compiler.disable(rule)
+        return self[func]
 
 
 RULES: Final = _Rules()

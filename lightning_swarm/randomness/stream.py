@@ -44,17 +44,18 @@ _THIRD: Final = _signed(0x846CA68B)
 
 def bits(key: int, count: int, device: torch.device) -> Tensor:
     """Draw `count` uniform int32, a function of (key, index)."""
+    x: Tensor
     start = _signed(key)
     # Multipliers must be odd, so the key changes all bits of this one but the lowest.
     keyed = _signed(_SECOND ^ key >> 31 & 0xFFFFFFFE)
     if count <= _ROW:
-        x: Tensor = torch.arange(count, dtype=torch.int32, device=device).mul_(_FIRST).add_(start)
+        x = torch.arange(count, dtype=torch.int32, device=device).mul_(_FIRST).add_(start)
     else:
         # `arange` is several times slower than an addition of rows and columns.
         rows = torch.arange((count + _ROW - 1) // _ROW, dtype=torch.int32, device=device)
         rows = rows.mul_(_signed(_FIRST * _ROW)).add_(start).unsqueeze(1)
         columns = torch.arange(_ROW, dtype=torch.int32, device=device).mul_(_FIRST)
-        x = torch.add(rows, columns).view(-1)[:count]
+        x = torch.add(rows, columns).flatten()[:count]
     # The shift is arithmetic, so x and ~x fall together: no bijection, but no more collisions than chance has.
     x.bitwise_xor_(x >> 16).mul_(keyed)
     x.bitwise_xor_(x >> 15).mul_(_THIRD)
@@ -64,7 +65,7 @@ def bits(key: int, count: int, device: torch.device) -> Tensor:
 
 def long_bits(key: int, count: int, device: torch.device) -> Tensor:
     """Draw `count` uniform int64."""
-    high, low = bits(key, 2 * count, device).to(torch.int64).view(2, count)
+    high, low = bits(key, 2 * count, device).to(torch.int64).view(2, count).unbind()
     return high.bitwise_left_shift_(32).bitwise_or_(low.bitwise_and_(0xFFFFFFFF))
 
 
