@@ -26,7 +26,7 @@ from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member
 
-_MICROBATCHES_PER_STAGE = 8
+_MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
 
 
@@ -98,7 +98,13 @@ class Peer:
             connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
         )
         await self.server.start()
-        await membership.announce(self._directory, self.transport, self._config.run_id, self.boot_id)
+        await membership.announce(
+            self._directory,
+            self.transport,
+            self._config.run_id,
+            self.boot_id,
+            timeout=self._config.limits.start_timeout,
+        )
 
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over."""

@@ -38,10 +38,23 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     return [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
 
 
-async def announce(directory: Directory, transport: Transport, run_id: str, boot_id: int) -> None:
-    """Say that this server waits for its run."""
-    value = Announcement(boot_id=boot_id, addresses=list(await transport.addresses()))
-    await directory.announce(f"{run_id}.servers", encode(value), ttl_s=_ANNOUNCEMENT_TTL_S)
+async def announce(
+    directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float
+) -> None:
+    """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
+    value = encode(Announcement(boot_id=boot_id, addresses=list(await transport.addresses())))
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while True:
+        try:
+            await directory.announce(f"{run_id}.servers", value, ttl_s=_ANNOUNCEMENT_TTL_S)
+        except PeerError as error:
+            if loop.time() > deadline:
+                raise
+            _log.info("Nobody took the announcement, trying again: %s", error)
+            await asyncio.sleep(_POLL_S)
+        else:
+            return
 
 
 async def find_servers(

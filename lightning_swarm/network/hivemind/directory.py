@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ _log = logging.getLogger(__name__)
 _TIMEOUT_S: Final = 15.0
 # hivemind tells records apart by their expiry; this much later is a newer one.
 _NEWER_S: Final = 0.001
+_NODE_ID_BITS: Final = 160
 
 # For the class, not for one node: a node serves others before its creation returns.
 DHTProtocol.serializer = GuardedSerializer
@@ -49,7 +51,11 @@ class HivemindDirectory(Directory):
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 node = await DHTNode.create(
-                    p2p, initial_peers=list(initial_peers) or None, record_validator=PlainRecordsOnly()
+                    p2p,
+                    # hivemind would draw it from `random`, which `seed_everything` makes equal in all peers.
+                    node_id=DHTID(secrets.randbits(_NODE_ID_BITS)),
+                    initial_peers=list(initial_peers) or None,
+                    record_validator=PlainRecordsOnly(),
                 )
         except TimeoutError as error:
             raise DeadlineExceeded(f"The initial peers did not answer within {_TIMEOUT_S:g} s.") from error
