@@ -285,7 +285,8 @@ def check_outgoing(method: str, message: Message) -> None:
 
 def _to_bytes(tensor: Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

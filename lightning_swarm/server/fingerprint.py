@@ -24,7 +24,8 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
 
 
 def _of_bytes(tensor: Tensor) -> int:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    # Not `reshape`: a single element is contiguous whatever its stride, which no byte view allows.
+    raw = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     padding = -len(raw) % 8
     if padding:
         raw = torch.nn.functional.pad(raw, (0, padding))
