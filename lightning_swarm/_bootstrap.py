@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 import threading
+from pathlib import Path
 
 
 def _watch(pipe: int) -> None:
@@ -27,10 +28,10 @@ def main() -> None:
     del sys.argv[0]
     if sys.argv[0] == "-m":
         del sys.argv[0]
-        sys.path.insert(0, os.getcwd())
+        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path.insert(0, os.path.dirname(sys.argv[0]))
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -109,7 +109,7 @@ class Peer:
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over."""
         assert self.server is not None
-        self.runtime.run(self.server.left.wait())  # type: ignore[arg-type]  # True, which nobody needs
+        self.runtime.run(self.server.left.wait())
 
     # ------------------------------------------------------------------ the starter
 

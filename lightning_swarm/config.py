@@ -75,4 +75,6 @@ class SwarmConfig:
                 f"got {self.split!r}. Leave it out to balance by parameters."
             )
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
-            raise ConfigError(f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name.")
+            raise ConfigError(
+                f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
+            )

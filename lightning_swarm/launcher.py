@@ -14,25 +14,36 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-import __main__
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
-from lightning_swarm.assembly import hivemind_peer
+import __main__
+from lightning_swarm.assembly import Peer, hivemind_peer
+from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, Unreachable
-
-if TYPE_CHECKING:
-    from lightning_swarm.strategy import SwarmStrategy
 
 _log = logging.getLogger(__name__)
 
 _JOIN = "SWARM_JOIN"
 _RANK = "SWARM_LOCAL_RANK"
 _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
+
+
+class Launched(Protocol):
+    """What the launcher needs of a strategy."""
+
+    config: SwarmConfig
+    peer: Peer | None
+
+    def check(self, trainer: Trainer) -> None:
+        """Refuse what cannot work."""
+
+    def serve(self, trainer: Trainer) -> None:
+        """Be a server until the run is over."""
 
 
 class SwarmLauncher(_Launcher):
@@ -43,7 +54,7 @@ class SwarmLauncher(_Launcher):
         num_peers: On this machine, this process included.
     """
 
-    def __init__(self, strategy: SwarmStrategy, num_peers: int) -> None:
+    def __init__(self, strategy: Launched, num_peers: int) -> None:
         super().__init__()
         self._strategy = strategy
         self._num_peers = num_peers

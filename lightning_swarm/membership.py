@@ -38,9 +38,7 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     return [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
 
 
-async def announce(
-    directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float
-) -> None:
+async def announce(directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float) -> None:
     """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
     value = encode(Announcement(boot_id=boot_id, addresses=list(await transport.addresses())))
     loop = asyncio.get_running_loop()
@@ -116,9 +114,7 @@ async def _announced(directory: Directory, run_id: str) -> dict[PeerId, Announce
     return found
 
 
-async def admit(
-    transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float
-) -> None:
+async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:
     """Send record 0 to all servers, then each stage's initial weights to its roster.
 
     Raises:

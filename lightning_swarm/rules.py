@@ -76,6 +76,8 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
             f"`configure_optimizers` must return one optimizer, got {len(optimizers)}. Use one, with parameter groups."
         )
     optimizer = optimizers[0]
+    if not any(group["params"] for group in optimizer.param_groups):  # what Lightning makes of None
+        raise ConfigError("`configure_optimizers` must return an optimizer with parameters, got none. Return one.")
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ConfigError(
             f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
@@ -114,9 +116,7 @@ def _check_precision_and_clipping(trainer: Trainer) -> None:
         raise ConfigError(f"`precision` must be one of {list(_PRECISIONS)} for now, got {trainer.precision!r}.")
     algorithm = trainer.gradient_clip_algorithm
     if trainer.gradient_clip_val is not None and algorithm is not None and str(algorithm.value) != "norm":
-        raise ConfigError(
-            f"`gradient_clip_algorithm` must be 'norm' for now, got {algorithm.value!r}. Clip by norm."
-        )
+        raise ConfigError(f"`gradient_clip_algorithm` must be 'norm' for now, got {algorithm.value!r}. Clip by norm.")
 
 
 def _check_callbacks(trainer: Trainer) -> None:

@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from lightning_swarm.clock import VirtualLoop
 
 _T = TypeVar("_T")
@@ -37,6 +39,7 @@ class ThreadRuntime(Runtime):
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
+    @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -45,6 +48,7 @@ class ThreadRuntime(Runtime):
             future.cancel()
             raise
 
+    @override
     def close(self) -> None:
         if self._loop.is_closed():
             return
@@ -59,9 +63,11 @@ class InlineRuntime(Runtime):
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
 
+    @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
 
+    @override
     def close(self) -> None:
         """The loop belongs to whoever made it: other peers may live on it."""
 

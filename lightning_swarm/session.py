@@ -52,15 +52,11 @@ class Session:
     def finish_batch(self, *, hyperparameters: list[dict[str, Any]]) -> bool:
         """The batch is through. True when its step closes now: then `await_record`."""
         batch = self._taken()
-        return self._runtime.run(
-            self._steps.done(batch.grant.lease, batch.completed, hyperparameters=hyperparameters)
-        )
+        return self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, hyperparameters=hyperparameters))
 
     def close_step(self, *, window: float | None, hyperparameters: list[dict[str, Any]]) -> None:
         """Ask to close the open step with what it has."""
-        self._runtime.run(
-            self._steps.done(None, [], close=True, total_weight=window, hyperparameters=hyperparameters)
-        )
+        self._runtime.run(self._steps.done(None, [], close=True, total_weight=window, hyperparameters=hyperparameters))
 
     def await_record(self) -> Record:
         """The record of the closing step, once it is applied."""

@@ -196,7 +196,7 @@ class SwarmStrategy(Strategy):
         assert self._blocks is not None
         pipeline = session.pipeline
         # A function, not a method: copies of the module (deepcopy) share it.
-        self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)
+        self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
         epoch_loop = trainer.fit_loop.epoch_loop
         self._loop = loop = SwarmOptimization(trainer, session, self.config.target_batch_size)
         loop.optim_progress = epoch_loop.automatic_optimization.optim_progress
@@ -228,7 +228,8 @@ class SwarmStrategy(Strategy):
                 # A server has no data to count: `estimated_stepping_batches` shall answer what it does at the lead.
                 module.trainer.fit_loop.max_epochs = -1
                 module.trainer.fit_loop.epoch_loop.max_steps = total_steps
-            return rules.check_optimizers(_configure_optimizers(module.configure_optimizers())[0])
+            configured: Any = module.configure_optimizers()
+            return rules.check_optimizers(_configure_optimizers(configured)[0])
 
         return Model(module, blocks, optimizer, self.root_device, keep=keep)
 

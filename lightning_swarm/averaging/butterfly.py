@@ -6,6 +6,7 @@ Only the sums are read; the mean goes into memory of its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +47,7 @@ async def average(
         PeerError: Some peer left or was slow; nobody may use the round.
     """
     bounds = [len(vector) * i // len(roster) for i in range(len(roster) + 1)]
-    parts = [slice(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    parts = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
     others = [i for i in range(len(roster)) if i != place]
 
     async def take(i: int, name: str, part: slice) -> Tensor:

@@ -34,9 +34,7 @@ async def gather_optimizer(
     return found
 
 
-def renumbered(
-    optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
+def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """A state dict as `optimizer.state_dict()` of one process would give it.
 
     Args:

@@ -127,9 +127,7 @@ class Passage:
     async def _send_forward(self, stage: int) -> bool:
         source = self._ticket(stage - 1, "forward") if stage else None
         structure, tensors = trees.flatten((None if stage else self.inputs, self.extras[stage]))
-        request = ForwardRequest(
-            key=self.key, stage_index=stage, mode=self.mode, source=source, structure=structure
-        )
+        request = ForwardRequest(key=self.key, stage_index=stage, mode=self.mode, source=source, structure=structure)
         try:
             await self.link.send(self._route[stage].peer, "stage.forward", request, tensors)
         except Busy:
@@ -177,9 +175,7 @@ class Passage:
             return
         raise StepError(f"stage {stage} did not finish {self.key} in {_MAX_REPEATS} attempts; the last: {last}")
 
-    async def _repeat_backward(
-        self, stage: int, gradients: Sequence[Tensor | None], *, gradient_gone: bool
-    ) -> None:
+    async def _repeat_backward(self, stage: int, gradients: Sequence[Tensor | None], *, gradient_gone: bool) -> None:
         """Send a stage's backward again with all it needs to start from nothing; nothing is added twice.
 
         Calls whose results are still there are known by their keys and do nothing.
@@ -190,9 +186,7 @@ class Passage:
         for again in range(later, stage - 1, -1):
             await self._send_backward(again, gradients, recompute=True)
 
-    async def _send_backward(
-        self, stage: int, gradients: Sequence[Tensor | None], *, recompute: bool = False
-    ) -> None:
+    async def _send_backward(self, stage: int, gradients: Sequence[Tensor | None], *, recompute: bool = False) -> None:
         last = len(self.extras) - 1
         source = self._ticket(stage + 1, "backward") if stage < last else None
         tensors = [] if source else [gradient for gradient in gradients if gradient is not None]

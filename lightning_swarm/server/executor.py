@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 _T = TypeVar("_T")
 
 Priority = tuple[int, ...]
@@ -51,6 +53,7 @@ class InlineExecutor(Executor):
         self._heap: list[_Job] = []
         self._counter = itertools.count()
 
+    @override
     def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
         loop = asyncio.get_running_loop()
         job = _Job(priority, next(self._counter), run, loop.create_future())
@@ -59,9 +62,11 @@ class InlineExecutor(Executor):
         return job.future
 
     @property
+    @override
     def queued(self) -> int:
         return len(self._heap)
 
+    @override
     def close(self) -> None:
         for job in self._heap:
             job.future.cancel()
@@ -85,6 +90,7 @@ class ThreadExecutor(Executor):
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
+    @override
     def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
         future = asyncio.get_running_loop().create_future()
         if self._closed:
@@ -94,9 +100,11 @@ class ThreadExecutor(Executor):
         return future
 
     @property
+    @override
     def queued(self) -> int:
         return self._queue.qsize()
 
+    @override
     def close(self) -> None:
         """Must be called on the loop that submitted. The job that runs now is not interrupted."""
         self._closed = True
@@ -136,9 +144,7 @@ def _run(run: Callable[[], Any]) -> tuple[Any, BaseException | None, float]:
         return None, error, time.perf_counter() - start_s
 
 
-def _finish(
-    future: asyncio.Future[tuple[Any, float]], result: Any, error: BaseException | None, busy_s: float
-) -> None:
+def _finish(future: asyncio.Future[tuple[Any, float]], result: Any, error: BaseException | None, busy_s: float) -> None:
     if future.cancelled():
         return
     if error is None:

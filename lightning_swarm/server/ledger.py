@@ -50,4 +50,3 @@ class Ledger:
         """The receipts as a bitmap over `counted`, and how many are in the sum but not in `counted`."""
         held = to_bitmap(receipt in self._receipts for receipt in counted)
         return held, len(self._receipts - set(counted))
-

@@ -67,9 +67,9 @@ class Model:
         mine = self.describe(ranges, [stage.roster for stage in manifest.stages])
         for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):
             if own.parameters != theirs.parameters:
-                differing = [name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))]
+                differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
                 raise ConfigError(
-                    f"every peer must build the model of the run; stage {index} differs in {sorted(set(differing))[:5]}. "
+                    f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
                     "Start all peers with the same script, versions and settings."
                 )
         modules = self.cut(ranges)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ from lightning_swarm.types import (
     encode,
 )
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 ADMIT = "server.admit"
@@ -177,9 +179,7 @@ class Server:
         key = request.key
         inputs, wants_grad = await self._inputs(request.source, inputs, mode.input_grad)
         await self.stepping.reached(key.step)
-        seed = key_seed(
-            self._run().seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation)
-        )
+        seed = key_seed(self._run().seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation))
         result, busy_s = await self._compute(
             stage, (1, *_age(key)), lambda: stage.forward(inputs, extras, wants_grad, mode, seed)
         )
@@ -226,9 +226,7 @@ class Server:
         self._begin(name, lambda: self._backward(name, stage, request, message.tensors))
         return Message()
 
-    async def _backward(
-        self, name: str, stage: Stage, request: BackwardRequest, tensors: tuple[Tensor, ...]
-    ) -> None:
+    async def _backward(self, name: str, stage: Stage, request: BackwardRequest, tensors: tuple[Tensor, ...]) -> None:
         key, mode = request.key, request.mode
         gradients, rest = _optional(request.present, tensors)
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
@@ -322,6 +320,11 @@ class Server:
             await work
         except SwarmError as error:
             self._tickets.fail(name, error)
+        except Exception as error:
+            # A bug: it ends this server, and whoever waits shall not wait for ever.
+            self._tickets.fail(name, SwarmError(f"internal error: {type(error).__name__}: {error}"))
+            _log.exception("A call of this server failed: %s", name)
+            raise
 
     async def _fetch(self, source: Ticket) -> Message:
         try:

@@ -170,9 +170,7 @@ class Stage:
         if record.step != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
         if record.outcome == "apply":
-            for parameter, view, has_gradient in zip(
-                self.trainable, self._views(mean_gradient), touched, strict=True
-            ):
+            for parameter, view, has_gradient in zip(self.trainable, self._views(mean_gradient), touched, strict=True):
                 parameter.grad = (view * record.clip_factor).to(parameter.dtype) if has_gradient else None
             for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=True):
                 group.update(
@@ -249,9 +247,7 @@ class Stage:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.trainable]
-        return [
-            part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)
-        ]
+        return [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)]
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

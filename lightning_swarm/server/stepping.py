@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_swarm.averaging.butterfly import average
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.ledger import Ledger
@@ -120,8 +120,13 @@ class Stepping:
 
     async def reached(self, version: int) -> None:
         """Wait until all stages are at `version`."""
-        async with self._applied:
-            await asyncio.wait_for(self._applied.wait_for(lambda: self.version >= version), self._timeout)
+        try:
+            async with asyncio.timeout(self._timeout), self._applied:
+                await self._applied.wait_for(lambda: self.version >= version)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"this peer is at version {self.version}; version {version} did not come in {self._timeout:g} s"
+            ) from None
 
     # ------------------------------------------------------------------ the coordinator's calls
 

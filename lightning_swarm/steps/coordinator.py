@@ -94,9 +94,7 @@ class Coordinator:
             _log.warning("A batch of %d samples is a step: `target_batch_size` is %d.", request.num_samples, target)
         first, weight = place
         generation = self._manifest.generation
-        grant = Grant(
-            lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight
-        )
+        grant = Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
         return encode(GrantReply(grant=grant))
 
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
@@ -161,12 +159,8 @@ class Coordinator:
 
     async def _close(self, step: OpenStep) -> Closing:
         counted = step.counted
-        request = FreezeRequest(
-            generation=self._manifest.generation, step=step.step, attempt=0, counted=counted
-        )
-        replies = {
-            peer: decode(body, FreezeReply) for peer, body in (await self._ask_all(FREEZE, request)).items()
-        }
+        request = FreezeRequest(generation=self._manifest.generation, step=step.step, attempt=0, counted=counted)
+        replies = {peer: decode(body, FreezeReply) for peer, body in (await self._ask_all(FREEZE, request)).items()}
         ledgers = [
             [_ledger(replies[member.peer_id], member, index) for member in roster]
             for index, roster in enumerate(self._roster)

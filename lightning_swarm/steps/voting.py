@@ -50,9 +50,7 @@ class Voter:
         transport.handle_call(PROPOSE, handle)
 
 
-async def decide(
-    transport: Transport, voters: Sequence[Member], term: Term, record: Record, *, timeout: float
-) -> None:
+async def decide(transport: Transport, voters: Sequence[Member], term: Term, record: Record, *, timeout: float) -> None:
     """Have the record accepted by a majority of `voters`.
 
     Raises:

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer import call
-from torch import nn
 from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
@@ -140,6 +139,6 @@ def _untrained_copy(module: LightningModule) -> LightningModule:
         module._trainer = trainer
     with torch.no_grad():
         for parameter in twin.parameters():
-            if isinstance(parameter, nn.Parameter) and parameter.is_floating_point():
+            if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
     return twin
