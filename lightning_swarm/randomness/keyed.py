@@ -10,6 +10,7 @@ from torch._dynamo.decorators import skip
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.randomness.attention import PlainAttention
 from lightning_swarm.randomness.rules import RULES
 from lightning_swarm.randomness.stream import key_seed
 
@@ -42,6 +43,7 @@ class KeyedRandom(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.draw = self._first_draw = first_draw
+        self._attention: PlainAttention | None = None
         self._depth = 0
         self._graph_task = -1
 
@@ -50,6 +52,10 @@ class KeyedRandom(TorchDispatchMode):
         if self._depth == 0:
             self.draw = self._first_draw
             self._graph_task = torch._C._current_graph_task_id()
+            # On the CPU, attention with dropout is plain anyway, and need not be looked for.
+            if torch.cuda.is_initialized():
+                self._attention = PlainAttention()
+                self._attention.__enter__()  # type: ignore[no-untyped-call]
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -58,6 +64,9 @@ class KeyedRandom(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._depth -= 1
+        if self._depth == 0 and self._attention is not None:
+            self._attention.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+            self._attention = None
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     @skip
