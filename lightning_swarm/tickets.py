@@ -48,6 +48,7 @@ class _Entry:
     error: SwarmError | None = None
     report: bytes = b""
     once: bool = False
+    gone: bool = False  # the tensors; the report stays
     waiting: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -71,10 +72,10 @@ class TicketStore:
     def promise(self, name: str) -> bool:
         """Say that `name` will exist. False when it was promised before and has not failed or gone."""
         entry = self._entries.setdefault(name, _Entry())
-        if entry.promised and entry.error is None:
-            return False
-        if entry.error is not None:  # a failure is not final: the call was sent again
+        if entry.error is not None or entry.gone:  # neither is final: the call was sent again
             entry = self._entries[name] = _Entry()
+        if entry.promised:
+            return False
         entry.promised = True
         return True
 
@@ -107,10 +108,10 @@ class TicketStore:
         entry.done.set()
 
     def evict(self, name: str) -> None:
-        """Forget the tensor but not that it was there: who asks gets `TicketGone` and has it computed again."""
+        """Forget the tensor but not its report: who fetches gets `TicketGone` and has it computed again."""
         entry = self._entries.get(name)
         if entry is not None and entry.message is not None:
-            entry.message, entry.error = None, TicketGone(f"{name} was dropped to save memory")
+            entry.message, entry.gone = None, True
 
     def drop(self, prefix: str) -> None:
         """Forget all names that begin with `prefix`."""
@@ -123,7 +124,7 @@ class TicketStore:
     # ------------------------------------------------------------------ the consumer's side
 
     async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
-        """Wait until the tensor exists; returns the producer's report.
+        """Wait until the tensor exists, or existed; returns the producer's report.
 
         Raises:
             PeerError: The holder is gone, silent, or does not have it (any more).
@@ -175,6 +176,8 @@ class TicketStore:
     def _take(self, name: str, entry: _Entry) -> Message:
         if entry.error is not None:
             raise entry.error
+        if entry.gone:
+            raise TicketGone(f"{name} was dropped to save memory")
         assert entry.message is not None
         message = entry.message
         if entry.once:
