@@ -1,0 +1,297 @@
+"""The same training twice: by the plain Trainer, and by a swarm in this thread."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from lightning_swarm.status import SwarmStatus
+from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.types import Record
+from tests.parity.models import Net, make_optimizer, make_schedule
+
+LOSS_TOLERANCE = 1e-11
+WEIGHT_TOLERANCE = 1e-10
+
+_QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "precision": "64-true",
+}
+
+
+@dataclass
+class Run:
+    """What a training leaves behind."""
+
+    module: L.LightningModule
+    trainer: L.Trainer | None
+    losses: list[float]  # of each batch
+    learning_rates: list[float]  # after each batch
+    global_steps: list[int]  # after each batch
+    norms: list[float]  # of the whole gradient, before it is clipped, at each step
+    weights: dict[str, Tensor]
+
+
+@dataclass
+class SwarmRun(Run):
+    """What is seen of a swarm besides."""
+
+    strategy: InMemoryStrategy
+    status: SwarmStatus  # at the end of training
+    records: list[Record]
+    num_microbatches: int
+    rerouted: Counter[str] = field(default_factory=Counter)  # what went another way than straight on
+
+    @property
+    def num_clipped(self) -> int:
+        """Steps whose gradient was clipped."""
+        return sum(record.clip_factor < 1.0 for record in self.records)
+
+    @property
+    def num_dropped_graphs(self) -> int:
+        """Forwards whose graph did not fit into a cache, over all servers."""
+        return sum(server.cache.num_dropped_graphs for server in self.strategy.servers)
+
+
+def run_plain(
+    make_module: Callable[[], L.LightningModule], data: DataLoader[Any], *validation: DataLoader[Any], **trainer: Any
+) -> Run:
+    """Train with the plain Trainer.
+
+    Args:
+        make_module: Builds the module; draws its weights after `torch.manual_seed(0)`.
+        data: Batches.
+        validation: At most one loader.
+        trainer: Further arguments of the Trainer.
+    """
+    return _run(make_module, data, validation, "auto", {"devices": 1, **trainer})[0]
+
+
+def run_plain_loop(
+    make_module: Callable[[], Net],
+    data: DataLoader[Any],
+    *,
+    target_batch_size: int,
+    max_epochs: int,
+    gradient_clip_val: float | None = None,
+) -> Run:
+    """Train with plain torch, where a step is at least `target_batch_size` samples in whole batches.
+
+    Samples weigh equally. What an epoch leaves over goes into the next one's first step; the last batch closes the
+    last step.
+    """
+    torch.manual_seed(0)
+    module = make_module().double()
+    optimizer = make_optimizer(module, module.recipe)
+    schedule = make_schedule(optimizer, module.recipe)
+    run = Run(module, None, [], [], [], [], {})
+    pending = steps = 0
+    for epoch in range(max_epochs):
+        for index, batch in enumerate(data):
+            tensors = [tensor.double() if tensor.is_floating_point() else tensor for tensor in batch]
+            loss = module.training_step(tensors, index)
+            assert isinstance(loss, Tensor)
+            (loss * len(tensors[0])).backward()
+            pending += len(tensors[0])
+            if pending >= target_batch_size or (epoch, index) == (max_epochs - 1, len(data) - 1):
+                for parameter in module.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad /= pending
+                highest = gradient_clip_val or float("inf")
+                run.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), highest)))
+                optimizer.step()
+                optimizer.zero_grad()
+                if schedule is not None:
+                    schedule.step()
+                pending, steps = 0, steps + 1
+            run.losses.append(loss.item())
+            run.learning_rates.append(optimizer.param_groups[0]["lr"])
+            run.global_steps.append(steps)
+    run.weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return run
+
+
+def run_swarm(
+    make_module: Callable[[], L.LightningModule],
+    data: DataLoader[Any],
+    *validation: DataLoader[Any],
+    num_stages: int = 2,
+    num_servers: int = 2,
+    microbatch_size: int | None = 3,
+    target_batch_size: int | None = None,
+    seed: int = 0,
+    limits: Limits | None = None,
+    **trainer: Any,
+) -> SwarmRun:
+    """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal."""
+    strategy = InMemoryStrategy(
+        num_stages=num_stages,
+        microbatch_size=microbatch_size,
+        target_batch_size=target_batch_size,
+        seed=seed,
+        limits=limits,
+        shared=getattr(make_module(), "shared", ()),
+    )
+    plain, watch = _run(make_module, data, validation, strategy, {"devices": num_servers, **trainer})
+    assert watch.status is not None
+    run = SwarmRun(
+        **vars(plain),
+        strategy=strategy,
+        status=watch.status,
+        records=watch.records,
+        num_microbatches=watch.num_microbatches,
+        rerouted=watch.rerouted,
+    )
+    _assert_all_took_part(run, num_stages, num_servers)
+    return run
+
+
+def assert_same_curve(swarm: Run, plain: Run, *, loss: float = LOSS_TOLERANCE, weight: float | None = None) -> None:
+    """Every loss within `loss` (relative), every final weight within `weight` (absolute; None: not compared)."""
+    assert len(plain.losses) > 1
+    assert len(swarm.losses) == len(plain.losses)
+    assert swarm.global_steps == plain.global_steps
+    for batch, (ours, theirs) in enumerate(zip(swarm.losses, plain.losses, strict=True)):
+        assert abs(ours - theirs) <= loss * abs(theirs), f"batch {batch}: loss {ours!r}, plain {theirs!r}"
+    assert swarm.weights.keys() == plain.weights.keys()
+    if weight is not None:
+        for name, tensor in plain.weights.items():
+            difference = float((swarm.weights[name] - tensor).abs().max())
+            assert difference <= weight, f"{name} differs by {difference:g}"
+
+
+def assert_exact(swarm: Run, plain: Run) -> None:
+    """The proof: in float64 nothing but rounding may differ."""
+    assert all(tensor.dtype == torch.float64 for tensor in plain.weights.values())
+    assert_same_curve(swarm, plain, weight=WEIGHT_TOLERANCE)
+
+
+def deviation(swarm: Run, plain: Run) -> tuple[float, float]:
+    """Largest relative difference of a loss, and largest difference of a weight."""
+    losses = max(abs(a - b) / abs(b) for a, b in zip(swarm.losses, plain.losses, strict=True))
+    weights = max(float((swarm.weights[name] - tensor).abs().max()) for name, tensor in plain.weights.items())
+    return losses, weights
+
+
+# ---------------------------------------------------------------------- parts
+
+
+class _Watch(L.Callback):
+    """Writes down what happens, batch by batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.learning_rates: list[float] = []
+        self.global_steps: list[int] = []
+        self.norms: list[float] = []
+        self.records: list[Record] = []
+        self.status: SwarmStatus | None = None
+        self.num_microbatches = 0
+        self.rerouted: Counter[str] = Counter()
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(trainer.strategy, InMemoryStrategy):
+            return
+        session = trainer.strategy._session
+        assert session is not None
+        await_record = session.await_record
+
+        def noted() -> Record:
+            self.records.append(await_record())
+            return self.records[-1]
+
+        session.await_record = noted  # type: ignore[method-assign]
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.losses.append(float(outputs["loss"]) if outputs else float("nan"))
+        self.learning_rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.global_steps.append(trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(trainer.strategy, InMemoryStrategy):
+            return
+        session = trainer.strategy._session
+        assert session is not None
+        self.status = trainer.strategy.status()
+        self.num_microbatches = session.pipeline.num_microbatches
+        self.rerouted = session.pipeline.link.count.copy()
+        assert_replicas_equal(trainer.strategy)
+        self.norms = [record.squared_norm**0.5 for record in self.records]
+
+
+def _run(
+    make_module: Callable[[], L.LightningModule],
+    data: DataLoader[Any],
+    validation: Sequence[DataLoader[Any]],
+    strategy: Any,
+    options: dict[str, Any],
+) -> tuple[Run, _Watch]:
+    torch.manual_seed(0)
+    module = make_module()
+    watch = _Watch()
+    callbacks = [*options.pop("callbacks", []), watch]
+    with _quiet_warnings():
+        trainer = L.Trainer(**{**_QUIET, **options}, strategy=strategy, callbacks=callbacks)
+        trainer.fit(module, data, list(validation) or None)
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return Run(module, trainer, watch.losses, watch.learning_rates, watch.global_steps, watch.norms, weights), watch
+
+
+@contextmanager
+def _quiet_warnings() -> Iterator[None]:
+    """Lightning's hints about runs as short as these."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The number of training batches")
+        warnings.filterwarnings("ignore", ".*GPU available but not used")
+        yield
+
+
+def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
+    """All replicas of a stage hold the same bits, optimizer state included."""
+    by_stage: dict[int, set[int]] = {}
+    for peer in strategy.peers:
+        if peer.server is not None:
+            for index in peer.server.stepping.stages:
+                by_stage.setdefault(index, set()).add(peer.server.stepping.stage(index).fingerprint())
+    assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
+
+
+def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int) -> None:
+    strategy = run.strategy
+    assert len(run.status.stages) == num_stages
+    assert len(strategy.servers) == num_servers
+    held = [len(server.stepping.stages) for server in strategy.servers]
+    assert sum(held) == max(num_stages, num_servers)
+    assert all(server.num_forwards > 0 for server in strategy.servers), "some server computed nothing"
+    routed = [peer.num_microbatches for stage in run.status.stages for peer in stage.peers]
+    assert min(routed) > 0, "some peer was in no route"
+    assert run.num_microbatches > len(run.losses), "batches were not cut"
+    assert run.records, "no step was decided"

@@ -1,0 +1,166 @@
+"""The proof: in float64, over 50 steps, a swarm trains as one machine does.
+
+Models, cuts, servers, optimizers, schedules, clipping and windows are combined pairwise: any two values meet in some
+cell of the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Literal
+
+import pytest
+
+from tests.parity.harness import (
+    Run,
+    SwarmRun,
+    assert_exact,
+    run_plain,
+    run_plain_loop,
+    run_swarm,
+)
+from tests.parity.models import MODELS, NUM_STEPS, Net, Recipe, loader
+
+CLIP_NORMS = {"digits": 1.0, "gpt": 0.5, "gpt-losses": 0.5, "trees": 0.45}
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a step ends: after so many batches, or so many samples."""
+
+    num_batches: int = 1
+    target_batch_size: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.target_batch_size}samples" if self.target_batch_size else f"{self.num_batches}batches"
+
+
+def batches(number: int) -> Window:
+    return Window(num_batches=number)
+
+
+def samples(number: int) -> Window:
+    return Window(target_batch_size=number)
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    num_stages: int
+    num_servers: int
+    optimizer: Literal["sgd", "adamw"]
+    schedule: Literal["constant", "onecycle", "cosine"]
+    clip: bool
+    window: Window
+
+    def __str__(self) -> str:
+        clip = "clip" if self.clip else "free"
+        wiring = f"{self.num_stages}stages-{self.num_servers}servers"
+        return f"{self.model}-{wiring}-{self.optimizer}-{self.schedule}-{clip}-{self.window}"
+
+
+TABLE = [
+    # model, stages, servers, optimizer, schedule, clip, window
+    Cell("digits", 1, 1, "adamw", "constant", False, batches(3)),
+    Cell("gpt", 1, 1, "sgd", "onecycle", True, batches(1)),
+    Cell("gpt-losses", 1, 1, "adamw", "cosine", True, samples(20)),
+    Cell("trees", 1, 1, "sgd", "cosine", False, batches(2)),
+    Cell("digits", 1, 2, "adamw", "onecycle", False, batches(1)),
+    Cell("gpt", 1, 2, "adamw", "constant", True, batches(2)),
+    Cell("gpt-losses", 1, 2, "sgd", "constant", False, samples(20)),
+    Cell("trees", 1, 2, "adamw", "cosine", True, batches(3)),
+    Cell("digits", 1, 4, "sgd", "cosine", True, batches(3)),
+    Cell("gpt", 1, 4, "adamw", "onecycle", False, samples(20)),
+    Cell("gpt-losses", 1, 4, "adamw", "onecycle", True, batches(2)),
+    Cell("trees", 1, 4, "sgd", "constant", True, batches(1)),
+    Cell("digits", 2, 1, "sgd", "cosine", True, batches(1)),
+    Cell("gpt", 2, 1, "adamw", "onecycle", False, batches(2)),
+    Cell("gpt-losses", 2, 1, "sgd", "constant", False, batches(3)),
+    Cell("trees", 2, 1, "adamw", "onecycle", False, samples(20)),
+    Cell("digits", 2, 3, "adamw", "onecycle", False, samples(20)),
+    Cell("gpt", 2, 3, "sgd", "cosine", True, batches(3)),
+    Cell("gpt-losses", 2, 3, "adamw", "constant", True, batches(2)),
+    Cell("trees", 2, 3, "adamw", "onecycle", False, batches(1)),
+    Cell("digits", 3, 2, "adamw", "onecycle", True, batches(1)),
+    Cell("gpt", 3, 2, "sgd", "cosine", False, batches(2)),
+    Cell("gpt-losses", 3, 2, "adamw", "constant", False, samples(20)),
+    Cell("trees", 3, 2, "sgd", "onecycle", False, batches(3)),
+    Cell("digits", 3, 4, "adamw", "constant", False, batches(2)),
+    Cell("gpt", 3, 4, "sgd", "cosine", True, batches(1)),
+    Cell("gpt-losses", 3, 4, "adamw", "onecycle", False, batches(3)),
+    Cell("trees", 3, 4, "adamw", "constant", False, samples(20)),
+    Cell("digits", 4, 3, "sgd", "constant", True, batches(2)),
+    Cell("gpt", 4, 3, "adamw", "cosine", False, samples(20)),
+    Cell("gpt-losses", 4, 3, "adamw", "onecycle", False, batches(1)),
+    Cell("trees", 4, 3, "sgd", "onecycle", True, batches(3)),
+    Cell("digits", 4, 4, "sgd", "onecycle", False, samples(20)),
+    Cell("gpt", 4, 4, "adamw", "constant", True, batches(1)),
+    Cell("gpt-losses", 4, 4, "adamw", "cosine", True, batches(3)),
+    Cell("trees", 4, 4, "sgd", "onecycle", False, batches(2)),
+]
+
+
+@pytest.mark.parametrize("cell", TABLE, ids=str)
+def test_a_swarm_trains_as_one_machine_does(cell: Cell) -> None:
+    plain, swarm = _run_both(cell)
+    assert_exact(swarm, plain)
+    assert swarm.learning_rates == plain.learning_rates
+    assert (len(set(plain.learning_rates)) > 1) == (cell.schedule != "constant")
+    assert max(plain.losses) - min(plain.losses) > 0.01 * plain.losses[0], "nothing was learned"
+    assert (swarm.num_clipped > 0) == cell.clip
+    assert len(swarm.records) == plain.global_steps[-1] >= NUM_STEPS
+    assert [record.squared_norm**0.5 for record in swarm.records] == pytest.approx(plain.norms, rel=1e-10)
+    assert all(record.outcome == "apply" for record in swarm.records)
+    assert not swarm.rerouted, "something was done twice, or found a busy peer"
+
+
+def _run_both(cell: Cell) -> tuple[Run, SwarmRun]:
+    recipe = Recipe(optimizer=cell.optimizer, schedule=cell.schedule)
+    model, data = MODELS[cell.model]
+    clip = CLIP_NORMS[cell.model] if cell.clip else None
+
+    def make_module() -> Net:
+        return model(recipe)
+
+    def swarm(**trainer: Any) -> SwarmRun:
+        return run_swarm(
+            make_module,
+            loader(data()),
+            num_stages=cell.num_stages,
+            num_servers=cell.num_servers,
+            microbatch_size=3 if cell.window == batches(1) else 5,
+            target_batch_size=target,
+            gradient_clip_val=clip,
+            **trainer,
+        )
+
+    target = cell.window.target_batch_size
+    if target is None:
+        limits: dict[str, Any] = {"max_steps": NUM_STEPS, "accumulate_grad_batches": cell.window.num_batches}
+        return run_plain(make_module, loader(data()), gradient_clip_val=clip, **limits), swarm(**limits)
+    max_epochs = 22  # 154 batches, three a step: a remainder is left at the end of most epochs, and of the last one
+    reference = run_plain_loop(
+        make_module, loader(data()), target_batch_size=target, max_epochs=max_epochs, gradient_clip_val=clip
+    )
+    run = swarm(max_epochs=max_epochs)
+    sizes = [record.closing.num_samples for record in run.records]
+    assert sum(sizes) == max_epochs * len(data())
+    assert min(sizes[:-1]) >= target > sizes[-1]
+    return reference, run
+
+
+def test_any_two_values_meet_in_the_table() -> None:
+    def values(cell: Cell) -> list[object]:
+        model, num_stages, num_servers, *rest = (getattr(cell, field.name) for field in fields(cell))
+        return [model, (num_stages, num_servers), *rest]
+
+    rows = [values(cell) for cell in TABLE]
+    assert len({astuple(cell) for cell in TABLE}) == len(TABLE) <= 37
+    for first, second in itertools.combinations(range(len(rows[0])), 2):
+        wanted = set(itertools.product({row[first] for row in rows}, {row[second] for row in rows}))
+        assert {(row[first], row[second]) for row in rows} == wanted
+    wirings = {(cell.num_stages, cell.num_servers) for cell in TABLE}
+    assert {stages for stages, _ in wirings} == {servers for _, servers in wirings} == {1, 2, 3, 4}
+    assert any(servers < stages for stages, servers in wirings), "no server has two stages"
+    assert any(servers > stages > 1 for stages, servers in wirings), "no stage of several has two servers"
