@@ -110,21 +110,26 @@ class SwarmLauncher(_Launcher):
                     "input and without depending on what an earlier run left behind."
                 )
 
-    def end_children(self, timeout: float) -> None:
-        """Wait for the children to end; those that do not are killed."""
-        deadline = time.monotonic() + timeout
+    def end_children(self, timeout: float, *, dismissed: bool) -> None:
+        """End the children.
+
+        Args:
+            timeout: Seconds that they may take, once they were dismissed.
+            dismissed: They were told of the run's end and go by themselves. Else their run never began.
+        """
+        deadline = time.monotonic() + (timeout if dismissed else 0.0)
         children, self._children = self._children, []
-        for child in children:
-            assert child.stdin is not None
-            with contextlib.suppress(OSError):
-                child.stdin.close()  # the end of their parent, as far as they can see
         for child in children:
             try:
                 child.wait(max(deadline - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
-                _log.warning("Local peer %d did not end in %g s and was killed.", child.pid, timeout)
+                if dismissed:
+                    _log.warning("Local peer %d did not end in %g s and was killed.", child.pid, timeout)
                 child.kill()
                 child.wait()
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
 
     def _start_children(self) -> None:
         peer = self._strategy.peer

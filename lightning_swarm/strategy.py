@@ -328,6 +328,7 @@ class SwarmStrategy(Strategy):
             self._blocks.root.__dict__.pop("forward", None)
         self._session, self._blocks = None, None
         peer, self.peer = self.peer, None
+        began = peer is not None and peer.manifest is not None
         try:
             if peer is not None:
                 try:
@@ -336,7 +337,7 @@ class SwarmStrategy(Strategy):
                     peer.close()
         finally:
             if isinstance(self._launcher, SwarmLauncher):
-                self._launcher.end_children(self.config.limits.leave_timeout)
+                self._launcher.end_children(self.config.limits.leave_timeout, dismissed=began)
 
     # ------------------------------------------------------------------ parts
 

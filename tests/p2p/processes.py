@@ -1,0 +1,97 @@
+"""Real processes: started, marked so that none of their descendants can hide, and watched to their end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("train.py")
+_MARK = "LIGHTNING_SWARM_TEST_RUN"
+
+
+class Run:
+    """`train.py` with some arguments, and all processes that come of it."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that a Ctrl-C reaches this run's foreground group and not the tests
+        )
+        self.output: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, text: str, timeout: float = 120.0) -> None:
+        """Read the output until a line holds `text`."""
+        deadline = time.monotonic() + timeout
+        while True:
+            line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.0))
+            assert line is not None, f"the run ended before it said {text!r}:\n" + "".join(self.output)
+            if text in line:
+                return
+
+    def wait(self, timeout: float = 150.0) -> int:
+        """Its exit status."""
+        status = self.process.wait(timeout)
+        self._reader.join(10.0)
+        return status
+
+    def interrupt(self) -> None:
+        """Ctrl-C: to the foreground group, as a terminal sends it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def survivors(self, within_s: float = 10.0) -> list[str]:
+        """Command lines of the run's processes that are still alive `within_s` seconds from now."""
+        deadline = time.monotonic() + within_s
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            threading.Event().wait(0.1)  # processes of others cannot be awaited
+        return list(alive.values())
+
+    def alive(self) -> dict[int, str]:
+        """All living processes of the run, by their marked environment: parents, children, daemons."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                environment = (folder / "environ").read_bytes()
+                status = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it ended meanwhile
+                continue
+            if f"{_MARK}={self.mark}".encode() in environment and status != "Z":
+                found[int(folder.name)] = command
+        return found
+
+    def end(self) -> None:
+        """End what is left of the run: only processes that carry its mark."""
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait(10.0)
+        self._reader.join(10.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output.append(line)
+            self._lines.put(line)
+        self._lines.put(None)

@@ -1,0 +1,108 @@
+"""Separate processes over hivemind: the plain Trainer's curve, the bytes between them, and no ghosts afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.p2p.processes import Run
+from tests.p2p.train import ROWS, WIDTH, make
+from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
+
+# Cold starts of peers in this file: 3 + 2 + 3 for the curves, 4 times 2 for the ghosts.
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def begin(*arguments: object) -> Run:
+        runs.append(Run(*arguments))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.end()
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "num_stages", "clip"),
+    [
+        pytest.param("digits", 3, 2, 0.5, id="a stage with two servers"),
+        pytest.param("gpt-losses", 2, 4, None, id="servers with two stages"),
+    ],
+)
+def test_curve_equals_the_plain_trainers(
+    start: Start, tmp_path: Path, model: str, devices: int, num_stages: int, clip: float | None
+) -> None:
+    options: list[object] = ["--clip", clip] if clip else []
+    run = start(
+        model, tmp_path, "--devices", devices, "--num-stages", num_stages, "--microbatch-size", 3, "--max-steps", 50,
+        *options,
+    )  # fmt: skip
+    assert run.wait() == 0, "".join(run.output)
+    assert run.survivors() == []
+    result = json.loads((tmp_path / "result.json").read_text())
+    plain = run_plain(lambda: make(model)[0], make(model)[1], max_steps=50, max_epochs=-1, gradient_clip_val=clip)
+    assert result["steps"] == 50
+    assert len(result["status"]) == num_stages
+    assert all(num_microbatches > 50 for stage in result["status"] for num_microbatches in stage)
+    for ours, theirs in zip(result["losses"], plain.losses, strict=True):
+        assert abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs)
+    weights = torch.load(tmp_path / "weights.pt")
+    assert weights.keys() == plain.weights.keys()
+    for name, tensor in plain.weights.items():
+        assert float((weights[name] - tensor).abs().max()) <= WEIGHT_TOLERANCE
+    if clip:
+        assert max(plain.norms) > clip
+
+
+def test_boundary_carries_one_activation_and_one_gradient(start: Start, tmp_path: Path) -> None:
+    """And none of it passes through the trainer, which holds no stage here."""
+    run = start(
+        "wide", tmp_path, "--devices", 3, "--num-stages", 2, "--role", "trainer", "--microbatch-size", ROWS,
+        "--max-steps", 20, "--precision", "32-true",
+    )  # fmt: skip
+    assert run.wait() == 0, "".join(run.output)
+    assert run.survivors() == []
+    num_microbatches = sum(json.loads((tmp_path / "result.json").read_text())["status"][0])
+    assert num_microbatches == 20 * 2
+    trainer, *servers = (json.loads((tmp_path / f"traffic-{rank}.json").read_text()) for rank in range(3))
+    names = {server["peer_id"] for server in servers}
+    between = sum(_sent(server, to=names) for server in servers)
+    one_way_bytes = num_microbatches * ROWS * WIDTH * 4
+    assert 2 * one_way_bytes < between <= 1.05 * 2 * one_way_bytes
+    # Beside the weights, at the run's two ends, the trainer's traffic would not hold the activations of one stage.
+    to_servers = _sent(trainer, to=names)
+    to_trainer = sum(_sent(server, to={trainer["peer_id"]}) for server in servers)
+    assert to_servers + to_trainer < 0.2 * one_way_bytes
+
+
+def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
+    weights = {"server.load", "stage.state"}
+    return sum(n for peer, method, n in traffic["sent"] if peer in to and method not in weights)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "exception", "kill -9"])
+def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> None:
+    run = start("digits", tmp_path, *(["--fail-at", 3] if how == "exception" else []))
+    run.wait_for("batch 3")
+    assert len(run.alive()) >= 4  # two peers and their daemons
+    if how == "Ctrl-C":
+        run.interrupt()
+    elif how == "SIGTERM":
+        run.process.send_signal(signal.SIGTERM)
+    elif how == "kill -9":
+        run.process.kill()
+    assert run.survivors(within_s=10.0) == []
+    assert (run.wait() == 0) == (how == "SIGTERM")  # which Lightning takes for an orderly end
+    if how == "exception":
+        assert any("the user's own mistake" in line for line in run.output)

@@ -1,0 +1,146 @@
+"""A training in processes of its own, started by the tests beside it; writes what it saw into a folder.
+
+Every peer runs this script again, as with any script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' models, whatever the working directory
+
+from lightning_swarm import SwarmStrategy
+from tests.parity.models import MODELS, Net, Recipe, loader
+
+WIDTH = 512
+ROWS = 64
+
+
+class Wide(Net):
+    """Boundaries wide enough for their activations to outweigh the words around them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
+            Recipe(optimizer="sgd", learning_rate=1e-4),
+        )
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+
+def make(name: str) -> tuple[Net, DataLoader[Any]]:
+    """A model and its batches."""
+    if name == "wide":
+        rows = torch.randn(4 * ROWS, 16, generator=torch.Generator().manual_seed(5))
+        return Wide(), DataLoader(TensorDataset(rows), batch_size=2 * ROWS)
+    build, data = MODELS[name]
+    return build(Recipe(schedule="onecycle")), loader(data())
+
+
+class WatchedStrategy(SwarmStrategy):
+    """Writes down the traffic of every peer when its part is over."""
+
+    def __init__(self, out: Path, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.out = out
+
+    @override
+    def serve(self, trainer: L.Trainer) -> None:
+        peer = self.peer
+        assert peer is not None
+        super().serve(trainer)
+        self.write_traffic(peer)
+
+    @override
+    def leave(self) -> None:
+        if self.peer is not None and self.local_rank == 0:
+            self.write_traffic(self.peer)
+        super().leave()
+
+    def write_traffic(self, peer: Any) -> None:
+        sent = [[to, method, n] for (to, method), n in peer.transport.traffic.sent_bytes.items()]
+        content = {"peer_id": peer.transport.peer_id, "sent": sent}
+        (self.out / f"traffic-{self.local_rank}.json").write_text(json.dumps(content))
+
+
+class Watch(L.Callback):
+    """Losses as they come, and what the tests wait for."""
+
+    def __init__(self, out: Path, fail_at: int | None) -> None:
+        self.out = out
+        self.fail_at = fail_at
+        self.losses: list[float] = []
+        self.status: Any = None
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        print("batch", len(self.losses), flush=True)
+        if len(self.losses) == self.fail_at:
+            raise RuntimeError("the user's own mistake")
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, SwarmStrategy)
+        self.status = [[peer.num_microbatches for peer in stage.peers] for stage in strategy.status().stages]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", choices=["digits", "gpt-losses", "wide"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--role", default="auto")
+    parser.add_argument("--microbatch-size", type=int)
+    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--clip", type=float)
+    parser.add_argument("--precision", default="64-true")
+    parser.add_argument("--fail-at", type=int)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model, data = make(arguments.model)
+    watch = Watch(arguments.out, arguments.fail_at)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=arguments.devices,
+        strategy=WatchedStrategy(
+            arguments.out,
+            num_stages=arguments.num_stages,
+            role=arguments.role,
+            microbatch_size=arguments.microbatch_size,
+        ),
+        max_steps=arguments.max_steps,
+        max_epochs=-1,
+        precision=arguments.precision,
+        gradient_clip_val=arguments.clip,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, data)
+    result = {"pid": os.getpid(), "losses": watch.losses, "status": watch.status, "steps": trainer.global_step}
+    (arguments.out / "result.json").write_text(json.dumps(result))
+    torch.save(model.state_dict(), arguments.out / "weights.pt")
+
+
+if __name__ == "__main__":
+    main()
