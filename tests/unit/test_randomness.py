@@ -108,6 +108,17 @@ def test_the_same_is_drawn_without_gradients(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_draws_are_counted_on_through_operations_that_are_made_of_others() -> None:
+    def twice() -> tuple[Tensor, Tensor]:
+        return F.dropout(X, 0.5), F.dropout(X, 0.5)
+
+    with torch.inference_mode():  # here they arrive whole
+        first, second = drawn(twice)
+
+    assert not torch.equal(first, second)
+    assert torch.allclose(second, drawn(twice)[1])
+
+
 def test_the_stream_never_changes() -> None:
     # Peers of different versions must agree: these values are part of the protocol.
     assert key_seed() == 0
