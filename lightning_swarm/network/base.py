@@ -58,6 +58,11 @@ class BaseTransport(Transport):
         """This peer."""
         return self._peer_id
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._closed
+
     def handle_call(self, method: str, handler: CallHandler) -> None:
         """See `Transport`."""
         _check_unregistered(method, self._call_handlers)

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from lightning_swarm.errors import DeadlineExceeded, Unreachable
@@ -19,6 +19,7 @@ from lightning_swarm.network.hivemind.records import Announcement, GuardedSerial
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = 15.0
+_LEAVE_TIMEOUT_S: Final = 2.0
 # hivemind tells records apart by their expiry; this much later is a newer one.
 _NEWER_S: Final = 0.001
 _NODE_ID_BITS: Final = 160
@@ -95,9 +96,17 @@ class HivemindDirectory(Directory):
 
     async def close(self) -> None:
         """See `Directory`. What was announced stays until it expires."""
-        if not self._closed:
-            self._closed = True
-            await self._node.shutdown()
+        if self._closed:
+            return
+        self._closed = True
+        self._node.is_alive = False
+        if (refreshing := self._node.cache_refresh_task) is not None:
+            refreshing.cancel()
+        # hivemind tells the daemon, and would wait for ever if that is dead.
+        if not self._transport.closed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                    await self._node.shutdown()
 
     def _knows_others(self) -> bool:
         return bool(self._node.protocol.routing_table.uid_to_peer_id)

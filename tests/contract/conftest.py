@@ -1,0 +1,29 @@
+"""Fixtures of the contract suite: every test runs in both worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.world import HivemindWorld, MemoryWorld, World
+
+
+@pytest.fixture(scope="module", params=[MemoryWorld, HivemindWorld], ids=["memory", "hivemind"])
+def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world: World = request.param()
+    world.open()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def world(shared_world: World) -> Iterator[World]:
+    yield shared_world
+    shared_world.close_others()
+
+
+@pytest.fixture
+def method(request: pytest.FixtureRequest) -> str:
+    """A name of its own for the method under test: the peers are shared, and a method is registered once."""
+    return str(request.node.name)[:200]

@@ -1,0 +1,138 @@
+"""The same peers twice: in memory on virtual time, and as real daemons on real time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pytest
+
+from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.network.memory import MemoryNetwork
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Peer:
+    transport: Transport
+    directory: Directory
+
+    @property
+    def id(self) -> PeerId:
+        return self.transport.peer_id
+
+    async def close(self) -> None:
+        await self.directory.close()
+        await self.transport.close()
+
+
+class World(ABC):
+    """Some peers on one loop, and the means to harm them. `a` and `b` live as long as the module's tests."""
+
+    loop: asyncio.AbstractEventLoop
+    stranger: PeerId
+    """A well-formed identity that nobody has."""
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(coroutine)
+
+    def open(self) -> None:
+        self.others: list[Peer] = []
+        self.a = self.run(self.start())
+        self.b = self.run(self.start(self.a))
+
+    def close(self) -> None:
+        self.close_others()
+        self.run(self.b.close())
+        self.run(self.a.close())
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        self.run(_settle(left))
+        self.loop.close()
+
+    def another(self, *known: Peer) -> Peer:
+        """One more peer, for this test only: to be harmed. It knows, and shares a directory with, `known`."""
+        peer = self.run(self.start(*known))
+        self.others.append(peer)
+        return peer
+
+    def close_others(self) -> None:
+        for peer in self.others:
+            self.thaw(peer)
+            self.run(peer.close())
+        self.others.clear()
+
+    @abstractmethod
+    async def start(self, *known: Peer) -> Peer: ...
+
+    @abstractmethod
+    def kill(self, peer: Peer) -> None: ...
+
+    @abstractmethod
+    def freeze(self, peer: Peer) -> None: ...
+
+    @abstractmethod
+    def thaw(self, peer: Peer) -> None: ...
+
+
+async def _settle(tasks: set[asyncio.Task[Any]]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class MemoryWorld(World):
+    stranger = PeerId("stranger")
+
+    def __init__(self) -> None:
+        self.loop = VirtualLoop()
+        self._network = MemoryNetwork(latency_s=0.001)
+
+    async def start(self, *known: Peer) -> Peer:
+        transport = self._network.transport()
+        return Peer(transport, self._network.directory(transport))
+
+    def kill(self, peer: Peer) -> None:
+        self._network.kill(peer.id)
+
+    def freeze(self, peer: Peer) -> None:
+        self._network.freeze(peer.id)
+
+    def thaw(self, peer: Peer) -> None:
+        self._network.thaw(peer.id)
+
+
+class HivemindWorld(World):
+    stranger = PeerId("12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR")
+
+    def __init__(self) -> None:
+        uvloop = pytest.importorskip("uvloop")
+        pytest.importorskip("hivemind")
+        self.loop = uvloop.new_event_loop()
+
+    async def start(self, *known: Peer) -> Peer:
+        from lightning_swarm.network.hivemind import start
+
+        initial_peers = [address for peer in known for address in await peer.transport.addresses()]
+        return Peer(*await start(initial_peers=initial_peers))
+
+    def kill(self, peer: Peer) -> None:
+        self._signal(peer, signal.SIGKILL)
+
+    def freeze(self, peer: Peer) -> None:
+        self._signal(peer, signal.SIGSTOP)
+
+    def thaw(self, peer: Peer) -> None:
+        self._signal(peer, signal.SIGCONT)
+
+    def _signal(self, peer: Peer, number: signal.Signals) -> None:
+        daemon = peer.transport._p2p._child  # type: ignore[attr-defined]  # the harm is done to the process itself
+        # A pid that has been reaped may be someone else's by now.
+        if daemon.returncode is None:
+            os.kill(daemon.pid, number)
