@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
@@ -66,16 +67,19 @@ class InMemoryStrategy(SwarmStrategy):
         self.peer = self.peers[0]
         module = self.lightning_module
         assert module is not None
-        self._copies = [_untrained_copy(module) for _ in self.peers[1:]]
+        self._copies = [_copy(module) for _ in self.peers[1:]]
 
     @override
     def _start_run(self, trainer: Trainer, model: Model, num_stages: int) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=True):
             module.trainer = trainer
-            call._call_lightning_module_hook(trainer, "setup", stage="fit", pl_module=module)
-            module.configure_model()
+            # Other processes would draw from generators of their own.
+            with isolate_rng():
+                call._call_lightning_module_hook(trainer, "setup", stage="fit", pl_module=module)
+                module.configure_model()
             self.precision_plugin.convert_module(module)
             module.to(self.root_device)
+            _poison(module)
             peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
         session = super()._start_run(trainer, model, num_stages)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
@@ -131,14 +135,18 @@ class _InlineLauncher(_Launcher):
         """There is nobody to pass it on to."""
 
 
-def _untrained_copy(module: LightningModule) -> LightningModule:
+def _copy(module: LightningModule) -> LightningModule:
     trainer, module._trainer = module._trainer, None
     try:
         twin = copy.deepcopy(module)
     finally:
         module._trainer = trainer
+    return twin
+
+
+def _poison(module: LightningModule) -> None:
+    """Make every weight NaN, so that one which nobody hands out is noticed."""
     with torch.no_grad():
-        for parameter in twin.parameters():
+        for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
-    return twin
