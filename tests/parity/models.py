@@ -97,7 +97,9 @@ class DigitsMLP(Net):
 @cache
 def digits() -> TensorDataset:
     images, labels = load_digits(return_X_y=True)
-    return TensorDataset(torch.tensor(images[:NUM_SAMPLES] / 16), torch.tensor(labels[:NUM_SAMPLES]))
+    return TensorDataset(
+        torch.tensor(images[:NUM_SAMPLES] / 16, dtype=torch.float32), torch.tensor(labels[:NUM_SAMPLES])
+    )
 
 
 # ---------------------------------------------------------------------- language
@@ -252,8 +254,8 @@ class Trees(Net):
 def records() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCABULARY, (NUM_SAMPLES, LENGTH), generator=generator)
-    features = torch.randn(NUM_SAMPLES, 3, generator=generator, dtype=torch.float64)
-    scale = torch.rand(NUM_SAMPLES, generator=generator, dtype=torch.float64)
+    features = torch.randn(NUM_SAMPLES, 3, generator=generator)
+    scale = torch.rand(NUM_SAMPLES, generator=generator)
     return TensorDataset(tokens, features, scale, tokens.sum(1) % 3)
 
 

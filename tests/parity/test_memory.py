@@ -1,0 +1,66 @@
+"""Little memory makes a swarm slower, never different: what was dropped is computed again, with the same draws."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_swarm.config import Limits
+from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, Trees, digits, loader, records, sentences
+
+STEPS = 15
+MIDDLING_BYTES = 3_000
+"""Holds some of the inputs and graphs that a server has under way, but not all."""
+
+DATA = {DigitsMLP: digits, TinyGPTWithLosses: sentences, Trees: records}
+
+
+def train(model: type[Net], limits: Limits | None = None, dropout: float = 0.0, **options: int) -> SwarmRun:
+    def make_module() -> Net:
+        return DigitsMLP(dropout=dropout) if dropout else model(Recipe())
+
+    return run_swarm(
+        make_module,
+        loader(DATA[model]()),
+        **{"num_stages": 3, "num_servers": 4, **options},
+        limits=limits,
+        max_steps=STEPS,
+    )
+
+
+@pytest.mark.parametrize("cache_bytes", [0, MIDDLING_BYTES])
+@pytest.mark.parametrize("model", DATA)
+def test_what_was_dropped_is_computed_again(model: type[Net], cache_bytes: int) -> None:
+    plain = run_plain(lambda: model(Recipe()), loader(DATA[model]()), max_steps=STEPS)
+    swarm = train(model, Limits(cache_bytes=cache_bytes))
+    assert_exact(swarm, plain)
+    assert_recomputed(swarm, everything=cache_bytes == 0)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, MIDDLING_BYTES])
+def test_it_meets_the_same_dropout_masks(cache_bytes: int) -> None:
+    ample = train(DigitsMLP, dropout=0.3)
+    assert not ample.rerouted
+    assert ample.num_dropped_graphs == 0
+    swarm = train(DigitsMLP, Limits(cache_bytes=cache_bytes), dropout=0.3)
+    assert_exact(swarm, ample)
+    assert_recomputed(swarm, everything=cache_bytes == 0)
+
+
+def assert_recomputed(swarm: SwarmRun, *, everything: bool) -> None:
+    num_calls = 3 * swarm.num_microbatches
+    if everything:
+        assert swarm.rerouted["repeated"] >= num_calls, "inputs were kept"
+        assert swarm.num_dropped_graphs >= num_calls
+    else:
+        assert 0 < swarm.num_dropped_graphs < num_calls
+
+
+@pytest.mark.parametrize("max_pending_calls", [1, 3])
+@pytest.mark.parametrize("num_servers", [2, 4])
+def test_a_busy_server_is_no_fault(num_servers: int, max_pending_calls: int) -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=STEPS)
+    limits = Limits(max_pending_calls=max_pending_calls)
+    swarm = train(DigitsMLP, limits, num_stages=2, num_servers=num_servers, microbatch_size=1)
+    assert_exact(swarm, plain)
+    assert swarm.rerouted["busy"] > 0
