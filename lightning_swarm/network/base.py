@@ -46,6 +46,7 @@ class BaseTransport(Transport):
         self.traffic = Traffic()
         self._peer_id = peer_id
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._call_handlers: dict[str, CallHandler] = {}
         self._stream_handlers: dict[str, tuple[StreamHandler, int]] = {}
         self._deadlines: set[asyncio.Timeout] = set()
@@ -163,6 +164,7 @@ class BaseTransport(Transport):
         """Bound an exchange in time; also what ends it if this transport closes."""
         if self._closed:
             raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
+        self._loop = asyncio.get_running_loop()
         limit = asyncio.timeout(timeout)
         try:
             async with limit:
@@ -198,12 +200,17 @@ class BaseTransport(Transport):
     def _break_off(self) -> None:
         """End all exchanges under way, on both sides, and allow no new ones."""
         self._closed = True
+        for task in self._serving:
+            task.cancel()
+        if self._loop is not None and not self._loop.is_closed():
+            # A test may kill a peer while no loop runs, but deadlines can be moved by a running one only.
+            self._loop.call_soon(self._end_deadlines)
+
+    def _end_deadlines(self) -> None:
         now_s = asyncio.get_running_loop().time()
         for limit in self._deadlines:
             if not limit.expired():
                 limit.reschedule(now_s)
-        for task in self._serving:
-            task.cancel()
 
     async def _wait_until_served(self) -> None:
         """Await the tasks that `_break_off` cancelled. A handler may be the one that closes its transport."""

@@ -126,13 +126,17 @@ class HivemindWorld(World):
         self._signal(peer, signal.SIGKILL)
 
     def freeze(self, peer: Peer) -> None:
-        self._signal(peer, signal.SIGSTOP)
+        if pid := self._signal(peer, signal.SIGSTOP):
+            # The signal is sent before it has stopped all threads.
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self, peer: Peer) -> None:
         self._signal(peer, signal.SIGCONT)
 
-    def _signal(self, peer: Peer, number: signal.Signals) -> None:
+    def _signal(self, peer: Peer, number: signal.Signals) -> int | None:
         daemon = peer.transport._p2p._child  # type: ignore[attr-defined]  # the harm is done to the process itself
         # A pid that has been reaped may be someone else's by now.
-        if daemon.returncode is None:
-            os.kill(daemon.pid, number)
+        if daemon.returncode is not None:
+            return None
+        os.kill(daemon.pid, number)
+        return int(daemon.pid)

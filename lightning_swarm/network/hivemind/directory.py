@@ -19,7 +19,7 @@ from lightning_swarm.network.hivemind.records import Announcement, GuardedSerial
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = 15.0
-_LEAVE_TIMEOUT_S: Final = 2.0
+_LEAVE_TIMEOUT_S: Final = 1.0
 # hivemind tells records apart by their expiry; this much later is a newer one.
 _NEWER_S: Final = 0.001
 _NODE_ID_BITS: Final = 160

@@ -1,0 +1,184 @@
+"""Hostile records in the DHT. Without the guard, the nested ones end the process that reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+
+from lightning_swarm.errors import ConfigError, ProtocolError, Unreachable
+from tests.contract.world import HivemindWorld, Peer
+
+hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
+records = pytest.importorskip("lightning_swarm.network.hivemind.records")
+engine = pytest.importorskip("lightning_swarm.network.hivemind._engine")
+
+LONG_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[HivemindWorld]:
+    world = HivemindWorld()
+    world.open()
+    yield world
+    world.close()
+
+
+def nested_tuples(levels: int) -> bytes:
+    """As hivemind encodes them: each level is an extension that holds a list of the next."""
+    packed = msgpack.packb(None)
+    for _ in range(levels):
+        packed = msgpack.packb(msgpack.ExtType(0x40, b"\x91" + packed))
+    return packed
+
+
+def good(peer: Peer, value: bytes = b"good") -> bytes:
+    return records.GuardedSerializer.dumps(records.pack(records.Announcement(value, time.time() + LONG_S)))
+
+
+NESTED = nested_tuples(300)
+HOSTILE = {
+    "nested": NESTED,
+    "nested lists": b"\x91" * 500 + b"\xc0",
+    "nothing": b"",
+    "not bytes": msgpack.packb({"a": 1}),
+    "cut off": b"\xc4\x20abc",
+    "too long": msgpack.packb(bytes(records._MAX_PACKED_BYTES)),
+    "no announcement": msgpack.packb(b"whatever"),
+    "nested inside": msgpack.packb(NESTED),
+    "expired": msgpack.packb(records.pack(records.Announcement(b"", 1.0))),
+    "eternal": msgpack.packb(records.pack(records.Announcement(b"", 1e300))),
+    "a dictionary": records.MSGPackSerializer.dumps(engine.DictionaryDHTValue()),
+}
+
+
+async def store_at(world: HivemindWorld, key: str, tag: bytes, value: bytes, until: float) -> Any:
+    """What a stranger sends: `a` asks `b` to store this."""
+    from hivemind.proto import dht_pb2
+
+    node = world.a.directory._node  # type: ignore[attr-defined]
+    request = dht_pb2.StoreRequest(
+        keys=[engine.DHTID.generate(source=key).to_bytes()],
+        subkeys=[tag],
+        values=[value],
+        expiration_time=[until],
+        in_cache=[False],
+    )
+    stub = node.protocol.get_stub(engine.PeerID.from_base58(world.b.id))
+    return await stub.rpc_store(request, timeout=5.0)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_values_sent_to_us_are_left_out(world: HivemindWorld, name: str) -> None:
+    async def go() -> None:
+        await store_at(world, name, msgpack.packb("stranger"), HOSTILE[name], time.time() + LONG_S)
+        await world.a.directory.announce(name, b"mine", ttl_s=LONG_S)
+        for peer in (world.a, world.b):
+            assert dict(await peer.directory.read(name)) == {world.a.id: b"mine"}
+
+    world.run(go())
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_values_that_a_peer_holds_are_left_out(world: HivemindWorld, name: str) -> None:
+    async def go() -> None:
+        key = f"held {name}"
+        until = time.time() + LONG_S
+        storage = world.a.directory._node.protocol.storage  # type: ignore[attr-defined]
+        storage.store(engine.DHTID.generate(source=key), HOSTILE[name], until, subkey="stranger")
+        assert world.a.id not in await world.b.directory.read(key)
+        await world.b.directory.announce(key, b"mine", ttl_s=LONG_S)
+        assert (await world.b.directory.read(key))[world.b.id] == b"mine"
+
+    world.run(go())
+
+
+@pytest.mark.parametrize("tag", [NESTED, msgpack.packb(None), msgpack.packb(7), msgpack.packb("x" * 200), b"", b"\xa9"])
+def test_hostile_names_are_refused(world: HivemindWorld, tag: bytes) -> None:
+    from hivemind.p2p import P2PHandlerError
+
+    async def go() -> None:
+        key = f"tag {tag[:20]!r}"
+        try:
+            response = await store_at(world, key, tag, good(world.a), time.time() + LONG_S)
+            assert list(response.store_ok) == [False]
+        except P2PHandlerError:
+            pass  # refused by an error instead
+        assert dict(await world.b.directory.read(key)) == {}
+
+    world.run(go())
+
+
+def test_records_for_ever_are_refused(world: HivemindWorld) -> None:
+    response = world.run(store_at(world, "for ever", msgpack.packb("stranger"), good(world.a), float("inf")))
+    assert list(response.store_ok) == [False]
+
+
+def test_what_this_test_sends_would_be_stored_if_it_were_harmless(world: HivemindWorld) -> None:
+    async def go() -> None:
+        response = await store_at(world, "harmless", msgpack.packb("friend"), good(world.a), time.time() + LONG_S)
+        assert list(response.store_ok) == [True]
+        assert dict(await world.b.directory.read("harmless")) == {"friend": b"good"}
+
+    world.run(go())
+
+
+def test_nesting_is_found_wherever_it_hides() -> None:
+    for harmless in (
+        1,
+        -1,
+        1.5,
+        "text",
+        b"bytes",
+        [1, [2, {"a": [3]}]],
+        {1: {2: 3}},
+        None,
+        True,
+        [],
+        1 << 40,
+        -(1 << 40),
+    ):
+        records.check_nesting(msgpack.packb(harmless))
+    for deep in (
+        NESTED,
+        nested_tuples(20),
+        b"\x91" * 9 + b"\xc0",
+        b"\x81\x01" * 9 + b"\xc0",
+        b"\xdc\x00\x01" * 9 + b"\xc0",
+    ):
+        with pytest.raises(ProtocolError):
+            records.check_nesting(deep)
+        with pytest.raises(ProtocolError):
+            records.check_nesting(msgpack.packb([1, "two"])[:-3] + msgpack.packb(msgpack.ExtType(0x40, deep)))
+    records.check_nesting(msgpack.packb(NESTED))
+    with pytest.raises(ProtocolError, match="cut off"):
+        records.check_nesting(b"\xc4\x20abc")
+
+
+def test_an_import_leaves_the_process_as_it_was() -> None:
+    import logging
+    import subprocess
+    import sys
+
+    code = (
+        "import multiprocessing, torch.multiprocessing as t, logging; before = t.get_sharing_strategy(); "
+        "import lightning_swarm.network.hivemind; "
+        "assert multiprocessing.get_start_method(allow_none=True) is None; "
+        "assert t.get_sharing_strategy() == before; assert logging.getLevelName(30) == 'WARNING'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert logging.getLevelName(logging.WARNING) == "WARNING"
+
+
+def test_what_cannot_be_listened_on(world: HivemindWorld) -> None:
+    with pytest.raises(ConfigError, match="IP address"):
+        world.run(hivemind.start(host="localhost"))
+
+
+def test_initial_peers_that_are_not_there(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hivemind, "_PAUSE_S", 0.0)
+    with pytest.raises(Unreachable, match="reachable from here"):
+        world.run(hivemind.start(initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{world.stranger}"]))
