@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -36,11 +37,14 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            lowest = 0 if field.name == "cache_bytes" else 1e-3
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < lowest:
+            whole = field.type == "int"
+            lowest: float = 0.001 if not whole else 0 if field.name == "cache_bytes" else 1
+            kinds = int if whole else (int, float)
+            # Not `value < lowest`: that lets NaN pass.
+            if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value < math.inf:
                 raise ConfigError(
-                    f"`Limits.{field.name}` must be a number of at least {lowest:g}, got {value!r}. "
-                    "Leave it out to get the default."
+                    f"`Limits.{field.name}` must be a {'whole ' if whole else ''}number of at least {lowest:g}, "
+                    f"got {value!r}. Leave it out to get the default."
                 )
 
 
@@ -63,7 +67,9 @@ class SwarmConfig:
         for name in ("num_stages", "microbatch_size", "target_batch_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"`{name}` must be a positive whole number or None, got {value!r}.")
+                raise ConfigError(
+                    f"`{name}` must be a positive whole number or None, got {value!r}. Leave it out to get the default."
+                )
         if self.role not in ("auto", "trainer"):
             raise ConfigError(
                 f"`role` must be 'auto' (the starter trains and serves) or 'trainer' (it holds no stage), "
