@@ -80,4 +80,8 @@ async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -
         async with slots:
             return await work
 
-    return await gather(one(work) for work in works)
+    try:
+        return await gather(one(work) for work in works)
+    finally:
+        for work in works:
+            work.close()  # those that a failure of another kept from beginning

@@ -52,11 +52,15 @@ class InlineExecutor(Executor):
     def __init__(self) -> None:
         self._heap: list[_Job] = []
         self._counter = itertools.count()
+        self._closed = False
 
     @override
     def submit(self, priority: Priority, run: Callable[[], _T]) -> asyncio.Future[tuple[_T, float]]:
         loop = asyncio.get_running_loop()
         job = _Job(priority, next(self._counter), run, loop.create_future())
+        if self._closed:
+            job.future.cancel()
+            return job.future
         heapq.heappush(self._heap, job)
         loop.call_soon(self._run_next)
         return job.future
@@ -68,6 +72,7 @@ class InlineExecutor(Executor):
 
     @override
     def close(self) -> None:
+        self._closed = True
         for job in self._heap:
             job.future.cancel()
         self._heap.clear()
@@ -149,5 +154,9 @@ def _finish(future: asyncio.Future[tuple[Any, float]], result: Any, error: BaseE
         return
     if error is None:
         future.set_result((result, busy_s))
+    elif isinstance(error, StopIteration):  # a future takes all exceptions but this one
+        wrapped = RuntimeError(f"StopIteration: {error}")
+        wrapped.__cause__ = error
+        future.set_exception(wrapped)
     else:
         future.set_exception(error)
