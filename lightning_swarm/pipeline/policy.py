@@ -8,6 +8,7 @@ Source: SWARM, arXiv:2301.11913, appendix C.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -88,7 +89,8 @@ class StageRouter:
     def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
         """The microbatch is done: the account holds the measured time instead of the expected one."""
         load = self.peers.get(charge.peer)
-        if load is None or busy_s <= 0.0:
+        # The time is the peer's own word: what is no time must not reach the accounts.
+        if load is None or not busy_s > 0.0 or not math.isfinite(busy_s + charge.num_samples / busy_s):
             return
         load.assigned_s += busy_s - charge.expected_s
         load.queued = queued
