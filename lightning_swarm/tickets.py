@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.types import Ticket, Wire, decode, encode
+from lightning_swarm.types import Seconds, Ticket, TicketName, Wire, decode, encode
 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
@@ -24,8 +24,8 @@ _REPLY_MARGIN_S = 30.0  # an answer may be late by this before the holder counts
 class WaitRequest(Wire, frozen=True):
     """Wait until the named tensor exists, `hold_s` seconds at most."""
 
-    name: str
-    hold_s: float
+    name: TicketName
+    hold_s: Seconds
 
 
 class WaitReply(Wire, frozen=True):
@@ -38,7 +38,7 @@ class WaitReply(Wire, frozen=True):
 class FetchRequest(Wire, frozen=True):
     """Send the named tensor, which exists."""
 
-    name: str
+    name: TicketName
 
 
 @dataclass
@@ -113,6 +113,15 @@ class TicketStore:
         if entry is not None and entry.message is not None:
             entry.message, entry.gone = None, True
 
+    def withdraw(self, name: str) -> None:
+        """Take a promise back, as if it had never been given: who waits goes on waiting, for the next one."""
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        entry.promised = False
+        if entry.done.is_set() or entry.waiting == 0:
+            del self._entries[name]
+
     def drop(self, prefix: str) -> None:
         """Forget all names that begin with `prefix`."""
         for name in [name for name in self._entries if name.startswith(prefix)]:
@@ -161,7 +170,7 @@ class TicketStore:
     async def _handle_wait(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WaitRequest)
         try:
-            entry = await self._ready(request.name, min(max(request.hold_s, 0.0), _HOLD_S))
+            entry = await self._ready(request.name, min(request.hold_s, _HOLD_S))
         except DeadlineExceeded:
             return encode(WaitReply(ready=False))
         return encode(WaitReply(ready=True, report=entry.report))

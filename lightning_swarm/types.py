@@ -6,8 +6,9 @@ All of them are frozen msgspec structs: decoding checks every field's type, an u
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +18,12 @@ from lightning_swarm.network import PeerId
 PROTOCOL_VERSION = 1
 
 Direction = Literal["forward", "backward"]
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+TicketName = Annotated[str, msgspec.Meta(max_length=512)]
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +46,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     """
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ProtocolError(f"a message must hold one {kind.__name__}, got {len(body)} other bytes: {error}") from error
 
 
@@ -54,7 +61,7 @@ class Ticket(Wire, frozen=True):
     """A reference to a tensor that a peer holds or will hold."""
 
     peer_id: PeerId
-    name: str
+    name: TicketName
 
 
 class CallKey(Wire, frozen=True):
@@ -64,12 +71,12 @@ class CallKey(Wire, frozen=True):
     fault, means the same one.
     """
 
-    generation: int  # raised when the run goes back
-    step: int  # also the weight version that forward and backward use
-    attempt: int  # raised when the step is voided
-    first: int  # position in the step of the batch's first sample
-    index: int  # which microbatch of the batch
-    call: int  # which call of the pipeline within the training_step
+    generation: Count  # raised when the run goes back
+    step: Count  # also the weight version that forward and backward use
+    attempt: Count  # raised when the step is voided
+    first: Count  # position in the step of the batch's first sample
+    index: Count  # which microbatch of the batch
+    call: Count  # which call of the pipeline within the training_step
     evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
 
     def name(self, stage_index: int, direction: Direction) -> str:
@@ -86,7 +93,7 @@ class CallKey(Wire, frozen=True):
         return (self.first, self.index, self.call)
 
 
-Receipt = tuple[int, int, int]
+Receipt = tuple[Count, Count, Count]
 """``(first, index, call)`` of a microbatch whose gradient was added; the step and attempt are the ledger's."""
 
 
@@ -125,7 +132,7 @@ class BackwardRequest(Wire, frozen=True):
     key: CallKey
     stage_index: int
     mode: Mode
-    weight: float  # of the batch, from its grant
+    weight: Positive  # of the batch, from its grant
     accumulate: bool  # False: only the input's gradient is wanted
     source: Ticket | None  # the output's gradient, at the next stage's peer; None: it comes with the message
     present: list[bool]  # with the message: which output leaves have a gradient
@@ -164,8 +171,8 @@ class CancelReply(Wire, frozen=True):
 class GrantRequest(Wire, frozen=True):
     """A trainer with a batch in hand asks for a place in the open step."""
 
-    step: int  # the weight version that the trainer knows
-    num_samples: int
+    step: Count  # the weight version that the trainer knows
+    num_samples: NumSamples
 
 
 class Grant(Wire, frozen=True):
@@ -176,7 +183,7 @@ class Grant(Wire, frozen=True):
     step: int
     attempt: int
     first: int
-    weight: float
+    weight: Positive
 
 
 class Wait(Wire, frozen=True):
@@ -195,11 +202,12 @@ class GrantReply(Wire, frozen=True):
 class BatchDone(Wire, frozen=True):
     """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
 
+    step: Count  # that is meant: a late message must not close the next one
     lease: int | None  # None: the batch was withdrawn before, this only asks to close
     completed: list[Receipt]
     withdrawn: bool
     close: bool  # the lead asks to close the step with what it has
-    total_weight: float | None  # Lightning's window; None: the weights of the counted batches add up
+    total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
     hyperparameters: list[dict[str, Any]] | None  # one dict a parameter group; from the lead
 
 
@@ -257,8 +265,8 @@ class Closing(Wire, frozen=True):
     attempt: int
     round: int
     counted: list[Receipt]
-    num_samples: int
-    total_weight: float
+    num_samples: Count
+    total_weight: Positive
     stages: list[StageClosing]
 
 
@@ -281,7 +289,7 @@ class Record(Wire, frozen=True):
     closing: Closing
     outcome: Literal["apply", "skip"]
     squared_norm: float  # of the mean gradient, over all stages, each part once
-    clip_factor: float
+    clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
     hyperparameters: list[dict[str, Any]]
     next_roster: list[list[Member]]  # for each stage
     next_voters: list[Member]
@@ -309,8 +317,8 @@ class Vote(Wire, frozen=True):
 class StageManifest(Wire, frozen=True):
     """A stage as every peer must find it in its own copy of the model."""
 
-    first_block: int
-    end_block: int
+    first_block: Count
+    end_block: Count
     parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
     roster: list[Member]
 
@@ -325,8 +333,8 @@ class Manifest(Wire, frozen=True):
     lead: PeerId
     coordinator: PeerId
     voters: list[Member]
-    target_batch_size: int | None
-    gradient_clip_norm: float | None
+    target_batch_size: NumSamples | None
+    gradient_clip_norm: Positive | None
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
 

@@ -35,15 +35,15 @@ class Ledger:
         Raises:
             ProtocolError: The step is closing and its closing does not name the receipt.
         """
-        if self._named is not None and receipt not in self._named:
-            raise ProtocolError(f"step {self.step} is closed, and its closing does not name microbatch {receipt}")
         if receipt in self._receipts:
             return False
+        if self._named is not None and receipt not in self._named:
+            raise ProtocolError(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         self._receipts.add(receipt)
         return True
 
     def freeze(self, named: Iterable[Receipt]) -> None:
-        """From now on add only what the closing names."""
+        """From now on add only what `named` holds: nothing while ledgers are read, then what is this server's."""
         self._named = frozenset(named)
 
     def bitmap(self, counted: Sequence[Receipt]) -> tuple[bytes, int]:

@@ -63,6 +63,12 @@ class Model:
         Raises:
             ConfigError: This peer's model is not the run's; names the first field that differs.
         """
+        num_blocks = len(self._blocks.modules)
+        if any(stage.end_block > num_blocks for stage in manifest.stages):
+            raise ConfigError(
+                f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
+                f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
+            )
         ranges = [range(stage.first_block, stage.end_block) for stage in manifest.stages]
         mine = self.describe(ranges, [stage.roster for stage in manifest.stages])
         for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):

@@ -34,6 +34,7 @@ from lightning_swarm.types import (
     Computed,
     ForwardRequest,
     Manifest,
+    Member,
     StageState,
     StateRequest,
     Ticket,
@@ -85,7 +86,10 @@ class Server:
         self._limits = limits
         self._tasks = TaskOwner()
         self._calls: dict[str, asyncio.Task[None]] = {}
+        self._boot_id = boot_id
+        self._admission = asyncio.Lock()
         self._manifest: Manifest | None = None
+        self._loaded: set[int] = set()  # stages that have their initial weights
         self._coordinator: Coordinator | None = None
         self.left = asyncio.Event()
         self.cache = Cache(limits.cache_bytes)
@@ -93,7 +97,7 @@ class Server:
         self.stepping = Stepping(
             transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._forget_step
         )
-        Voter().serve(transport)
+        Voter().serve(transport, lambda peer: self._manifest is not None and peer == self._manifest.coordinator)
         transport.handle_call(ADMIT, self._handle_admit)
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
         transport.handle_call(LEAVE, self._handle_leave)
@@ -110,15 +114,22 @@ class Server:
 
     async def close(self) -> None:
         """Stop computing. Raises what a task of this server raised."""
-        if self._coordinator is not None:
-            await self._coordinator.close()
-        self._executor.close()
-        await self._tasks.close()
+        try:
+            if self._coordinator is not None:
+                await self._coordinator.close()
+        finally:
+            self._executor.close()
+            await self._tasks.close()
 
     # ------------------------------------------------------------------ entering and leaving the run
 
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
+        async with self._admission:  # one after the other: the second finds this peer in the run
+            await self._admit(caller, manifest)
+        return b""
+
+    async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
         if manifest.protocol_version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
@@ -128,16 +139,18 @@ class Server:
             raise ProtocolError(f"this peer is in run {self._manifest.run_id!r} already")
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
-        me = self._transport.peer_id
-        served = [i for i, stage in enumerate(manifest.stages) if any(m.peer_id == me for m in stage.roster)]
+        me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
+        named = {member for stage in manifest.stages for member in stage.roster if member.peer_id == me.peer_id}
+        if named - {me}:
+            raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
+        served = [index for index, stage in enumerate(manifest.stages) if me in stage.roster]
         stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
         await self._connect()
         self._manifest = manifest
         self.stepping.begin(manifest, stages)
-        if manifest.coordinator == me:
+        if manifest.coordinator == me.peer_id:
             self._coordinator = Coordinator(self._transport, manifest, timeout=self._limits.call_timeout)
             await self._coordinator.start()
-        return b""
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """The initial weights of a stage, from the starter. Nobody else's are ever used."""
@@ -147,13 +160,20 @@ class Server:
         stage = self.stepping.stage(state.stage_index)
         if stage.version != state.step:
             raise ProtocolError(f"stage {stage.index} is at version {stage.version}, got weights of {state.step}")
+        if stage.index in self._loaded:
+            raise ProtocolError(f"stage {stage.index} has its initial weights already; from now on records change them")
+        if len(state.names) != len(message.tensors):
+            raise ProtocolError(f"{len(state.names)} weights were named, {len(message.tensors)} came")
         weights = dict(zip(state.names, message.tensors, strict=True))
         await self._executor.submit((-1,), lambda: stage.load_weights(weights))
+        self._loaded.add(stage.index)
         return Message()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         if self._manifest is not None and caller != self._manifest.lead:
             raise ProtocolError(f"the lead {self._manifest.lead} ends the run, not {caller}")
+        if body:
+            raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
         self.left.set()
         return b""
 
@@ -165,9 +185,9 @@ class Server:
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        inputs, extras = _input_tree(request.structure, message.tensors)
+        inputs, extras = _input_tree(request.structure, message.tensors, request.source)
         name = request.key.name(stage.index, "forward")
-        if len(self._calls) >= self._limits.max_pending_calls:
+        if name not in self._calls and len(self._calls) >= self._limits.max_pending_calls:
             raise Busy(f"{len(self._calls)} calls are under way here, at most {self._limits.max_pending_calls} may be")
         self._begin(name, lambda: self._forward(name, stage, request, inputs, extras))
         return Message()
@@ -180,9 +200,12 @@ class Server:
         inputs, wants_grad = await self._inputs(request.source, inputs, mode.input_grad)
         await self.stepping.reached(key.step)
         seed = key_seed(self._run().seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation))
-        result, busy_s = await self._compute(
-            stage, (1, *_age(key)), lambda: stage.forward(inputs, extras, wants_grad, mode, seed)
-        )
+
+        def compute() -> Forwarded:
+            stage.check_version(key.step)
+            return stage.forward(inputs, extras, wants_grad, mode, seed)
+
+        result, busy_s = await self._compute(stage, (1, *_age(key)), compute)
         self.num_forwards += 1
         if mode.grad:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
@@ -205,8 +228,6 @@ class Server:
     ) -> tuple[tuple[Any, ...], Sequence[bool]]:
         """The positional inputs of a stage, and which of their tensors want a gradient."""
         if source is None:
-            if not isinstance(inputs, tuple):
-                raise ProtocolError("a call without a source must bring a tuple of inputs")
             return inputs, [input_grad and t.is_floating_point() for t in trees.flatten(inputs)[1]]
         message = await self._fetch(source)
         computed = decode(message.body, Computed)
@@ -220,8 +241,15 @@ class Server:
     async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        if request.key.evaluation or request.key.attempt != self.stepping.attempt:
-            raise ProtocolError(f"a backward must belong to attempt {self.stepping.attempt} of a step: {request.key}")
+        if request.key.evaluation or request.key.step != stage.version or not request.mode.grad:
+            raise ProtocolError(
+                f"a backward must belong to a forward with gradients of the open step {stage.version}: {request.key}"
+            )
+        _, rest = _optional(request.present, message.tensors)
+        if request.recompute is not None:
+            _input_tree(request.recompute.structure, rest, request.recompute.source)
+        elif rest:
+            raise ProtocolError(f"{sum(request.present)} tensors were announced, {len(message.tensors)} came")
         name = request.key.name(stage.index, "backward")
         self._begin(name, lambda: self._backward(name, stage, request, message.tensors))
         return Message()
@@ -237,6 +265,7 @@ class Server:
 
         def compute() -> list[Tensor | None]:
             nonlocal receipt
+            stage.check_version(key.step)
             graph = kept.graph
             if graph is None:
                 graph = stage.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
@@ -261,7 +290,7 @@ class Server:
             return kept
         if request.recompute is None:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
-        inputs, extras = _input_tree(request.recompute.structure, tensors)
+        inputs, extras = _input_tree(request.recompute.structure, tensors, request.recompute.source)
         inputs, wants_grad = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
         seed = key_seed(self._run().seed, key.step, key.first, key.index, key.call, stage.index, 0)
         return Kept(inputs, extras, wants_grad, request.mode, seed)
@@ -270,28 +299,26 @@ class Server:
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, CancelRequest)
-        name = request.key.name(request.stage_index, request.direction)
+        stage = self._checked_stage(request.key, request.stage_index)
+        name = request.key.name(stage.index, request.direction)
         task = self._calls.get(name)
         if task is not None:
             task.cancel()
-        self._tickets.drop(name)
-        added = request.direction == "backward" and self.stepping.holds(request.stage_index, request.key)
+            await asyncio.wait({task})
+        self._tickets.withdraw(name)
+        if request.direction == "forward":
+            return encode(CancelReply(added=False))
+        # On the compute thread: a job that runs there is not interrupted, and may be about to add.
+        added, _ = await self._executor.submit((-1,), lambda: self.stepping.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, StateRequest)
         await self.stepping.reached(request.step)
         stage = self.stepping.stage(request.stage_index)
-        if stage.version != request.step:
-            raise ProtocolError(f"stage {stage.index} is at version {stage.version}, not at {request.step}")
-        read = stage.optimizer_state if request.optimizer else stage.weights
-        state, _ = await self._executor.submit((-1,), read)
-        if request.optimizer:
-            structure, tensors = trees.flatten([state[name] for name in state])
-        else:
-            structure, tensors = None, list(state.values())
-        reply = StageState(stage_index=stage.index, step=request.step, names=list(state), structure=structure)
-        return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
+        # On the compute thread, so that it falls between two records.
+        message, _ = await self._executor.submit((-1,), lambda: _state(stage, request))
+        return message
 
     # ------------------------------------------------------------------ parts
 
@@ -303,7 +330,11 @@ class Server:
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
         if key.generation != self._run().generation:
             raise ProtocolError(f"the run generation is {self._run().generation}, got a call of {key.generation}")
+        if not key.evaluation and key.attempt != self.stepping.attempt:
+            raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
         stage = self.stepping.stage(stage_index)
+        if stage_index not in self._loaded:
+            raise ProtocolError(f"stage {stage_index} has no weights yet")
         if key.step < stage.version:
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
         return stage
@@ -311,13 +342,13 @@ class Server:
     def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start a call unless it is under way, or its result is there."""
         if self._tickets.promise(name):
-            task = self._tasks.spawn(self._guarded(name, work()))
+            task = self._tasks.spawn(self._guarded(name, work))
             self._calls[name] = task
-            task.add_done_callback(lambda done: self._calls.pop(name, None))
+            task.add_done_callback(lambda _: self._calls.pop(name, None))
 
-    async def _guarded(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
-            await work
+            await work()
         except SwarmError as error:
             self._tickets.fail(name, error)
         except Exception as error:
@@ -354,11 +385,27 @@ def _age(key: CallKey) -> tuple[int, ...]:
     return (key.step, key.first, key.call, key.index)
 
 
-def _input_tree(structure: Any, tensors: Sequence[Tensor]) -> tuple[Any, dict[str, Any]]:
+def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> tuple[Any, dict[str, Any]]:
     tree = trees.unflatten(structure, list(tensors))
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a call must bring a pair of inputs and extras")
+    if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
+        raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
     return tree
+
+
+def _state(stage: Stage, request: StateRequest) -> Message:
+    stage.check_version(request.step)
+    structure: trees.Structure = None
+    if request.optimizer:
+        state = stage.optimizer_state()
+        structure, tensors = trees.flatten(list(state.values()))
+    else:
+        state = stage.weights()
+        tensors = list(state.values())
+    # Shared, not copied: the lead reads, and no record is applied meanwhile.
+    reply = StageState(stage_index=stage.index, step=request.step, names=list(state), structure=structure)
+    return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
 
 
 def _optional(present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[Tensor]]:

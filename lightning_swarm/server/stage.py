@@ -153,10 +153,25 @@ class Stage:
 
     # ------------------------------------------------------------------ a step
 
+    def check_version(self, step: int) -> None:
+        """Refuse to compute for `step` with the weights of another."""
+        if step != self.version:
+            raise ProtocolError(f"stage {self.index} is at version {self.version}, not at {step}")
+
     def zero_sum(self) -> None:
         """Begin a step, or an attempt of it."""
         self.gradient_sum.zero_()
         self.touched = [False] * len(self.trainable)
+
+    def check_applies(self, record: Record) -> None:
+        """Refuse a record that `apply` would fail on, before anything is changed."""
+        if record.step != self.version:
+            raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
+        num_groups, num_given = len(self.optimizer.param_groups), len(record.hyperparameters)
+        if record.outcome == "apply" and num_groups != num_given:
+            raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
+        if any("params" in values for values in record.hyperparameters):
+            raise ProtocolError(f"record {record.step} names parameters among the hyperparameters")
 
     def apply(self, record: Record, mean_gradient: Tensor, touched: Sequence[bool]) -> None:
         """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
@@ -167,8 +182,7 @@ class Stage:
             touched: For each trainable parameter, whether any microbatch gave it a gradient. Optimizers pass over
                 those that have none, on one machine as here.
         """
-        if record.step != self.version:
-            raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
+        self.check_applies(record)
         if record.outcome == "apply":
             for parameter, view, has_gradient in zip(self.trainable, self._views(mean_gradient), touched, strict=True):
                 parameter.grad = (view * record.clip_factor).to(parameter.dtype) if has_gradient else None
@@ -254,7 +268,8 @@ def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | Non
     if len(outputs) != len(gradients):
         raise ProtocolError(f"a stage with {len(outputs)} output tensors got {len(gradients)} gradients")
     for output, gradient in zip(outputs, gradients, strict=True):
-        if gradient is not None and gradient.shape != output.shape:
+        if gradient is not None and (gradient.shape, gradient.dtype) != (output.shape, output.dtype):
             raise ProtocolError(
-                f"an output of shape {tuple(output.shape)} got a gradient of shape {tuple(gradient.shape)}"
+                f"an output of shape {tuple(output.shape)} and {output.dtype} got a gradient of shape "
+                f"{tuple(gradient.shape)} and {gradient.dtype}"
             )

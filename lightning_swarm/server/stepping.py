@@ -116,7 +116,11 @@ class Stepping:
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Whether the sum holds the microbatch."""
         ledger = self._ledgers.get(stage_index)
-        return ledger is not None and ledger.step == key.step and ledger.holds(key.receipt)
+        return (
+            ledger is not None
+            and (ledger.step, ledger.attempt) == (key.step, key.attempt)
+            and ledger.holds(key.receipt)
+        )
 
     async def reached(self, version: int) -> None:
         """Wait until all stages are at `version`."""
@@ -141,7 +145,7 @@ class Stepping:
         reports = []
         for index, stage in sorted(self._stages.items()):
             ledger = self._ledgers[index]
-            ledger.freeze(request.counted)
+            ledger.freeze(())
             held, num_unnamed = ledger.bitmap(request.counted)
             reports.append(
                 StageLedger(
@@ -157,20 +161,37 @@ class Stepping:
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         closing = decode(body, Closing)
         self._check(caller, closing.generation, closing.step, closing.attempt)
-        averages = await gather(self._average(closing, index) for index in self._stages)
+        # On the compute thread, so that it falls between two additions and never into one.
+        places, _ = await self._executor.submit(_FIRST, lambda: self._bind(closing))
+        averages = await gather(self._average(closing, index, place) for index, place in places.items())
         gradients = {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)}
         self._averaged = _Averaged(closing, gradients)
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
-    async def _average(self, closing: Closing, index: int) -> tuple[Tensor, PartNorm]:
+    def _bind(self, closing: Closing) -> dict[int, int]:
+        """Hold the sums to what the closing names here; returns this server's place in each stage's roster."""
+        assert self._manifest is not None
+        if len(closing.stages) != len(self._manifest.stages):
+            raise ProtocolError(f"a closing of {len(closing.stages)} stages; there are {len(self._manifest.stages)}")
+        places = {index: self._place(closing.stages[index]) for index in self._stages}
+        named = {}
+        for index, place in places.items():
+            holders, touched = closing.stages[index].holders[place], closing.stages[index].touched
+            from_bitmap(touched, len(self._stages[index].trainable))
+            flags = from_bitmap(holders, len(closing.counted))
+            named[index] = [receipt for receipt, here in zip(closing.counted, flags, strict=True) if here]
+            held, num_unnamed = self._ledgers[index].bitmap(closing.counted)
+            if held != holders or num_unnamed:
+                raise ProtocolError(
+                    f"the sum of stage {index} on {self._transport.peer_id} is not what the closing of step "
+                    f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
+                )
+        for index in places:
+            self._ledgers[index].freeze(named[index])
+        return places
+
+    async def _average(self, closing: Closing, index: int, place: int) -> tuple[Tensor, PartNorm]:
         stage_closing = closing.stages[index]
-        place = self._place(stage_closing)
-        held, num_unnamed = self._ledgers[index].bitmap(closing.counted)
-        if held != stage_closing.holders[place] or num_unnamed:
-            raise ProtocolError(
-                f"the sum of stage {index} on {self._transport.peer_id} is not what the closing of step "
-                f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
-            )
         prefix = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/{index}"
         mean, squared_norm = await average(
             self._stages[index].gradient_sum,
@@ -202,6 +223,8 @@ class Stepping:
         return b""
 
     def _apply(self, record: Record, averaged: _Averaged) -> None:
+        for stage in self._stages.values():  # all of them or none
+            stage.check_applies(record)
         for index, stage in self._stages.items():
             touched = from_bitmap(record.closing.stages[index].touched, len(stage.trainable))
             stage.apply(record, averaged.gradients[index], touched)
@@ -220,4 +243,6 @@ class Stepping:
         me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
         if me not in closing.roster:
             raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the closing's roster")
+        if len(closing.holders) != len(closing.roster):
+            raise ProtocolError(f"a roster of {len(closing.roster)} came with the receipts of {len(closing.holders)}")
         return closing.roster.index(me)

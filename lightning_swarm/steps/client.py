@@ -62,6 +62,7 @@ class StepClient:
     ) -> bool:
         """Report a batch; True when its step closes now. See `BatchDone` for the arguments."""
         request = BatchDone(
+            step=self.version,
             lease=lease,
             completed=list(completed),
             withdrawn=withdrawn,

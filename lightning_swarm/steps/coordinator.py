@@ -8,10 +8,10 @@ import logging
 import math
 from typing import Any
 
-from lightning_swarm.errors import ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, RECORD
-from lightning_swarm.steps.policy import OpenStep, check_ledgers, clip_factor
+from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
 from lightning_swarm.steps.voting import decide
 from lightning_swarm.tasks import TaskOwner, gather
 from lightning_swarm.types import (
@@ -100,6 +100,12 @@ class Coordinator:
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, BatchDone)
         step = self._open
+        if request.step != step.step:
+            raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
+        if request.close and caller != self._manifest.lead:
+            raise ProtocolError(f"the lead {self._manifest.lead} closes steps, not {caller}")
+        if request.close and step.close_asked:
+            raise ProtocolError(f"step {step.step} closes already")
         was_ready = step.ready
         if request.lease is not None:
             if request.withdrawn:
@@ -117,8 +123,13 @@ class Coordinator:
     async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
         """Hold the answer until the record is decided and applied everywhere, or the caller's deadline."""
         step = decode(body, RecordRequest).step
-        async with self._decided:
-            await self._decided.wait_for(lambda: self._open.step > step or self._failure is not None)
+        if step > self._open.step:
+            raise ProtocolError(f"step {self._open.step} is open, got a request for record {step}")
+        try:
+            async with asyncio.timeout(self._timeout), self._decided:
+                await self._decided.wait_for(lambda: self._open.step > step or self._failure is not None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"record {step} was not decided in {self._timeout:g} s") from None
         if self._failure is not None:
             raise self._failure
         if self._record is None or self._record.step != step:
@@ -131,16 +142,25 @@ class Coordinator:
         try:
             record = await self._finish(step)
         except SwarmError as error:
-            async with self._decided:
-                self._failure = StepError(f"step {step.step} could not be decided: {error}")
-                self._decided.notify_all()
+            await self._fail(step, str(error))
             return
+        except Exception as error:
+            # A bug: it ends this server, and whoever waits shall not wait for ever.
+            await self._fail(step, f"internal error: {type(error).__name__}: {error}")
+            raise
         async with self._decided:
             self._record = record
             self._open = OpenStep(step.step + 1, self._manifest.target_batch_size)
             self._decided.notify_all()
 
+    async def _fail(self, step: OpenStep, reason: str) -> None:
+        async with self._decided:
+            self._failure = StepError(f"step {step.step} could not be decided: {reason}")
+            self._decided.notify_all()
+
     async def _finish(self, step: OpenStep) -> Record:
+        if not self._hyperparameters:
+            raise StepError("the lead has not said with which hyperparameters to step")
         closing = await self._close(step)
         squared_norm = await self._average(closing)
         record = Record(
@@ -193,7 +213,7 @@ class Coordinator:
             for peer, body in replies.items()
             for part in decode(body, AverageReply).parts
         )
-        return math.fsum(squared_norm for _, _, squared_norm in parts)
+        return add_up(squared_norm for _, _, squared_norm in parts)
 
     async def _ask_all(self, method: str, request: Wire) -> dict[PeerId, bytes]:
         """Ask every server of the roster at once; the first failure ends the phase."""

@@ -7,7 +7,7 @@ arithmetic, where the lead says when its accumulation window ends and batches we
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_swarm.errors import ProtocolError, StepError
@@ -40,7 +40,7 @@ class OpenStep:
     target_batch_size: int | None
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _next_first: int = 0
-    _close_asked: bool = False
+    close_asked: bool = False
     _window: float | None = None
 
     @property
@@ -52,7 +52,7 @@ class OpenStep:
     def closing(self) -> bool:
         """Whether nothing more is granted."""
         full = self.target_batch_size is not None and self.num_granted >= self.target_batch_size
-        return full or self._close_asked
+        return full or self.close_asked
 
     @property
     def ready(self) -> bool:
@@ -74,8 +74,8 @@ class OpenStep:
     def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> None:
         """The batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
         batch = self._leased(lease, trainer)
-        if any(first != batch.first for first, _, _ in completed):
-            raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places")
+        if any(first != batch.first for first, _, _ in completed) or len(set(completed)) != len(completed):
+            raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
         batch.completed = tuple(completed)
 
     def withdraw(self, lease: int, trainer: PeerId) -> None:
@@ -85,7 +85,7 @@ class OpenStep:
 
     def ask_to_close(self, window: float | None) -> None:
         """Grant nothing more. `window` is the total weight by Lightning's arithmetic, a full accumulation window."""
-        self._close_asked = True
+        self.close_asked = True
         self._window = window
 
     @property
@@ -132,6 +132,21 @@ def check_ledgers(step: int, counted: Sequence[Receipt], ledgers: Sequence[Seque
                 f"step {step}: each microbatch counts once in each stage; in stage {stage_index} these were added "
                 f"not at all or more than once: {wrong[:5]}"
             )
+
+
+def add_up(squared_norms: Iterable[float]) -> float:
+    """The squared norm over all parts; not finite if any part is not.
+
+    Raises:
+        ProtocolError: A part is negative.
+    """
+    parts = list(squared_norms)
+    if any(part < 0.0 for part in parts):
+        raise ProtocolError(f"squared norms are not negative, got {min(parts)}")
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        return math.inf
 
 
 def clip_factor(squared_norm: float, max_norm: float | None) -> float:
