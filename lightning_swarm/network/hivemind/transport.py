@@ -117,7 +117,13 @@ class HivemindTransport(BaseTransport):
 
     async def _on_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
         with self._owning():
-            answer = await self._serve_call(PeerId(context.remote_id.to_base58()), request.value)
+            try:
+                answer = await self._serve_call(PeerId(context.remote_id.to_base58()), request.value)
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise
+                # The caller is gone. hivemind forgets its tasks when they return, but never those that were cancelled.
+                answer = b""
             return BytesValue(value=answer)
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
@@ -145,5 +151,9 @@ class HivemindTransport(BaseTransport):
                         partial(self._count_served, caller),
                         idle_timeout=_IDLE_TIMEOUT_S,
                     )
+        except asyncio.CancelledError:
+            # asyncio's stream server logs the cancellation of what it started as a failure of its own.
+            if not self._closed:
+                raise
         finally:
             stream.close()

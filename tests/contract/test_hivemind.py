@@ -1,15 +1,18 @@
-"""Hostile records in the DHT. Without the guard, the nested ones end the process that reads them."""
+"""What only hivemind can get wrong. Without the guard, nested records end the process that reads them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 import pytest
+import torch
 
-from lightning_swarm.errors import ConfigError, ProtocolError, Unreachable
+from lightning_swarm.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.network import Message, PeerId
 from tests.contract.world import HivemindWorld, Peer
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
@@ -112,6 +115,20 @@ def test_hostile_names_are_refused(world: HivemindWorld, tag: bytes) -> None:
     world.run(go())
 
 
+def test_hostile_dictionaries_are_refused(world: HivemindWorld) -> None:
+    from hivemind.p2p import P2PHandlerError
+
+    for value in (
+        NESTED,
+        b"",
+        msgpack.packb(msgpack.ExtType(0x50, NESTED)),
+        msgpack.packb(msgpack.ExtType(0x50, b"\x90")),
+    ):
+        with pytest.raises(P2PHandlerError):
+            world.run(store_at(world, "dictionary", b"", value, time.time() + LONG_S))
+    assert dict(world.run(world.b.directory.read("dictionary"))) == {}
+
+
 def test_records_for_ever_are_refused(world: HivemindWorld) -> None:
     response = world.run(store_at(world, "for ever", msgpack.packb("stranger"), good(world.a), float("inf")))
     assert list(response.store_ok) == [False]
@@ -158,6 +175,30 @@ def test_nesting_is_found_wherever_it_hides() -> None:
         records.check_nesting(b"\xc4\x20abc")
 
 
+def test_calls_that_were_given_up_are_forgotten(world: HivemindWorld) -> None:
+    async def go() -> None:
+        ended = asyncio.Event()
+
+        async def sleepy(caller: PeerId, body: bytes) -> bytes:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            return body
+
+        world.b.transport.handle_call("sleepy", sleepy)
+        with pytest.raises(DeadlineExceeded):
+            await world.a.transport.call(world.b.id, "sleepy", b"", timeout=0.2)
+        await ended.wait()
+        # The next answer follows the given-up one through the same queue.
+        with pytest.raises(ProtocolError):
+            await world.a.transport.call(world.b.id, "unknown", b"", timeout=LONG_S)
+        tasks = world.b.transport._p2p._client.control._handler_tasks  # type: ignore[attr-defined]
+        assert not [task for task in tasks.values() if task.done()]
+
+    world.run(go())
+
+
 def test_an_import_leaves_the_process_as_it_was() -> None:
     import logging
     import subprocess
@@ -182,3 +223,23 @@ def test_initial_peers_that_are_not_there(world: HivemindWorld, monkeypatch: pyt
     monkeypatch.setattr(hivemind, "_PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match="reachable from here"):
         world.run(hivemind.start(initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{world.stranger}"]))
+
+
+def test_everything_works_on_a_plain_asyncio_loop() -> None:
+    async def echo(caller: PeerId, message: Message) -> Message:
+        return message
+
+    async def go() -> None:
+        first = Peer(*await hivemind.start())
+        second = Peer(*await hivemind.start(initial_peers=await first.transport.addresses()))
+        first.transport.handle_stream("echo", echo)
+        message = Message(b"hi", (torch.arange(1 << 20),))
+        for _ in range(3):
+            answer = await second.transport.stream(first.id, "echo", message, timeout=LONG_S)
+            assert torch.equal(answer.tensors[0], message.tensors[0])
+        await second.directory.announce("key", b"value", ttl_s=LONG_S)
+        assert dict(await first.directory.read("key")) == {second.id: b"value"}
+        await second.close()
+        await first.close()
+
+    asyncio.run(go())
