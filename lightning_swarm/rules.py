@@ -19,6 +19,8 @@ _PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 
+ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
+
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
 
@@ -72,9 +74,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
         ConfigError: There is none, more than one, or one that needs a closure or sparse gradients.
     """
     if len(optimizers) != 1:
-        raise ConfigError(
-            f"`configure_optimizers` must return one optimizer, got {len(optimizers)}. Use one, with parameter groups."
-        )
+        raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
     optimizer = optimizers[0]
     if not any(group["params"] for group in optimizer.param_groups):  # what Lightning makes of None
         raise ConfigError("`configure_optimizers` must return an optimizer with parameters, got none. Return one.")

@@ -92,7 +92,9 @@ class SwarmStrategy(Strategy):
             gather_on_end=gather_on_end,
             limits=limits or Limits(),
         )
-        self.parallel_devices: list[torch.device] | None = None  # Lightning's accelerator connector sets it
+        # Lightning's accelerator connector sets these two.
+        self.parallel_devices: list[torch.device] | None = None
+        self.num_nodes = 1
         self.peer: Peer | None = None
         self._session: Session | None = None
         self._blocks: Blocks | None = None
@@ -163,6 +165,15 @@ class SwarmStrategy(Strategy):
                 f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
                 "Raise `devices`, or leave `role` out."
             )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):  # Lightning's remedy for it is one that a swarm refuses
+                raise ConfigError(rules.ONE_OPTIMIZER.format("several")) from error
+            raise
 
     @override
     def setup(self, trainer: Trainer) -> None:
