@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -41,7 +41,7 @@ class Run:
 
     module: L.LightningModule
     trainer: L.Trainer | None
-    losses: list[float]  # of each batch
+    losses: list[float]  # of each batch; 0 where `training_step` returned None
     learning_rates: list[float]  # after each batch
     global_steps: list[int]  # after each batch
     norms: list[float]  # of the whole gradient, before it is clipped, at each step
@@ -78,7 +78,7 @@ def run_plain(
         make_module: Builds the module; draws its weights after `torch.manual_seed(0)`.
         data: Batches.
         validation: At most one loader.
-        trainer: Further arguments of the Trainer.
+        trainer: Further arguments of the Trainer, and `ckpt_path`.
     """
     return _run(make_module, data, validation, "auto", {"devices": 1, **trainer})[0]
 
@@ -137,6 +137,8 @@ def run_swarm(
     target_batch_size: int | None = None,
     seed: int = 0,
     limits: Limits | None = None,
+    split: Literal["parameters"] | Sequence[str] = "parameters",
+    gather_on_end: bool = True,
     **trainer: Any,
 ) -> SwarmRun:
     """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal."""
@@ -146,6 +148,8 @@ def run_swarm(
         target_batch_size=target_batch_size,
         seed=seed,
         limits=limits,
+        split=split,
+        gather_on_end=gather_on_end,
         shared=getattr(make_module(), "shared", ()),
     )
     plain, watch = _run(make_module, data, validation, strategy, {"devices": num_servers, **trainer})
@@ -184,7 +188,7 @@ def assert_exact(swarm: Run, plain: Run) -> None:
 
 def deviation(swarm: Run, plain: Run) -> tuple[float, float]:
     """Largest relative difference of a loss, and largest difference of a weight."""
-    losses = max(abs(a - b) / abs(b) for a, b in zip(swarm.losses, plain.losses, strict=True))
+    losses = max(abs(a - b) / abs(b) for a, b in zip(swarm.losses, plain.losses, strict=True) if b)
     weights = max(float((swarm.weights[name] - tensor).abs().max()) for name, tensor in plain.weights.items())
     return losses, weights
 
@@ -230,7 +234,7 @@ class _Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.losses.append(float(outputs["loss"]) if outputs else float("nan"))
+        self.losses.append(float(outputs["loss"]) if outputs else 0.0)
         self.learning_rates.append(trainer.optimizers[0].param_groups[0]["lr"])
         self.global_steps.append(trainer.global_step)
 
@@ -258,9 +262,10 @@ def _run(
     module = make_module()
     watch = _Watch()
     callbacks = [*options.pop("callbacks", []), watch]
+    ckpt_path = options.pop("ckpt_path", None)
     with _quiet_warnings():
         trainer = L.Trainer(**{**_QUIET, **options}, strategy=strategy, callbacks=callbacks)
-        trainer.fit(module, data, list(validation) or None)
+        trainer.fit(module, data, list(validation) or None, ckpt_path=ckpt_path)
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return Run(module, trainer, watch.losses, watch.learning_rates, watch.global_steps, watch.norms, weights), watch
 

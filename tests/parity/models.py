@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -112,7 +112,8 @@ class Embed(nn.Module):
         self.place = nn.Parameter(0.1 * torch.randn(LENGTH, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.token(tokens) + self.place
+        embedded: Tensor = self.token(tokens) + self.place
+        return embedded
 
 
 class Block(nn.Module):
@@ -131,7 +132,8 @@ class Block(nn.Module):
         queries, keys, values = heads.unbind(2)
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         hidden = hidden + self.project(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.norms[1](hidden))
+        out: Tensor = hidden + self.mlp(self.norms[1](hidden))
+        return out
 
 
 class Head(nn.Module):
@@ -141,7 +143,8 @@ class Head(nn.Module):
         self.out = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.out(self.norm(hidden))
+        logits: Tensor = self.out(self.norm(hidden))
+        return logits
 
 
 class LossHead(Head):
@@ -170,7 +173,8 @@ class TinyGPTWithLosses(Net):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         tokens, targets = batch
-        return self.net(tokens, targets=targets).mean()
+        losses: Tensor = self.net(tokens, targets=targets)
+        return losses.mean()
 
 
 @cache
@@ -247,7 +251,8 @@ class Trees(Net):
         table = torch.ones(LENGTH, LENGTH, dtype=features.dtype).tril() / LENGTH
         out = self.net({"tokens": tokens, "features": features}, offset=0.125, table=table, scale=scale)
         assert torch.equal(out["first"], tokens[:, 0])
-        return F.cross_entropy(out["logits"], labels) + 0.1 * out["energy"].mean()
+        loss: Tensor = F.cross_entropy(out["logits"], labels) + 0.1 * out["energy"].mean()
+        return loss
 
 
 @cache

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from torch.utils.data import TensorDataset
 
 from lightning_swarm.config import Limits
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
@@ -12,10 +16,14 @@ STEPS = 15
 MIDDLING_BYTES = 3_000
 """Holds some of the inputs and graphs that a server has under way, but not all."""
 
-DATA = {DigitsMLP: digits, TinyGPTWithLosses: sentences, Trees: records}
+DATA: dict[Callable[..., Net], Callable[[], TensorDataset]] = {
+    DigitsMLP: digits,
+    TinyGPTWithLosses: sentences,
+    Trees: records,
+}
 
 
-def train(model: type[Net], limits: Limits | None = None, dropout: float = 0.0, **options: int) -> SwarmRun:
+def train(model: Callable[..., Net], limits: Limits | None = None, dropout: float = 0.0, **options: Any) -> SwarmRun:
     def make_module() -> Net:
         return DigitsMLP(dropout=dropout) if dropout else model(Recipe())
 
@@ -30,7 +38,7 @@ def train(model: type[Net], limits: Limits | None = None, dropout: float = 0.0, 
 
 @pytest.mark.parametrize("cache_bytes", [0, MIDDLING_BYTES])
 @pytest.mark.parametrize("model", DATA)
-def test_what_was_dropped_is_computed_again(model: type[Net], cache_bytes: int) -> None:
+def test_what_was_dropped_is_computed_again(model: Callable[..., Net], cache_bytes: int) -> None:
     plain = run_plain(lambda: model(Recipe()), loader(DATA[model]()), max_steps=STEPS)
     swarm = train(model, Limits(cache_bytes=cache_bytes))
     assert_exact(swarm, plain)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm.averaging import butterfly
 from lightning_swarm.errors import StepError
 from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import Charge
@@ -144,7 +145,7 @@ def test_clipping_per_stage_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[float] = []
-    average = stepping.average
+    average = butterfly.average
 
     async def coarse(vector: Tensor, total_weight: float, **rest: Any) -> tuple[Tensor, float]:
         half = vector.to(torch.float16).to(vector)

@@ -1,0 +1,362 @@
+"""Lightning's loop around a swarm: counters, schedules, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import (
+    LOSS_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    assert_exact,
+    run_plain,
+    run_plain_loop,
+    run_swarm,
+)
+from tests.parity.models import DigitsMLP, Net, Recipe, Trees, digits, loader, make_optimizer, records
+
+STEPS = 9
+
+
+def scheduled() -> DigitsMLP:
+    return DigitsMLP(Recipe(schedule="onecycle"))
+
+
+# ---------------------------------------------------------------------- counters
+
+
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2, 3])
+def test_counters_and_learning_rates_are_in_phase(accumulate_grad_batches: int) -> None:
+    options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": accumulate_grad_batches}
+    plain = run_plain(scheduled, loader(digits()), **options)
+    swarm = run_swarm(scheduled, loader(digits()), num_servers=3, **options)
+    assert swarm.global_steps == plain.global_steps
+    assert swarm.learning_rates == plain.learning_rates
+    assert len(set(plain.learning_rates)) >= STEPS
+    assert plain.trainer is not None
+    assert swarm.trainer is not None
+    assert swarm.trainer.global_step == plain.trainer.global_step == STEPS
+    assert swarm.trainer.current_epoch == plain.trainer.current_epoch
+    assert len(swarm.losses) == len(plain.losses), "max_steps cost another batch"
+    assert swarm.trainer.fit_loop.state_dict() == plain.trainer.fit_loop.state_dict()
+
+
+class EstimatesItsSteps(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        assert self.trainer is not None
+        optimizer = make_optimizer(self, self.recipe)
+        total_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
+def test_estimated_stepping_batches(accumulate_grad_batches: int) -> None:
+    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": accumulate_grad_batches}
+    plain = run_plain(EstimatesItsSteps, loader(digits()), **options)
+    assert_exact(run_swarm(EstimatesItsSteps, loader(digits()), num_servers=3, **options), plain)
+
+
+def test_the_new_version_is_there_when_a_batch_ends() -> None:
+    seen: list[tuple[int, int]] = []
+    weights: dict[str, list[Tensor]] = {"plain": [], "swarm": []}
+
+    class Look(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            state = trainer.strategy.lightning_module_state_dict()["net.0.weight"].clone()
+            if isinstance(trainer.strategy, InMemoryStrategy):
+                seen.append((trainer.strategy.status().step, trainer.global_step))
+                weights["swarm"].append(state)
+            else:
+                weights["plain"].append(state)
+
+    for run in (run_plain, run_swarm):
+        run(DigitsMLP, loader(digits()), max_steps=STEPS, accumulate_grad_batches=2, callbacks=[Look()])
+    assert seen[-1] == (STEPS, STEPS)
+    assert all(version == global_step for version, global_step in seen)
+    for ours, theirs in zip(weights["swarm"], weights["plain"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    assert any(not torch.equal(one, weights["plain"][0]) for one in weights["plain"])
+
+
+def test_a_batch_above_the_target_is_a_step() -> None:
+    options: dict[str, Any] = {"target_batch_size": 5, "max_epochs": 2}
+    reference = run_plain_loop(DigitsMLP, loader(digits()), **options)
+    swarm = run_swarm(DigitsMLP, loader(digits()), **options)
+    assert_exact(swarm, reference)
+    # The last batch of an epoch has 4 samples: it waits for the first of the next.
+    assert [record.closing.num_samples for record in swarm.records] == [*6 * [8], 12, *5 * [8], 4]
+
+
+def test_samples_weigh_equally_with_a_target() -> None:
+    options: dict[str, Any] = {"target_batch_size": 52, "max_epochs": 5}
+    reference = run_plain_loop(DigitsMLP, loader(digits()), **options)
+    whole = run_plain_loop(DigitsMLP, loader(digits(), 52), **options)
+    swarm = run_swarm(DigitsMLP, loader(digits()), **options)
+    assert_exact(swarm, reference)
+    for name, tensor in whole.weights.items():
+        torch.testing.assert_close(swarm.weights[name], tensor, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def saving(folder: Path, **options: Any) -> list[L.Callback]:
+    return [ModelCheckpoint(folder, "{step}", save_top_k=-1, **options)]
+
+
+def assert_close(ours: Any, theirs: Any, where: str = "checkpoint") -> None:
+    """Equal trees; floats and tensors but for rounding."""
+    assert type(ours) is type(theirs), where
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs), where
+        for key in theirs:
+            assert_close(ours[key], theirs[key], f"{where}[{key!r}]")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_close(one, other, f"{where}[{index}]")
+    elif isinstance(theirs, Tensor):
+        assert ours.dtype == theirs.dtype, where
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=WEIGHT_TOLERANCE, msg=lambda text: f"{where}: {text}")
+    elif isinstance(theirs, float):
+        assert ours == pytest.approx(theirs, rel=1e-12, abs=1e-15), where
+    else:
+        assert ours == theirs, where
+
+
+@pytest.mark.parametrize(("model", "data"), [(DigitsMLP, digits), (Trees, records)])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_checkpoints_are_those_of_the_plain_trainer(
+    model: Callable[..., Net], data: Callable[[], Any], optimizer: Any, tmp_path: Path
+) -> None:
+    recipe = Recipe(optimizer=optimizer, schedule="onecycle")
+    options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": 2, "enable_checkpointing": True}
+    for name, run in (("plain", run_plain), ("swarm", run_swarm)):
+        callbacks = saving(tmp_path / name, every_n_train_steps=2)
+        run(lambda: model(recipe), loader(data()), callbacks=callbacks, **options)
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert files == [f"step={step}.ckpt" for step in (2, 4, 6, 8)]
+    assert sorted(path.name for path in (tmp_path / "swarm").iterdir()) == files
+    for file in files:
+        theirs = torch.load(tmp_path / "plain" / file, weights_only=False)
+        ours = torch.load(tmp_path / "swarm" / file, weights_only=False)
+        for checkpoint in (ours, theirs):
+            checkpoint["callbacks"] = list(checkpoint["callbacks"])  # what is in them are paths
+        assert theirs["optimizer_states"][0]["state"], "nothing to compare"
+        assert_close(ours, theirs)
+
+
+def test_a_checkpoint_loads_without_a_swarm(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": STEPS, "enable_checkpointing": True, "precision": "32-true"}
+    swarm = run_swarm(
+        DigitsMLP, loader(digits()), callbacks=saving(tmp_path, every_n_train_steps=STEPS), num_stages=3, **options
+    )
+    loaded = DigitsMLP.load_from_checkpoint(tmp_path / f"step={STEPS}.ckpt", weights_only=True)
+    assert loaded.state_dict().keys() == swarm.weights.keys()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, swarm.weights[name])
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_plain_trainer_goes_on_where_a_swarm_stopped(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True}
+
+    def double() -> L.LightningModule:
+        return scheduled().double()  # before weights are restored: the Trainer would convert them only afterwards
+
+    plain = run_plain(double, loader(digits()), max_epochs=3)
+    run_swarm(
+        double,
+        loader(digits()),
+        max_epochs=2,
+        callbacks=saving(tmp_path, every_n_epochs=1),
+        num_servers=3,
+        **options,
+    )
+    # It wants the callback back whose state the file holds.
+    options["callbacks"] = saving(tmp_path, every_n_epochs=1)
+    rest = run_plain(double, loader(digits()), max_epochs=3, ckpt_path=tmp_path / "step=14.ckpt", **options)
+    assert rest.global_steps == plain.global_steps[14:]
+    assert rest.learning_rates == pytest.approx(plain.learning_rates[14:], rel=1e-12)
+    assert rest.losses == pytest.approx(plain.losses[14:], rel=LOSS_TOLERANCE)
+    assert len(rest.losses) == 7
+
+
+def test_without_gathering_weights_stay_on_the_servers() -> None:
+    torch.manual_seed(0)
+    initial = DigitsMLP().double().state_dict()
+    gathered = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS)
+    left = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, gather_on_end=False)
+    assert left.losses == pytest.approx(gathered.losses, rel=LOSS_TOLERANCE)
+    own, foreign = "net.0.weight", "net.7.weight"
+    assert left.strategy.servers[1].stepping.stage(1).parameters.keys() >= {foreign}
+    assert torch.equal(left.weights[foreign], initial[foreign])
+    assert not torch.equal(gathered.weights[own], initial[own])
+    assert not torch.equal(gathered.weights[foreign], initial[foreign])
+
+
+# ---------------------------------------------------------------------- refused
+
+
+class Manual(DigitsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class StepsItself(DigitsMLP):
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class ClipsItself(DigitsMLP):
+    @override
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class TwoOptimizers(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[:4].parameters(), 0.1), torch.optim.SGD(self.net[4:].parameters(), 0.1)]
+
+
+class Untrained(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> None: ...
+
+
+class SecondOrder(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoChain(DigitsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = nn.Linear(10, 10)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.outside(self.net(batch[0])), batch[1])
+
+
+def half_precision() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+
+
+Case = tuple[Callable[[], L.LightningModule], dict[str, Any], dict[str, Any], str]
+"""A module, arguments of the Trainer and of the strategy, and what the error says: rule, value, remedy."""
+
+# Seen in the Trainer and the module's class, before the first peer is there.
+AT_ONCE: dict[str, Case] = {
+    "manual optimization": (
+        Manual,
+        {},
+        {},
+        r"`automatic_optimization` must be True.*got False.*Let Lightning optimize",
+    ),
+    "own optimizer_step": (StepsItself, {}, {}, r"`optimizer_step` must be .*StepsItself overrides it.*Remove"),
+    "own clipping": (ClipsItself, {}, {}, r"`configure_gradient_clipping` must be .*ClipsItself overrides it.*Remove"),
+    "several nodes": (DigitsMLP, {"num_nodes": 2}, {}, r"`num_nodes` must be 1.*got 2.*Leave it out"),
+    "clipping by value": (
+        DigitsMLP,
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        {},
+        r"`gradient_clip_algorithm` must be 'norm'.*got 'value'.*Clip by norm",
+    ),
+    "float16": (DigitsMLP, {"plugins": half_precision}, {}, r"`precision` must be one of .*bf16-mixed.*got '16-mixed'"),
+    "bfloat16 weights": (DigitsMLP, {"precision": "bf16-true"}, {}, r"`precision` must be one of .*got 'bf16-true'"),
+    "two rules for a step's end": (
+        DigitsMLP,
+        {"accumulate_grad_batches": 3},
+        {"target_batch_size": 20},
+        r"`target_batch_size` and `accumulate_grad_batches`.*got 20 and 3.*Set one of them",
+    ),
+    "averaged weights": (
+        DigitsMLP,
+        {"callbacks": lambda: [StochasticWeightAveraging(1e-2)]},
+        {},
+        r"callbacks must not .*got StochasticWeightAveraging.*Remove it",
+    ),
+    "nobody serves": (DigitsMLP, {"devices": 1}, {"role": "trainer"}, r"`role='trainer'`.*at least 2, got 1.*Raise"),
+}
+# Seen when the model and its optimizer are there.
+AT_SETUP: dict[str, Case] = {
+    "too few blocks": (DigitsMLP, {}, {"num_stages": 9}, r"`num_stages` must be 1..8.*got 9.*Lower it"),
+    "two optimizers": (TwoOptimizers, {}, {}, r"must return one optimizer, got several.*parameter groups"),
+    "no optimizer": (Untrained, {}, {}, r"must return an optimizer .*got none.*Return one"),
+    "LBFGS": (SecondOrder, {}, {}, r"must step from one dense gradient, got LBFGS.*Use SGD"),
+    "no chain": (NoChain, {}, {}, r"got none in NoChain.*configure_stages.*outside\.weight"),
+}
+
+
+def refused(case: Case) -> InMemoryStrategy:
+    make_module, options, swarm, message = case
+    strategy = InMemoryStrategy(**{"num_stages": 2, **swarm})
+    options = {name: value() if callable(value) else value for name, value in options.items()}
+    trainer = L.Trainer(
+        **{"accelerator": "cpu", "devices": 2, "max_steps": 1, "logger": False, **options},
+        strategy=strategy,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(ConfigError, match=message):
+        trainer.fit(make_module(), loader(digits()))
+    return strategy
+
+
+@pytest.mark.parametrize("case", AT_ONCE.values(), ids=list(AT_ONCE))
+def test_it_is_refused_before_anything_starts(case: Case) -> None:
+    strategy = refused(case)
+    assert strategy.network is None
+    assert not strategy.peers
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+@pytest.mark.parametrize("case", AT_SETUP.values(), ids=list(AT_SETUP))
+def test_it_is_refused_before_anyone_is_asked(case: Case) -> None:
+    strategy = refused(case)
+    assert all(peer.server is None and peer.manifest is None for peer in strategy.peers)
+
+
+def test_resuming_is_refused_for_now(tmp_path: Path) -> None:
+    run_plain(DigitsMLP, loader(digits()), max_steps=1, callbacks=saving(tmp_path), enable_checkpointing=True)
+    (path,) = tmp_path.iterdir()
+    with pytest.raises(ConfigError, match=r"cannot resume .*ckpt_path=.*load_from_checkpoint"):
+        run_swarm(DigitsMLP, loader(digits()), max_steps=2, ckpt_path=path)
+
+
+def test_the_averaging_callback_is_refused() -> None:
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    case: Case = (
+        DigitsMLP,
+        {"callbacks": lambda: [averaging.WeightAveraging()]},
+        {},
+        r"got WeightAveraging.*Remove it",
+    )
+    assert refused(case).network is None
+
+
+def test_only_fit_runs_on_a_swarm() -> None:
+    strategy = InMemoryStrategy(num_stages=2)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(ConfigError, match=r"runs `fit` only.*use a plain Trainer"):
+        trainer.predict(DigitsMLP(), loader(digits()))
+    assert strategy.network is None
