@@ -97,7 +97,8 @@ class Server:
         self.stepping = Stepping(
             transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._forget_step
         )
-        Voter().serve(transport, lambda peer: self._manifest is not None and peer == self._manifest.coordinator)
+        self.voter = Voter()
+        self.voter.serve(transport, lambda peer: self._manifest is not None and peer == self._manifest.coordinator)
         transport.handle_call(ADMIT, self._handle_admit)
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
         transport.handle_call(LEAVE, self._handle_leave)

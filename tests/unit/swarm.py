@@ -1,0 +1,307 @@
+"""A few servers and one trainer on the in-memory network: the protocol without Lightning."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_swarm import membership, trees
+from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.config import Limits
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.partition import StageModule, find_blocks
+from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.server.model import Model
+from lightning_swarm.server.server import BACKWARD, CANCEL, FORWARD, Server
+from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.coordinator import Coordinator
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import (
+    PROTOCOL_VERSION,
+    BackwardRequest,
+    CallKey,
+    CallReport,
+    CancelReply,
+    CancelRequest,
+    Computed,
+    Direction,
+    ForwardRequest,
+    Manifest,
+    Member,
+    Mode,
+    Record,
+    Ticket,
+    decode,
+    encode,
+)
+
+T = TypeVar("T")
+
+LEAD = PeerId("trainer")
+WIDTH = 3
+HYPERPARAMETERS: list[dict[str, Any]] = [{"lr": 0.1}]
+MODE = Mode(training=True, grad=True, input_grad=True, default_dtype="float64")
+
+
+def make_module(num_blocks: int) -> nn.Sequential:
+    """Blocks in float64, the same ones for the same number."""
+    generator = torch.Generator().manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_blocks))).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return module
+
+
+def make_optimizer(module: nn.Module) -> Optimizer:
+    return SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def rows(seed: int, num_rows: int = 2) -> Tensor:
+    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def key(first: int = 0, index: int = 0, **changes: Any) -> CallKey:
+    """A microbatch of step 0."""
+    return CallKey(**{"generation": 0, "step": 0, "attempt": 0, "first": first, "index": index, "call": 0, **changes})
+
+
+class Swarm:
+    """Servers that hold the stages of one model, admitted to a run, and its lead.
+
+    Args:
+        rosters: For each stage, the names of its servers. The first one of all coordinates and votes.
+        target_batch_size: Of the run.
+        clip: Of the run.
+        limits: Of the servers.
+        network: Another one than the plain one.
+        admit: Whether to begin the run.
+        optimizer: Of every server.
+    """
+
+    def __init__(
+        self,
+        *rosters: str,
+        target_batch_size: int | None = None,
+        clip: float | None = None,
+        limits: Limits | None = None,
+        network: MemoryNetwork | None = None,
+        admit: bool = True,
+        optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
+    ) -> None:
+        self.loop = VirtualLoop()
+        self.network = network or MemoryNetwork(latency_s=0.001)
+        self.limits = limits or Limits(call_timeout=30.0)
+        self.rosters = [[PeerId(name) for name in roster.split()] for roster in rosters]
+        self.module = make_module(len(rosters))
+        self.trainer = self.network.transport(LEAD)
+        self.tickets = TicketStore(self.trainer, max_bytes=1 << 30)
+        names = sorted({name for roster in self.rosters for name in roster})
+        self.servers: dict[PeerId, Server] = {
+            name: self._server(name, 100 + i, optimizer) for i, name in enumerate(names)
+        }
+        self.members = {name: Member(peer_id=name, boot_id=100 + i) for i, name in enumerate(names)}
+        self._model = Model(
+            self.module,
+            find_blocks(self.module, None),
+            lambda _: optimizer(self.module),
+            torch.device("cpu"),
+            keep=True,
+        )
+        self.ranges = [range(i, i + 1) for i in range(len(rosters))]
+        self.manifest = Manifest(
+            protocol_version=PROTOCOL_VERSION,
+            run_id="run",
+            generation=0,
+            seed=7,
+            lead=LEAD,
+            coordinator=self.rosters[0][0],
+            voters=[self.members[self.rosters[0][0]]],
+            target_batch_size=target_batch_size,
+            gradient_clip_norm=clip,
+            total_steps=None,
+            stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),
+        )
+        self.steps = StepClient(self.trainer, self.manifest, timeout=30.0)
+        for server in self.servers.values():
+            self.run(server.start())
+        if admit:
+            self.run(membership.admit(self.trainer, self.manifest, self.stages, timeout=10.0))
+
+    def _server(self, name: PeerId, boot_id: int, optimizer: Callable[[nn.Module], Optimizer]) -> Server:
+        module = copy.deepcopy(self.module)
+        for parameter in module.parameters():
+            nn.init.constant_(parameter, float("nan"))
+        model = Model(module, find_blocks(module, None), lambda _: optimizer(module), torch.device("cpu"), keep=False)
+        transport = self.network.transport(name)
+        tickets = TicketStore(transport, max_bytes=1 << 30)
+
+        async def connect() -> None:
+            """Peers of one network reach each other anyway."""
+
+        return Server(transport, tickets, InlineExecutor(), model, boot_id=boot_id, limits=self.limits, connect=connect)
+
+    @property
+    def stages(self) -> Sequence[StageModule]:
+        return self._model.cut(self.ranges)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        coordinator = self.servers[self.manifest.coordinator]._coordinator
+        assert coordinator is not None
+        return coordinator
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def settle(self) -> None:
+        """Let all that is under way come to its end."""
+        self.run(asyncio.sleep(1000.0))
+
+    def close(self) -> None:
+        """Raises what a task of a server raised."""
+        for server in self.servers.values():
+            self.run(server.close())
+            self.run(server._transport.close())
+        self.run(self.trainer.close())
+        self.loop.close()
+
+    def state(self) -> dict[str, Any]:
+        """All that a refused message must leave as it was."""
+        state: dict[str, Any] = {}
+        for name, server in self.servers.items():
+            stepping = server.stepping
+            state[name] = (
+                server._manifest,
+                server.left.is_set(),
+                stepping.version,
+                stepping.attempt,
+                stepping._averaged,
+            )
+            state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
+            for index in stepping.stages:
+                stage, ledger = stepping.stage(index), stepping._ledgers[index]
+                state[f"{name}/{index}"] = (
+                    stage.gradient_sum.numpy().tobytes(),
+                    tuple(stage.touched),
+                    stage.version,
+                    stage.fingerprint(),
+                    (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
+                )
+            if server._coordinator is not None:
+                state["books"] = copy.deepcopy((server._coordinator._open, server._coordinator._hyperparameters))
+        return state
+
+    # ------------------------------------------------------------------ one microbatch, by hand
+
+    def route(self, choice: int = 0) -> list[PeerId]:
+        return [roster[choice % len(roster)] for roster in self.rosters]
+
+    def forward_request(self, k: CallKey, stage: int, route: Sequence[PeerId], x: Tensor, mode: Mode = MODE) -> Message:
+        source = Ticket(peer_id=route[stage - 1], name=k.name(stage - 1, "forward")) if stage else None
+        structure, tensors = trees.flatten((None if stage else (x,), {}))
+        request = ForwardRequest(key=k, stage_index=stage, mode=mode, source=source, structure=structure)
+        return Message(encode(request), tuple(tensors))
+
+    def backward_request(
+        self, k: CallKey, stage: int, route: Sequence[PeerId], gradient: Tensor, **changes: Any
+    ) -> Message:
+        last = stage == len(self.rosters) - 1
+        fields: dict[str, Any] = {
+            "key": k,
+            "stage_index": stage,
+            "mode": MODE,
+            "weight": 1.0,
+            "accumulate": True,
+            "source": None if last else Ticket(peer_id=route[stage + 1], name=k.name(stage + 1, "backward")),
+            "present": [True] if last else [],
+        }
+        tensors = [gradient] if last else []
+        tensors += changes.pop("tensors", [])
+        return Message(encode(BackwardRequest(**{**fields, **changes})), tuple(tensors))
+
+    async def send(self, peer: PeerId, method: str, message: Message) -> Message:
+        if method not in (FORWARD, BACKWARD) or message.tensors:
+            return await self.trainer.stream(peer, method, message, timeout=30.0)
+        return Message(await self.trainer.call(peer, method, message.body, timeout=30.0))
+
+    async def forward(
+        self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, mode: Mode = MODE
+    ) -> Tensor:
+        """All stages' calls at once; the last one's output."""
+        route = route or self.route()
+        for stage, peer in enumerate(route):
+            await self.send(peer, FORWARD, self.forward_request(k, stage, route, x, mode))
+        ticket = Ticket(peer_id=route[-1], name=k.name(len(route) - 1, "forward"))
+        return (await self.tickets.fetch(ticket, timeout=30.0)).tensors[0]
+
+    async def backward(
+        self, k: CallKey, gradient: Tensor, *, route: Sequence[PeerId] | None = None, **changes: Any
+    ) -> list[CallReport]:
+        """All stages' calls; their reports, first stage first."""
+        route = route or self.route()
+        for stage in reversed(range(len(route))):
+            await self.send(route[stage], BACKWARD, self.backward_request(k, stage, route, gradient, **changes))
+        names = [Ticket(peer_id=peer, name=k.name(stage, "backward")) for stage, peer in enumerate(route)]
+        return [decode(await self.tickets.wait(name, timeout=30.0), CallReport) for name in names]
+
+    async def input_gradient(self, k: CallKey, peer: PeerId) -> Tensor | None:
+        message = await self.tickets.fetch(Ticket(peer_id=peer, name=k.name(0, "backward")), timeout=30.0)
+        return message.tensors[0] if decode(message.body, Computed).flags == [True] else None
+
+    async def cancel(self, k: CallKey, stage: int, direction: Direction, peer: PeerId) -> bool:
+        request = CancelRequest(key=k, stage_index=stage, direction=direction)
+        return decode(await self.trainer.call(peer, CANCEL, encode(request), timeout=30.0), CancelReply).added
+
+    async def through(
+        self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, weight: float = 1.0
+    ) -> Tensor:
+        """One microbatch forward and backward; the loss is half the sum of squares."""
+        output = await self.forward(k, x, route=route)
+        reports = await self.backward(k, output, route=route, weight=weight)
+        assert all(report.receipt for report in reports)
+        return output
+
+    # ------------------------------------------------------------------ whole steps
+
+    async def batch(self, *microbatches: Tensor) -> bool:
+        """A granted batch, its microbatches on one route after the other. Whether its step closes."""
+        grant = await self.steps.grant(sum(map(len, microbatches)))
+        done = []
+        for index, x in enumerate(microbatches):
+            k = key(grant.first, index, step=grant.step)
+            await self.through(k, x, route=self.route(index), weight=grant.weight)
+            done.append(k.receipt)
+        return await self.steps.done(grant.lease, done, hyperparameters=HYPERPARAMETERS)
+
+    async def step(self, *microbatches: Tensor) -> Record:
+        """A step of one batch."""
+        if not await self.batch(*microbatches):
+            await self.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
+        return await self.steps.record(self.steps.version)
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name; all replicas must have the same bytes."""
+        found: dict[str, Tensor] = {}
+        for server in self.servers.values():
+            for index in server.stepping.stages:
+                for name, tensor in server.stepping.stage(index).weights().items():
+                    assert torch.equal(found.setdefault(name, tensor), tensor)
+        return found
+
+
+def plain_steps(module: nn.Module, batches: Sequence[Sequence[Tensor]], *, divisors: Sequence[float]) -> None:
+    """The same on one machine: one optimizer step for each batch, its gradients' sum over `divisors`."""
+    optimizer = make_optimizer(module)
+    for microbatches, divisor in zip(batches, divisors, strict=True):
+        optimizer.zero_grad()
+        for x in microbatches:
+            (module(x).square().sum() / 2 / divisor).backward()
+        optimizer.step()

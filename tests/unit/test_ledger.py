@@ -1,0 +1,61 @@
+"""The ledger: each receipt once, and after the closing only what it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.server.ledger import Ledger
+from lightning_swarm.types import Receipt, from_bitmap, to_bitmap
+
+ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
+
+
+def filled(*receipts: Receipt) -> Ledger:
+    ledger = Ledger(step=3, attempt=1)
+    for receipt in receipts:
+        assert ledger.add(receipt) is True
+    return ledger
+
+
+def test_a_receipt_is_entered_once() -> None:
+    ledger = filled(ONE, TWO)
+    assert ledger.add(ONE) is False
+    assert ledger.holds(ONE)
+    assert not ledger.holds(THREE)
+
+
+def test_none_is_added_after_a_closing_that_does_not_name_it() -> None:
+    ledger = filled(ONE)
+    assert not ledger.frozen
+    ledger.freeze([ONE, TWO])
+    assert ledger.frozen
+    with pytest.raises(ProtocolError, match=r"step 3 is closed, .* microbatch \(4, 0, 0\)"):
+        ledger.add(THREE)
+    assert not ledger.holds(THREE)
+    assert ledger.add(TWO) is True
+    assert ledger.add(ONE) is False, "a repetition is harmless at any time"
+
+
+def test_a_frozen_ledger_adds_nothing_but_knows_what_it_holds() -> None:
+    ledger = filled(ONE)
+    ledger.freeze(())
+    assert ledger.add(ONE) is False
+    with pytest.raises(ProtocolError):
+        ledger.add(TWO)
+
+
+def test_the_bitmap_follows_the_counted_receipts() -> None:
+    held, num_unnamed = filled(THREE, ONE).bitmap([ONE, TWO, THREE])
+    assert from_bitmap(held, 3) == [True, False, True]
+    assert num_unnamed == 0
+    assert filled(THREE, ONE).bitmap([TWO]) == (b"\0", 2)
+    assert filled().bitmap([]) == (b"", 0)
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 64, 1001])
+def test_bitmaps_come_back(length: int) -> None:
+    flags = [i % 3 == 0 for i in range(length)]
+    assert from_bitmap(to_bitmap(flags), length) == flags
+    with pytest.raises(ProtocolError, match="must have"):
+        from_bitmap(to_bitmap(flags) + b"\0", length)

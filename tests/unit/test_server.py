@@ -1,0 +1,465 @@
+"""A server's data plane, by raw calls: the same key the same result, each gradient once, late calls refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replaced
+
+from lightning_swarm import membership, trees
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import (
+    Busy,
+    ConfigError,
+    InputMissing,
+    ProtocolError,
+    StageError,
+    SwarmError,
+    TicketGone,
+)
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.server.server import ADMIT, BACKWARD, FORWARD, LEAVE, LOAD, STATE
+from lightning_swarm.types import (
+    ForwardRequest,
+    Member,
+    Recompute,
+    StageManifest,
+    StageState,
+    StateRequest,
+    Ticket,
+    decode,
+    encode,
+)
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import LEAD, MODE, Swarm, key, make_module, plain_steps, rows
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def parameter_gradients(swarm: Swarm, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """For each stage, the sum of what one machine would get."""
+    module = make_module(len(swarm.rosters))
+    for x in inputs:
+        (module(x).square().sum() / 2).backward()
+    return [torch.cat([p.grad.flatten() for p in block.parameters() if p.grad is not None]) for block in module]
+
+
+def sums(swarm: Swarm, route: list[PeerId]) -> list[torch.Tensor]:
+    return [swarm.servers[peer].stepping.stage(i).gradient_sum.clone() for i, peer in enumerate(route)]
+
+
+@pytest.mark.parametrize("rosters", [("a", "b"), ("a", "b", "c"), ("a", "a", "a"), ("a",)])
+def test_forward_and_backward_give_what_one_machine_would(make_swarm: MakeSwarm, rosters: tuple[str, ...]) -> None:
+    swarm, x = make_swarm(*rosters), rows(1)
+
+    output = swarm.run(swarm.through(key(), x))
+
+    leaf = x.clone().requires_grad_()
+    expected = swarm.module(leaf)
+    (expected.square().sum() / 2).backward()
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(swarm.run(swarm.input_gradient(key(), swarm.route()[0])), leaf.grad)
+    for found, wanted in zip(sums(swarm, swarm.route()), parameter_gradients(swarm, x), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_gradient_enters_the_sum_times_its_weight(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    swarm.run(swarm.through(key(), x, weight=3.0))
+    for found, wanted in zip(sums(swarm, [A, B]), parameter_gradients(swarm, x), strict=True):
+        torch.testing.assert_close(found, 3 * wanted)
+
+
+def test_the_data_goes_from_peer_to_peer_and_not_through_the_trainer(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", "c")
+    swarm.run(swarm.through(key(), rows(1, 1000)))
+    b_to = swarm.servers[B]._transport.traffic.total_sent_bytes
+    activation_bytes = rows(1, 1000).nbytes
+    assert b_to(C) > activation_bytes
+    assert b_to(A) > activation_bytes
+    assert b_to(LEAD) < activation_bytes / 10
+
+
+def test_at_most_one_addition_per_key(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    output = swarm.run(swarm.through(key(), x))
+    before = swarm.state()
+
+    assert torch.equal(swarm.run(swarm.forward(key(), x)), output)
+    for _ in range(3):
+        swarm.run(swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output)))
+    for _ in range(3):
+        assert again_from_nothing(swarm, x, output) == [True, True]
+
+    assert swarm.state() == before
+
+
+def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> list[bool]:
+    """A backward that brings its inputs along, when the servers have forgotten everything."""
+    for server in swarm.servers.values():
+        server.cache.drop("")
+        server._tickets.drop(key().name(1, "backward"))
+        server._tickets.drop(key().name(0, "backward"))
+    structure, inputs = trees.flatten(((x,), {}))
+    first = Recompute(source=None, structure=structure)
+    source = Ticket(peer_id=A, name=key().name(0, "forward"))
+    later = Recompute(source=source, structure=trees.flatten((None, {}))[0])
+
+    async def go() -> list[bool]:
+        await swarm.send(B, BACKWARD, swarm.backward_request(key(), 1, [A, B], output, recompute=later))
+        message = swarm.backward_request(key(), 0, [A, B], output, recompute=first, tensors=inputs)
+        await swarm.send(A, BACKWARD, message)
+        return [report.receipt for report in await swarm.backward(key(), output)]
+
+    return swarm.run(go())
+
+
+def test_a_repeated_call_is_computed_once(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+
+    async def go() -> None:
+        await asyncio.gather(*(swarm.forward(key(), x) for _ in range(5)))
+
+    swarm.run(go())
+    assert [server.num_forwards for server in swarm.servers.values()] == [1, 1]
+
+
+def test_a_recomputation_from_nothing_gives_the_same_sum(make_swarm: MakeSwarm) -> None:
+    kept, x = make_swarm("a", "b"), rows(1)
+    output = kept.run(kept.through(key(), x))
+    lost = make_swarm("a", "b")
+    lost.run(lost.forward(key(), x))
+
+    assert again_from_nothing(lost, x, output) == [True, True]
+
+    for one, other in zip(sums(kept, [A, B]), sums(lost, [A, B]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_is_not_kept_is_asked_for(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b", limits=Limits(cache_bytes=0, call_timeout=30.0)), rows(1)
+    output = swarm.run(swarm.forward(key(), x))
+    before = swarm.state()
+    with pytest.raises(TicketGone, match="send its input along"):
+        swarm.run(swarm.backward(key(), output))
+    assert swarm.state() == before
+
+
+def test_recomputing_without_accumulating_adds_nothing(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    before = swarm.state()
+
+    output = swarm.run(swarm.forward(key(), x))
+    reports = swarm.run(swarm.backward(key(), output, accumulate=False))
+
+    assert [report.receipt for report in reports] == [False, False]
+    assert swarm.run(swarm.input_gradient(key(), A)) is not None
+    assert swarm.state() == before
+
+
+def test_an_evaluation_leaves_no_trace(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    before = swarm.state()
+    mode = type(MODE)(training=False, grad=False, default_dtype="float64")
+
+    output = swarm.run(swarm.forward(key(evaluation=True), x, mode=mode))
+
+    torch.testing.assert_close(output, swarm.module(x))
+    assert swarm.state() == before
+    assert all(server.cache.used_bytes == 0 for server in swarm.servers.values())
+    with pytest.raises(ProtocolError, match="a backward must belong"):
+        swarm.run(swarm.backward(key(evaluation=True), output))
+
+
+# ---------------------------------------------------------------------- cancelling
+
+
+def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    output = swarm.run(swarm.forward(key(), x))
+    before = swarm.state()
+
+    async def cancelled() -> bool:
+        # Its gradient never comes, so it waits.
+        await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A, B], output))
+        return await swarm.cancel(key(), 0, "backward", A)
+
+    assert swarm.run(cancelled()) is False
+    swarm.settle()
+    assert swarm.state() == before
+    with pytest.raises(TicketGone, match="send its input along"):  # it had taken what was kept
+        swarm.run(swarm.backward(key(), output))
+    assert again_from_nothing(swarm, x, output) == [True, True]
+
+
+def test_a_cancel_that_comes_too_late_says_so(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    swarm.run(swarm.through(key(), x))
+    before = swarm.state()
+
+    assert swarm.run(swarm.cancel(key(), 0, "backward", A)) is True
+    assert swarm.run(swarm.cancel(key(0, 1), 0, "backward", A)) is False
+    assert swarm.run(swarm.cancel(key(), 0, "forward", A)) is False
+
+    assert swarm.state() == before
+
+
+def test_nobody_who_waits_for_a_cancelled_call_is_sent_away(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b", "c"), rows(1)
+    route = swarm.route()
+
+    async def go() -> torch.Tensor:
+        for stage in (1, 2):
+            await swarm.send(route[stage], FORWARD, swarm.forward_request(key(), stage, route, x))
+        await asyncio.sleep(1.0)
+        assert await swarm.cancel(key(), 1, "forward", B) is False
+        return await swarm.forward(key(), x)
+
+    torch.testing.assert_close(swarm.run(go()), swarm.module(x))
+
+
+def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+
+    async def go() -> None:
+        for _ in range(3):
+            await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
+            assert len(swarm.servers[B]._calls) == 1
+            await swarm.cancel(key(), 1, "forward", B)
+            assert not swarm.servers[B]._calls
+
+    swarm.run(go())
+    torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
+
+
+# ---------------------------------------------------------------------- limits and failures
+
+
+def test_a_full_server_says_busy_but_takes_backwards_and_repetitions(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b", limits=Limits(max_pending_calls=1, call_timeout=30.0)), rows(1)
+    output = swarm.run(swarm.forward(key(0, 1), x))
+
+    async def go() -> None:
+        await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
+        await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
+        with pytest.raises(Busy):
+            await swarm.send(B, FORWARD, swarm.forward_request(key(0, 2), 1, [A, B], x))
+        assert all(report.receipt for report in await swarm.backward(key(0, 1), output))
+
+    swarm.run(go())
+
+
+def test_an_input_that_never_comes_blames_its_sender(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+
+    async def go() -> Message:
+        await swarm.send(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x))
+        return await swarm.tickets.fetch(Ticket(peer_id=B, name=key().name(1, "forward")), timeout=100.0)
+
+    with pytest.raises(InputMissing, match="did not come from a"):
+        swarm.run(go())
+
+
+def test_the_models_own_error_reaches_the_trainer_from_any_stage(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", "c")
+    before = swarm.state()
+    with pytest.raises(StageError, match="stage 0 raised RuntimeError on peer a"):
+        swarm.run(swarm.forward(key(), torch.ones(2, 17, dtype=torch.float64)))
+    assert swarm.state() == before
+    swarm.run(swarm.through(key(), rows(1)))  # a failure is not for good
+
+
+# ---------------------------------------------------------------------- late and foreign calls
+
+FOREIGN = {
+    "another generation": {"generation": 1},
+    "another attempt": {"attempt": 1},
+    "a step that was decided": {"step": 0},
+}
+
+
+@pytest.mark.parametrize("changes", FOREIGN.values(), ids=FOREIGN.keys())
+def test_forward_and_backward_share_version_and_attempt(make_swarm: MakeSwarm, changes: dict[str, int]) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    swarm.run(swarm.step(x))
+    foreign = key(**{"step": 1, **changes})
+    before = swarm.state()
+
+    with pytest.raises(ProtocolError):
+        swarm.run(swarm.forward(foreign, x))
+    for stage, peer in enumerate("ab"):
+        message = swarm.backward_request(foreign, stage, [A, B], x)
+        with pytest.raises(ProtocolError):
+            swarm.run(swarm.send(PeerId(peer), BACKWARD, message))
+        with pytest.raises(ProtocolError):
+            swarm.run(swarm.cancel(foreign, stage, "backward", PeerId(peer)))
+
+    swarm.settle()
+    assert swarm.state() == before
+
+
+def test_a_call_of_a_later_step_waits_for_its_weights(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+
+    async def go() -> torch.Tensor:
+        early = asyncio.create_task(swarm.forward(key(step=1), x))
+        await swarm.step(x)
+        return await early
+
+    output = swarm.run(go())
+    plain_steps(swarm.module, [[x]], divisors=[1.0])
+    torch.testing.assert_close(output, swarm.module(x))
+
+
+def test_a_backward_of_a_later_step_is_refused(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a"), rows(1)
+    structure, inputs = trees.flatten(((x,), {}))
+    again = Recompute(source=None, structure=structure)
+    before = swarm.state()
+    for accumulate in (True, False):
+        message = swarm.backward_request(key(step=1), 0, [A], x, accumulate=accumulate, recompute=again, tensors=inputs)
+        with pytest.raises(ProtocolError, match="open step 0"):
+            swarm.run(swarm.send(A, BACKWARD, message))
+    assert swarm.state() == before
+
+
+def test_a_stage_that_a_peer_does_not_hold_is_refused(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    for stage in (1, 2, 10**6):
+        request = swarm.forward_request(key(), 0, [A, B], x)
+        body = encode(replaced(decode(request.body, ForwardRequest), stage_index=stage))
+        with pytest.raises(ProtocolError, match="this peer serves the stages"):
+            swarm.run(swarm.send(A, FORWARD, Message(body, request.tensors)))
+
+
+BAD_BACKWARDS: dict[str, dict[str, Any]] = {
+    "NaN weight": {"weight": math.nan},
+    "infinite weight": {"weight": math.inf},
+    "negative weight": {"weight": -1.0},
+    "no gradients kept": {"mode": type(MODE)(training=True, grad=False)},
+    "more gradients named than came": {"present": [True, True]},
+    "more tensors than named": {"tensors": [torch.ones(1)]},
+}
+
+
+@pytest.mark.parametrize("changes", BAD_BACKWARDS.values(), ids=BAD_BACKWARDS.keys())
+def test_a_malformed_backward_adds_nothing(make_swarm: MakeSwarm, changes: dict[str, Any]) -> None:
+    swarm, x = make_swarm("a"), rows(1)
+    output = swarm.run(swarm.forward(key(), x))
+    before = swarm.state()
+    with pytest.raises(ProtocolError):
+        swarm.run(swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A], output, **dict(changes))))
+    swarm.settle()
+    assert swarm.state() == before
+    assert swarm.run(swarm.backward(key(), output))[0].receipt, "a refused call took what the right one needs"
+
+
+@pytest.mark.parametrize(
+    "gradient", [torch.ones(2, 9).double(), torch.ones(3).double(), torch.ones(2, 3), torch.ones(2, 3).int()]
+)
+def test_a_gradient_of_the_wrong_shape_or_dtype_adds_nothing(make_swarm: MakeSwarm, gradient: torch.Tensor) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    swarm.run(swarm.forward(key(), x))
+    before = swarm.state()
+    with pytest.raises(SwarmError, match="got a gradient of shape"):
+        swarm.run(swarm.backward(key(), gradient))
+    swarm.settle()
+    assert swarm.state() == before
+
+
+# ---------------------------------------------------------------------- entering the run, reading
+
+
+def test_nothing_is_computed_with_weights_that_are_not_the_starters(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", admit=False), rows(1)
+    with pytest.raises(ProtocolError, match="not admitted"):
+        swarm.run(swarm.forward(key(), x))
+    swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
+    with pytest.raises(ProtocolError, match="no weights yet"):
+        swarm.run(swarm.forward(key(), x))
+    with pytest.raises(ProtocolError, match="already"):
+        swarm.run(membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
+    swarm.run(membership._load(swarm.trainer, A, swarm.stages[0], timeout=1.0))
+    torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
+
+
+def test_two_admissions_at_once_admit_once(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", admit=False)
+
+    async def go() -> list[Any]:
+        calls = (swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0) for _ in range(2))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, second = swarm.run(go())
+    assert first == b""
+    assert isinstance(second, ProtocolError)
+
+
+def test_weights_change_only_by_records(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match="initial weights already"):
+        swarm.run(membership._load(swarm.trainer, A, swarm.stages[0], timeout=1.0))
+    assert swarm.state() == before
+
+
+def of_another_model(stage: StageManifest) -> StageManifest:
+    (name, shape, dtype), *others = stage.parameters
+    return replaced(stage, parameters=[(name, [*shape, 1], dtype), *others])
+
+
+REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]]]] = {
+    "version": ("`protocol_version` is 99 there", lambda stage: {"protocol_version": 99}),
+    "sender": ("comes from its lead", lambda stage: {"lead": A}),
+    "boot id": ("restarted", lambda stage: {"stages": [replaced(stage, roster=[Member(peer_id=A, boot_id=1)])]}),
+    "parameters": ("stage 0 differs in", lambda stage: {"stages": [of_another_model(stage)]}),
+    "blocks": ("has 1 blocks", lambda stage: {"stages": [replaced(stage, end_block=2)]}),
+    "absurd blocks": ("has 1 blocks", lambda stage: {"stages": [replaced(stage, end_block=10**18)]}),
+    "no stages": ("must cover blocks", lambda stage: {"stages": []}),
+    "target": ("target_batch_size", lambda stage: {"target_batch_size": 0}),
+    "clipping": ("gradient_clip_norm", lambda stage: {"gradient_clip_norm": math.nan}),
+}
+
+
+@pytest.mark.parametrize(("words", "change"), REFUSED_MANIFESTS.values(), ids=REFUSED_MANIFESTS.keys())
+def test_a_manifest_that_does_not_fit_is_refused(
+    make_swarm: MakeSwarm, words: str, change: Callable[[StageManifest], dict[str, Any]]
+) -> None:
+    swarm = make_swarm("a", admit=False)
+    changed = replaced(swarm.manifest, **change(swarm.manifest.stages[0]))
+    with pytest.raises((ProtocolError, ConfigError), match=words):
+        swarm.run(swarm.trainer.call(A, ADMIT, encode(changed), timeout=1.0))
+    assert not swarm.servers[A].stepping.stages
+    swarm.run(membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
+
+
+def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    stranger = swarm.network.transport("stranger")
+    state = StageState(stage_index=0, step=0, names=[], structure=None)
+    with pytest.raises(ProtocolError, match="come from the lead"):
+        swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
+    with pytest.raises(ProtocolError, match="ends the run"):
+        swarm.run(stranger.call(A, LEAVE, b"", timeout=1.0))
+    assert not swarm.servers[A].left.is_set()
+    swarm.run(swarm.trainer.call(A, LEAVE, b"", timeout=1.0))
+    assert swarm.servers[A].left.is_set()
+
+
+def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b"), rows(1)
+    swarm.run(swarm.step(x))
+
+    def read(step: int) -> Message:
+        request = StateRequest(stage_index=0, step=step, optimizer=False)
+        return swarm.run(swarm.trainer.stream(A, STATE, Message(encode(request)), timeout=100.0))
+
+    assert len(read(1).tensors) == 2
+    for step in (0, 2):
+        with pytest.raises(SwarmError, match="at version 1"):
+            read(step)
