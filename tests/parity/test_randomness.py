@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tests.parity.harness import assert_exact, run_plain, run_swarm
+from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 
 STEPS = 15
@@ -39,6 +39,20 @@ def test_the_seed_of_the_script_decides_the_draws() -> None:
     other = run_swarm(with_dropout, loader(digits()), max_steps=2, callbacks=[_Reseed()])
     assert first.losses[0] == pytest.approx(again.losses[0], rel=1e-12)
     assert first.losses[0] != pytest.approx(other.losses[0], rel=1e-6)
+
+
+def test_the_seed_of_the_network_replays_a_run() -> None:
+    def routes(run: SwarmRun) -> list[list[list[bytes]]]:
+        """For each step and stage, which replica held which microbatch."""
+        return [[stage.holders for stage in record.closing.stages] for record in run.records]
+
+    first, again, other = (
+        run_swarm(with_dropout, loader(digits()), num_servers=4, seed=seed, max_steps=STEPS) for seed in (0, 0, 1)
+    )
+    assert again.losses == first.losses
+    assert all(torch.equal(again.weights[name], tensor) for name, tensor in first.weights.items())
+    assert routes(again) == routes(first)
+    assert routes(other) != routes(first)
 
 
 class _Reseed(L.Callback):
