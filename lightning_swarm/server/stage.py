@@ -170,8 +170,10 @@ class Stage:
         num_groups, num_given = len(self.optimizer.param_groups), len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
-        if any("params" in values for values in record.hyperparameters):
-            raise ProtocolError(f"record {record.step} names parameters among the hyperparameters")
+        for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=False):
+            wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
+            if wrong:
+                raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {sorted(wrong)}")
 
     def apply(self, record: Record, mean_gradient: Tensor, touched: Sequence[bool]) -> None:
         """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
@@ -262,6 +264,19 @@ class Stage:
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.trainable]
         return [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)]
+
+
+def _fits(own: object, new: object) -> bool:
+    """Whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
+    if isinstance(own, (list, tuple)):
+        if not isinstance(new, list) or len(new) != len(own):
+            return False
+        return all(_fits(one, other) for one, other in zip(own, new, strict=True))
+    if isinstance(own, (bool, str)):
+        return type(new) is type(own)
+    if isinstance(own, (int, float, Tensor)):
+        return isinstance(new, (int, float)) and not isinstance(new, bool)
+    return True
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -1,0 +1,405 @@
+"""Malformed messages to every handler: each gets an error that says so, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from lightning_swarm import trees
+from lightning_swarm.errors import ProtocolError, SwarmError
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.server.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
+from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
+from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
+from lightning_swarm.types import (
+    BatchDone,
+    CancelRequest,
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    GrantRequest,
+    Proposal,
+    Receipt,
+    Recompute,
+    Record,
+    RecordRequest,
+    StageClosing,
+    StageState,
+    StateRequest,
+    Wire,
+    decode,
+    encode,
+)
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
+
+A, B = PeerId("a"), PeerId("b")
+COUNTED: list[Receipt] = [(0, 0, 0)]
+CALL, STREAM = "call", "stream"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A message that is in place, and how to come to where it is."""
+
+    kind: str
+    method: str
+    message: Callable[[Swarm], Message]
+    target: PeerId = B
+    caller: PeerId = LEAD
+    phase: str = "open"
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} ({self.kind})"
+
+    def send(self, swarm: Swarm, message: Message) -> Message:
+        transport = swarm.trainer if self.caller == LEAD else swarm.servers[self.caller]._transport
+        if self.kind == STREAM:
+            return swarm.run(transport.stream(self.target, self.method, message, timeout=100.0))
+        return Message(swarm.run(transport.call(self.target, self.method, message.body, timeout=100.0)))
+
+    def prepared(self, make_swarm: MakeSwarm) -> Swarm:
+        """A batch of one microbatch was granted; its forward is through; then as `phase` says."""
+        swarm = make_swarm("a", "b", admit=self.phase not in ("new", "admitted"))
+        if self.phase == "admitted":
+            swarm.run(swarm.trainer.call(B, ADMIT, encode(swarm.manifest), timeout=1.0))
+        if self.phase in ("new", "admitted"):
+            return swarm
+        swarm.run(swarm.steps.grant(2))
+        output = swarm.run(swarm.forward(key(), rows(1)))
+        if self.phase == "open":
+            return swarm
+        swarm.run(swarm.backward(key(), output))
+        if self.phase == "through":
+            return swarm
+        for peer in (A, B):
+            swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
+        if self.phase == "averaged":
+            body = encode(closing(swarm))
+            swarm.run(swarm.servers[A]._transport.call(B, AVERAGE, body, timeout=1.0))
+        return swarm
+
+
+def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
+    return lambda swarm: Message(encode(record(swarm)))
+
+
+FREEZING = FreezeRequest(generation=0, step=0, attempt=0, counted=COUNTED)
+
+
+def closing(swarm: Swarm) -> Closing:
+    stages = [StageClosing(roster=[swarm.members[peer]], holders=[b"\x01"], touched=b"\x03") for peer in swarm.route()]
+    return Closing(
+        generation=0, step=0, attempt=0, round=0, counted=COUNTED, num_samples=2, total_weight=1.0, stages=stages
+    )
+
+
+def record(swarm: Swarm) -> Record:
+    return Record(
+        closing=closing(swarm),
+        outcome="apply",
+        squared_norm=1.0,
+        clip_factor=1.0,
+        hyperparameters=HYPERPARAMETERS,
+        next_roster=[],
+        next_voters=[],
+    )
+
+
+def done(swarm: Swarm) -> BatchDone:
+    return BatchDone(
+        step=0,
+        lease=1,
+        completed=COUNTED,
+        withdrawn=False,
+        close=False,
+        total_weight=None,
+        hyperparameters=HYPERPARAMETERS,
+    )
+
+
+def weights(swarm: Swarm) -> Message:
+    tensors = {name: parameter.detach() for name, parameter in swarm.stages[1].named_stage_parameters()}
+    state = StageState(stage_index=1, step=0, names=list(tensors), structure=None)
+    return Message(encode(state), tuple(tensors.values()))
+
+
+def from_nothing(swarm: Swarm) -> Message:
+    structure, tensors = trees.flatten(((rows(1),), {}))
+    again = Recompute(source=None, structure=structure)
+    return swarm.backward_request(key(), 1, [A, B], rows(2), recompute=again, tensors=tensors)
+
+
+def cancelling(swarm: Swarm) -> CancelRequest:
+    return CancelRequest(key=key(), stage_index=1, direction="forward")
+
+
+SAMPLES = [
+    Sample(CALL, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
+    Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
+    Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
+    Sample(STREAM, LOAD, weights, phase="admitted"),
+    Sample(CALL, LEAVE, lambda _: Message()),
+    Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
+    Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),
+    Sample(STREAM, BACKWARD, from_nothing),
+    Sample(CALL, BACKWARD, lambda swarm: swarm.backward_request(key(), 0, [A, B], rows(2)), target=A),
+    Sample(CALL, CANCEL, plain(cancelling)),
+    Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, optimizer=True))),
+    Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
+    Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
+    Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
+    Sample(CALL, PROPOSE, plain(lambda s: Proposal(term=(1, A), record=record(s))), caller=A, phase="averaged"),
+    Sample(CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2)), target=A),
+    Sample(CALL, DONE, plain(done), target=A),
+    Sample(CALL, RECORD, plain(lambda _: RecordRequest(step=0)), target=A),
+]
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
+
+
+def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
+    transports = [server._transport for server in make_swarm("a", "b").servers.values()]
+    calls = {(CALL, method) for one in transports for method in one._call_handlers}  # type: ignore[attr-defined]
+    streams = {(STREAM, method) for one in transports for method in one._stream_handlers}  # type: ignore[attr-defined]
+    assert calls | streams == {(sample.kind, sample.method) for sample in SAMPLES}
+
+
+@every_sample
+def test_the_samples_are_in_place(make_swarm: MakeSwarm, sample: Sample) -> None:
+    swarm = sample.prepared(make_swarm)
+    if sample.method == RECORD:
+        swarm.run(swarm.steps.done(1, [], withdrawn=True, close=True, hyperparameters=HYPERPARAMETERS))
+    sample.send(swarm, sample.message(swarm))
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All places in nested containers, with what is there."""
+    if path:
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in items:
+        yield from paths(child, (*path, name))
+
+
+def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = with_value(value[path[0]], path[1:], new)
+    return copied
+
+
+def no_messages(body: bytes) -> Iterator[bytes]:
+    """What cannot be a message of any kind, and what lacks, exceeds or confuses the fields of this one."""
+    yield from (body[:length] for length in range(0, len(body), max(1, len(body) // 12)))
+    yield body + b"\0"
+    yield b"\xc1"
+    yield b"\x91" * 100_000
+    yield b"\xdd\xff\xff\xff\xff"
+    yield from map(msgspec.msgpack.encode, ([], 0, "x", b"x", None, True, [1, 2], {"unknown": 1}))
+    fields = msgspec.msgpack.decode(body)
+    yield msgspec.msgpack.encode({**fields, "unknown": 1})
+    defaults = {"evaluation", "input_grad", "autocast", "default_dtype", "deterministic", "anomaly", "recompute"}
+    for path, value in paths(fields):
+        if path[0] in ("structure", "hyperparameters") or path[:2] == ("recompute", "structure"):
+            continue  # free form
+        if isinstance(value, dict):
+            yield from (
+                msgspec.msgpack.encode(with_value(fields, path, {n: v for n, v in value.items() if n != name}))
+                for name in value.keys() - defaults
+                if "hyperparameters" not in path
+            )
+        if not {"hyperparameters", "structure"} & set(path):
+            yield msgspec.msgpack.encode(with_value(fields, path, msgspec.msgpack.Ext(5, b"x")))
+            yield msgspec.msgpack.encode(with_value(fields, path, {1: []}))
+
+
+def suspicious(body: bytes) -> Iterator[bytes]:
+    """What may be a message by chance: flipped bits, numbers at the ends of their range."""
+    rng = random.Random(0)
+    for _ in range(60):
+        flipped = bytearray(body)
+        flipped[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        yield bytes(flipped)
+    fields = msgspec.msgpack.decode(body)
+    for path, value in paths(fields):
+        news: tuple[Any, ...] = ()
+        if isinstance(value, float):
+            news = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e308, 5e-324)
+        elif isinstance(value, int):
+            news = (-1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), True)
+        elif isinstance(value, str):
+            news = ("", "x" * 1000, "g0.s0.a0.t0+0.c0/1/forward", "a", "\0")
+        elif isinstance(value, list):
+            news = ([], value * 2, [*value, None], [[]])
+        elif isinstance(value, bytes):
+            news = (b"", value * 100, bytes(len(value)))
+        yield from (msgspec.msgpack.encode(with_value(fields, path, new)) for new in news)
+        yield msgspec.msgpack.encode(with_value(fields, path, None))
+
+
+def refused(swarm: Swarm, sample: Sample, message: Message) -> bool:
+    """Send it. If it is refused: by an error that was foreseen, and without any change."""
+    before = swarm.state()
+    error: SwarmError | None = None
+    try:
+        sample.send(swarm, message)
+    except SwarmError as caught:
+        error = caught
+    if error is None:
+        return False
+    assert "internal error" not in str(error)
+    assert type(error) is not SwarmError
+    assert swarm.state() == before, f"it raised {error!r}, and changed something"
+    return True
+
+
+@every_sample
+def test_what_is_no_message_is_refused_and_changes_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    bodies = list(no_messages(message.body)) if message.body else [b"\0", b"\x80", b"x" * 1000]
+    before = swarm.state()
+    for body in bodies:
+        with pytest.raises(ProtocolError):
+            sample.send(swarm, Message(body, message.tensors))
+    swarm.settle()
+    assert swarm.state() == before
+    if sample.method != RECORD:
+        sample.send(swarm, message)
+
+
+@every_sample
+def test_suspicious_messages_do_no_harm(make_swarm: MakeSwarm, sample: Sample) -> None:
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    num_refused = 0
+    for body in suspicious(message.body) if message.body else ():
+        if refused(swarm, sample, Message(body, message.tensors)):
+            num_refused += 1
+        else:
+            swarm.settle()  # what it set off raises when the swarm is closed, if it is a bug
+            swarm = sample.prepared(make_swarm)
+    assert num_refused > 10 or not message.body
+
+
+STRUCTURES: list[Any] = [
+    [],
+    7,
+    "x",
+    None,
+    {},
+    ["tensor", 0],
+    ["tuple", ["tensor", 0]],
+    ["tuple", ["tensor", 0], ["tensor", 0]],
+    ["tuple", ["tuple", ["tensor", 0], ["tensor", 1]], {}],
+    ["tuple", ["tuple", ["tensor", -1]], {}],
+    ["tuple", ["tuple"], {}],
+    ["tuple", ["tuple", ["tensor", 0]], {1: None}],
+    ["tuple", ["tuple", ["tensor", 0]], []],
+    ["tuple", ["list", ["tensor", 0]], {}],
+    ["tuple", None, {"x": ["tensor", 0]}],
+    ["tuple", ["tuple", ["tensor", True]], {}],
+    ["list", ["tuple", ["tensor", 0]], {}],
+    ["pickle", "os.system"],
+    msgspec.msgpack.Ext(5, b"x"),
+]
+deep: Any = ["tensor", 0]
+for _ in range(100):
+    deep = ["tuple", deep]
+STRUCTURES.append(["tuple", ["tuple", deep], {}])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=range(len(STRUCTURES)))
+def test_a_malformed_structure_is_refused(make_swarm: MakeSwarm, structure: Any) -> None:
+    for method, path in (FORWARD, ("structure",)), (BACKWARD, ("recompute", "structure")):
+        sample = next(one for one in SAMPLES if (one.kind, one.method) == (STREAM, method))
+        swarm = sample.prepared(make_swarm)
+        message = sample.message(swarm)
+        body = msgspec.msgpack.encode(with_value(msgspec.msgpack.decode(message.body), path, structure))
+        before = swarm.state()
+        with pytest.raises(ProtocolError):
+            sample.send(swarm, Message(body, message.tensors))
+        swarm.settle()
+        assert swarm.state() == before
+
+
+@every_sample
+def test_too_few_or_too_many_tensors_are_refused(make_swarm: MakeSwarm, sample: Sample) -> None:
+    if sample.kind == CALL:
+        return
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    for tensors in message.tensors[:-1], (*message.tensors, rows(3)), message.tensors * 3:
+        if len(tensors) != len(message.tensors):
+            with pytest.raises(ProtocolError):
+                sample.send(swarm, Message(message.body, tensors))
+    sample.send(swarm, message)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: t[:1], lambda t: t[None], lambda t: t.long()])
+def test_weights_of_another_shape_or_dtype_are_refused(
+    make_swarm: MakeSwarm, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == LOAD)
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match="has shape"):
+        sample.send(swarm, Message(message.body, (*message.tensors[:-1], change(message.tensors[-1]))))
+    assert swarm.state() == before
+
+
+@every_sample
+def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
+    """What only the lead or the coordinator may say changes nothing from anyone else."""
+    if sample.method in (WAIT_METHOD, FETCH_METHOD, FORWARD, BACKWARD, CANCEL, STATE, GRANT, RECORD, LEAVE):
+        return
+    swarm = sample.prepared(make_swarm)
+    stranger = swarm.network.transport("stranger")
+    message = sample.message(swarm)
+    before = swarm.state()
+    if sample.kind == STREAM:
+        asking: Coroutine[Any, Any, Any] = stranger.stream(sample.target, sample.method, message, timeout=1.0)
+    else:
+        asking = stranger.call(sample.target, sample.method, message.body, timeout=1.0)
+    with pytest.raises(ProtocolError):
+        swarm.run(asking)
+    assert swarm.state() == before
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e200])
+def test_a_gradient_that_is_not_finite_skips_the_step_in_all_stages(make_swarm: MakeSwarm, value: float) -> None:
+    swarm = make_swarm("a", "b", clip=1.0)
+    start = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+
+    async def poisoned() -> Record:
+        grant = await swarm.steps.grant(2)
+        output = await swarm.forward(key(), rows(1))
+        await swarm.backward(key(), torch.full_like(output, value))
+        await swarm.steps.done(grant.lease, COUNTED, close=True, hyperparameters=HYPERPARAMETERS)
+        return await swarm.steps.record(0)
+
+    decided = swarm.run(poisoned())
+
+    assert decided.outcome == "skip"
+    assert not math.isfinite(decided.squared_norm)
+    for name, tensor in swarm.weights().items():
+        assert torch.equal(tensor, start[name])
+    assert all(stage.stepping.version == 1 for stage in swarm.servers.values())
+    assert swarm.run(swarm.step(rows(1))).outcome == "apply", "a skipped step leaves nothing behind"
+
+
+def test_a_freeze_reads_every_ledger(make_swarm: MakeSwarm) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == FREEZE)
+    swarm = sample.prepared(make_swarm)
+    (ledger,) = decode(sample.send(swarm, sample.message(swarm)).body, FreezeReply).ledgers
+    assert (ledger.stage_index, ledger.held, ledger.num_unnamed, ledger.touched) == (1, b"\x01", 0, b"\x03")
