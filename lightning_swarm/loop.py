@@ -41,6 +41,12 @@ class SwarmOptimization(_AutomaticOptimization):
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         self.stepped = False
+        if self.pending_samples and self._target_batch_size is None and self._begins_window(batch_idx):
+            _log.warning(
+                "`on_train_batch_start` ended the epoch in the middle of a step: the %d samples of a window that was "
+                "cut off count in the next step; the plain Trainer forgets them.",
+                self.pending_samples,
+            )
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
         self._session.begin_batch(num_samples)
         closure = self._make_closure(kwargs, optimizer, batch_idx)
@@ -91,6 +97,9 @@ class SwarmOptimization(_AutomaticOptimization):
         max_epochs = self.trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
         return last_of_epoch and last_epoch and self.pending_samples > 0
+
+    def _begins_window(self, batch_idx: int) -> bool:
+        return batch_idx % self.trainer.accumulate_grad_batches == 0
 
     def _give_back(self) -> None:
         """`training_step` or its backward raised: the exception goes on, and the batch must not count."""
