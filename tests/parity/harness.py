@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
 from lightning_swarm.status import SwarmStatus
+from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types import Record
 from tests.parity.models import Net, make_optimizer, make_schedule
@@ -24,7 +25,9 @@ from tests.parity.models import Net, make_optimizer, make_schedule
 LOSS_TOLERANCE = 1e-11
 WEIGHT_TOLERANCE = 1e-10
 
-_QUIET: dict[str, Any] = {
+_OF_THE_STRATEGY = {"seed", "latency_s", *inspect.signature(SwarmStrategy).parameters}
+
+QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
     "enable_checkpointing": False,
@@ -133,26 +136,23 @@ def run_swarm(
     *validation: DataLoader[Any],
     num_stages: int = 2,
     num_servers: int = 2,
-    microbatch_size: int | None = 3,
-    target_batch_size: int | None = None,
-    seed: int = 0,
-    limits: Limits | None = None,
-    split: Literal["parameters"] | Sequence[str] = "parameters",
-    gather_on_end: bool = True,
-    **trainer: Any,
+    **options: Any,
 ) -> SwarmRun:
-    """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal."""
-    strategy = InMemoryStrategy(
-        num_stages=num_stages,
-        microbatch_size=microbatch_size,
-        target_batch_size=target_batch_size,
-        seed=seed,
-        limits=limits,
-        split=split,
-        gather_on_end=gather_on_end,
-        shared=getattr(make_module(), "shared", ()),
-    )
-    plain, watch = _run(make_module, data, validation, strategy, {"devices": num_servers, **trainer})
+    """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal.
+
+    Args:
+        make_module: As in `run_plain`.
+        data: As in `run_plain`.
+        validation: As in `run_plain`.
+        num_stages: Of the model.
+        num_servers: That hold them.
+        options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
+    """
+    swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
+    swarm = {"microbatch_size": 3, "shared": getattr(make_module(), "shared", ()), **swarm}
+    strategy = InMemoryStrategy(num_stages=num_stages, **swarm)
+    options["devices"] = num_servers + (swarm.get("role") == "trainer")
+    plain, watch = _run(make_module, data, validation, strategy, options)
     assert watch.status is not None
     run = SwarmRun(
         **vars(plain),
@@ -263,15 +263,15 @@ def _run(
     watch = _Watch()
     callbacks = [*options.pop("callbacks", []), watch]
     ckpt_path = options.pop("ckpt_path", None)
-    with _quiet_warnings():
-        trainer = L.Trainer(**{**_QUIET, **options}, strategy=strategy, callbacks=callbacks)
+    with quiet_warnings():
+        trainer = L.Trainer(**{**QUIET, **options}, strategy=strategy, callbacks=callbacks)
         trainer.fit(module, data, list(validation) or None, ckpt_path=ckpt_path)
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return Run(module, trainer, watch.losses, watch.learning_rates, watch.global_steps, watch.norms, weights), watch
 
 
 @contextmanager
-def _quiet_warnings() -> Iterator[None]:
+def quiet_warnings() -> Iterator[None]:
     """Lightning's hints about runs as short as these."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The number of training batches")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import pytest
+import torch
+from typing_extensions import override
 
 from tests.parity.harness import (
     Run,
@@ -20,7 +23,7 @@ from tests.parity.harness import (
     run_plain_loop,
     run_swarm,
 )
-from tests.parity.models import MODELS, NUM_STEPS, Net, Recipe, loader
+from tests.parity.models import MODELS, NUM_STEPS, DigitsMLP, Net, Recipe, digits, loader
 
 CLIP_NORMS = {"digits": 1.0, "gpt": 0.5, "gpt-losses": 0.5, "trees": 0.25}
 
@@ -148,6 +151,47 @@ def _run_both(cell: Cell) -> tuple[Run, SwarmRun]:
     assert sum(sizes) == max_epochs * len(data())
     assert min(sizes[:-1]) >= target > sizes[-1]
     return reference, run
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatch_size": None, "num_servers": 3},
+        {"microbatch_size": 1, "num_servers": 4},
+        {"microbatch_size": 7, "num_stages": 3},
+        {"latency_s": 0.2, "num_stages": 3, "num_servers": 4},
+        {"role": "trainer", "num_servers": 3},
+        {"role": "trainer", "num_stages": 4, "num_servers": 1},
+        {"split": ["0", "5"]},
+    ],
+    ids=str,
+)
+def test_other_wirings(options: dict[str, Any]) -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=9)
+    assert_exact(run_swarm(DigitsMLP, loader(digits()), max_steps=9, **options), plain)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+        partial(torch.optim.AdamW, lr=1e-2, fused=True),
+        partial(torch.optim.NAdam, lr=1e-2),
+        partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+        partial(torch.optim.Adafactor, lr=1e-2),
+        partial(torch.optim.Rprop, lr=1e-3),
+        partial(torch.optim.SGD, lr=torch.tensor(1e-2), momentum=0.9, nesterov=True),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_other_optimizers(make_optimizer: Any) -> None:
+    class Digits(DigitsMLP):
+        @override
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.parameters())
+
+    plain = run_plain(Digits, loader(digits()), max_steps=15)
+    assert_exact(run_swarm(Digits, loader(digits()), max_steps=15, num_servers=4), plain)
 
 
 def test_any_two_values_meet_in_the_table() -> None:

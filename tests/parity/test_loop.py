@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,22 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import (
     LOSS_TOLERANCE,
+    QUIET,
     WEIGHT_TOLERANCE,
     assert_exact,
+    quiet_warnings,
     run_plain,
     run_plain_loop,
     run_swarm,
 )
-from tests.parity.models import DigitsMLP, Net, Recipe, Trees, digits, loader, make_optimizer, records
+from tests.parity.models import BATCH_SIZE, DigitsMLP, Net, Recipe, Trees, digits, loader, make_optimizer, records
 
 STEPS = 9
 
@@ -110,6 +113,116 @@ def test_samples_weigh_equally_with_a_target() -> None:
     assert_exact(swarm, reference)
     for name, tensor in whole.weights.items():
         torch.testing.assert_close(swarm.weights[name], tensor, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class Endless(IterableDataset[Any]):
+    """Has no length: the Trainer learns that an epoch is over when it is."""
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(digits())
+
+
+def test_data_without_a_length() -> None:
+    options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": 3}
+    plain = run_plain(scheduled, DataLoader(Endless(), BATCH_SIZE), **options)
+    assert_exact(run_swarm(scheduled, DataLoader(Endless(), BATCH_SIZE), **options), plain)
+    target: dict[str, Any] = {"max_epochs": 3, "target_batch_size": 20}
+    reference = run_plain_loop(scheduled, loader(digits()), **target)
+    assert_exact(run_swarm(scheduled, DataLoader(Endless(), BATCH_SIZE), **target), reference)
+
+
+class StopInMidWindow(L.Callback):
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.fit_loop.total_batch_idx == 11
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_epochs": 3, "limit_train_batches": 5},
+        {"max_epochs": 3, "overfit_batches": 2},
+        {"max_epochs": 5, "callbacks": [StopInMidWindow()]},
+        {"fast_dev_run": 4},
+    ],
+    ids=str,
+)
+def test_epochs_that_are_cut_short(options: dict[str, Any]) -> None:
+    options = {"accumulate_grad_batches": 3, **options}
+    plain = run_plain(scheduled, loader(digits()), **options)
+    assert_exact(run_swarm(scheduled, loader(digits()), **options), plain)
+
+
+def test_a_window_that_a_hook_cuts_off_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    class EndsItsEpochs(DigitsMLP):
+        @override
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 4 else None
+
+    run_swarm(EndsItsEpochs, loader(digits()), max_epochs=2, accumulate_grad_batches=3)
+    assert "8 samples of a window that was cut off count in the next step" in caplog.text
+
+
+class OnPlateau(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self, self.recipe)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+
+def test_a_schedule_by_what_validation_found() -> None:
+    # Validation falls into the middle of accumulation windows.
+    options = {"max_epochs": 4, "accumulate_grad_batches": 3, "val_check_interval": 2}
+    plain = run_plain(OnPlateau, loader(digits()), loader(digits(), 20), **options)
+    swarm = run_swarm(OnPlateau, loader(digits()), loader(digits(), 20), **options)
+    assert_exact(swarm, plain)
+    assert swarm.learning_rates == plain.learning_rates
+    assert len(set(plain.learning_rates)) > 1
+
+
+class PoisonedOnce(DigitsMLP):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.global_step != 2 else loss * float("nan")
+
+
+class LeftOutOnce(DigitsMLP):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if self.global_step != 2 else None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_gradient_that_is_not_finite_skips_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    without = run_plain(LeftOutOnce, loader(digits()), max_steps=STEPS)
+    swarm = run_swarm(PoisonedOnce, loader(digits()), max_steps=STEPS, num_servers=4)
+    assert [record.outcome for record in swarm.records] == ["apply", "apply", "skip", *(STEPS - 3) * ["apply"]]
+    assert "Step 2 was skipped in all stages" in caplog.text
+    for name, tensor in without.weights.items():
+        torch.testing.assert_close(swarm.weights[name], tensor, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+def test_fitting_twice() -> None:
+    weights = []
+    for strategy, devices in (("auto", 1), (InMemoryStrategy(num_stages=2, microbatch_size=3), 3)):
+        torch.manual_seed(0)
+        module = scheduled()
+        trainer = L.Trainer(**{**QUIET, "devices": devices, "strategy": strategy, "max_epochs": 2})
+        with quiet_warnings():
+            trainer.fit(module, loader(digits()))
+            trainer.fit_loop.max_epochs = 4
+            trainer.fit(module, loader(digits()))
+        assert trainer.global_step == 28
+        weights.append(module.state_dict())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
 # ---------------------------------------------------------------------- checkpoints
