@@ -248,6 +248,10 @@ class _Watch(L.Callback):
         self.num_microbatches = session.pipeline.num_microbatches
         self.rerouted = session.pipeline.link.count.copy()
         assert_replicas_equal(trainer.strategy)
+        loop = trainer.strategy._loop
+        assert loop is not None
+        if not loop.pending_samples:
+            assert_nothing_kept(trainer.strategy)
         self.norms = [record.squared_norm**0.5 for record in self.records]
 
 
@@ -287,6 +291,14 @@ def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
             for index in peer.server.stepping.stages:
                 by_stage.setdefault(index, set()).add(peer.server.stepping.stage(index).fingerprint())
     assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
+
+
+def assert_nothing_kept(strategy: InMemoryStrategy) -> None:
+    """When the last step is decided, no peer holds a tensor of any call."""
+    for peer in strategy.peers:
+        assert peer.server is None or peer.server.cache.used_bytes == 0
+        held = [name for name, entry in peer._tickets._entries.items() if entry.message is not None]
+        assert not held, f"{peer.transport.peer_id} still holds {held[:3]}"
 
 
 def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int) -> None:
