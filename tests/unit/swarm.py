@@ -167,11 +167,14 @@ class Swarm:
 
     def close(self) -> None:
         """Raises what a task of a server raised."""
-        for server in self.servers.values():
-            self.run(server.close())
-            self.run(server._transport.close())
-        self.run(self.trainer.close())
-        self.loop.close()
+        try:
+            for server in self.servers.values():
+                self.run(server.close())
+        finally:
+            for server in self.servers.values():
+                self.run(server._transport.close())
+            self.run(self.trainer.close())
+            self.loop.close()
 
     def state(self) -> dict[str, Any]:
         """All that a refused message must leave as it was."""

@@ -1,0 +1,159 @@
+"""The butterfly: the same bytes for all, whatever arrives first; complete or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.averaging.butterfly import average
+from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.errors import PeerError, ProtocolError, SwarmError
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.tickets import TicketStore
+
+Result = tuple[Tensor, float]
+
+
+class Jittery(MemoryNetwork):
+    """Every message takes its own time."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._rng = random.Random(seed)
+
+    async def depart(self, _sender: PeerId, _receiver: PeerId) -> None:
+        await asyncio.sleep(self._rng.uniform(0.0, 2.0))
+
+
+class Ring:
+    """Peers that average vectors."""
+
+    def __init__(self, loop: VirtualLoop, vectors: list[Tensor], network: MemoryNetwork | None = None) -> None:
+        self.loop = loop
+        self.vectors = vectors
+        self.network = network or MemoryNetwork(latency_s=0.01)
+        self.names = [PeerId(f"peer-{i}") for i in range(len(vectors))]
+        self.transports = [self.network.transport(name) for name in self.names]
+        self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
+
+    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Result:
+        return await average(
+            self.vectors[place],
+            4.0,
+            roster=self.names,
+            place=place,
+            prefix=prefix,
+            tickets=self.tickets[place],
+            timeout=timeout,
+        )
+
+    def average(self) -> list[Result]:
+        async def go() -> list[Result]:
+            return list(await asyncio.gather(*map(self.one, range(len(self.names)))))
+
+        return self.loop.run_until_complete(go())
+
+    def failures(self, before: Callable[[], Any]) -> list[Any]:
+        """What the peers but the first get when something happens just after they began."""
+
+        async def go() -> list[Any]:
+            works = [asyncio.create_task(self.one(place)) for place in range(1, len(self.names))]
+            await asyncio.sleep(0.005)
+            before()
+            return list(await asyncio.gather(*works, return_exceptions=True))
+
+        return self.loop.run_until_complete(go())
+
+
+def vectors(num_peers: int, length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_peers * 1000 + length)
+    return [torch.randn(length, generator=generator, dtype=dtype) * 10**i for i in range(num_peers)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [0, 1, 3, 4, 1001])
+@pytest.mark.parametrize("num_peers", [1, 2, 3, 4, 5])
+def test_all_get_the_same_bytes(loop: VirtualLoop, num_peers: int, length: int, dtype: torch.dtype) -> None:
+    own = vectors(num_peers, length, dtype)
+    copies = [vector.clone() for vector in own]
+
+    results = Ring(loop, own).average()
+
+    expected = torch.zeros(length, dtype=dtype)
+    for vector in copies:
+        expected += vector
+    expected /= 4.0
+    for mean, _ in results:
+        assert torch.equal(mean, expected), "added in another order than the roster's"
+        assert mean.dtype == dtype
+    assert all(torch.equal(vector, copy) for vector, copy in zip(own, copies, strict=True)), "only the sums are read"
+    assert sum(norm for _, norm in results) == pytest.approx(float(expected.double().square().sum()), rel=1e-6)
+
+
+def test_the_order_of_arrival_does_not_matter(loop: VirtualLoop) -> None:
+    means = [Ring(loop, vectors(5, 103), Jittery(seed)).average()[0][0] for seed in range(8)]
+    assert all(torch.equal(means[0], mean) for mean in means)
+
+
+@pytest.mark.parametrize("num_peers", [2, 3, 4])
+def test_each_peer_sends_as_little_as_there_is_to_send(loop: VirtualLoop, num_peers: int) -> None:
+    ring = Ring(loop, vectors(num_peers, 60_000))
+    ring.average()
+    least = 2 * (num_peers - 1) / num_peers * ring.vectors[0].nbytes
+    for transport in ring.transports:
+        assert least <= transport.traffic.total_sent_bytes() <= 1.02 * least
+
+
+def test_a_member_that_dies_makes_everyone_raise(loop: VirtualLoop) -> None:
+    ring = Ring(loop, vectors(4, 100))
+    failures = ring.failures(lambda: ring.network.kill(ring.names[0]))
+    assert len(failures) == 3
+    assert all(isinstance(failure, PeerError) for failure in failures)
+
+
+def test_a_member_that_is_silent_makes_everyone_raise(loop: VirtualLoop) -> None:
+    ring = Ring(loop, vectors(3, 100))
+    failures = ring.failures(lambda: ring.network.freeze(ring.names[0]))
+    assert all(isinstance(failure, PeerError) for failure in failures)
+    assert loop.time() < 100.0
+
+
+@pytest.mark.parametrize(
+    "part",
+    [torch.zeros(49), torch.zeros(33).double(), torch.zeros(33, 1)],
+    ids=["length", "dtype", "shape"],
+)
+def test_a_part_of_another_shape_or_dtype_is_refused(loop: VirtualLoop, part: Tensor) -> None:
+    ring = Ring(loop, vectors(3, 100))
+    for i in (1, 2):
+        ring.tickets[0].offer(f"round-0/part{i}", Message(tensors=(part,)))
+    failures = ring.failures(lambda: None)
+    assert all(isinstance(failure, SwarmError) for failure in failures)
+    assert any(isinstance(failure, ProtocolError) for failure in failures)
+
+
+def test_a_repeated_round_gives_the_same_bytes(loop: VirtualLoop) -> None:
+    ring = Ring(loop, vectors(3, 50))
+    first = ring.average()
+    again = ring.average()
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(first, again, strict=True))
+
+
+def test_rounds_do_not_mix(loop: VirtualLoop) -> None:
+    ring = Ring(loop, vectors(3, 50))
+
+    async def go() -> list[Result]:
+        works = [ring.one(place, prefix) for prefix in ("r0", "r1") for place in range(3)]
+        return list(await asyncio.gather(*works))
+
+    results = loop.run_until_complete(go())
+    assert all(torch.equal(results[0][0], mean) for mean, _ in results)
+    with pytest.raises(PeerError):
+        loop.run_until_complete(ring.one(0, "a round of nobody else", timeout=1.0))

@@ -1,0 +1,522 @@
+"""The coordinator's books, pure; and whole steps through coordinator and servers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replaced
+
+from lightning_swarm import trees
+from lightning_swarm.errors import PeerError, ProtocolError, StepError, SwarmError, Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.server.server import BACKWARD
+from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
+from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
+from lightning_swarm.types import (
+    BatchDone,
+    Grant,
+    GrantReply,
+    GrantRequest,
+    PartNorm,
+    Receipt,
+    Recompute,
+    Record,
+    StageLedger,
+    Ticket,
+    decode,
+    encode,
+    to_bitmap,
+)
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, plain_steps, rows
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+OTHER = PeerId("other")
+
+# ---------------------------------------------------------------------- the books
+
+
+def test_places_follow_one_another() -> None:
+    step = OpenStep(0, None)
+    assert [step.grant(lease, LEAD, 4) for lease in (1, 2, 3)] == [(0, 1.0), (4, 1.0), (8, 1.0)]
+    assert step.num_granted == 12
+    assert step.total_weight == 3.0
+
+
+def test_a_step_is_full_when_its_target_is_granted() -> None:
+    step = OpenStep(0, 10)
+    assert step.grant(1, LEAD, 6) == (0, 6.0)
+    assert step.grant(2, OTHER, 6) == (6, 6.0), "batches are never split"
+    assert step.grant(3, LEAD, 1) is None
+    assert (step.closing, step.ready) == (True, False)
+    step.complete(1, LEAD, [(0, 0, 0)])
+    assert not step.ready
+    step.complete(2, OTHER, [(6, 0, 0)])
+    assert step.ready
+    assert step.total_weight == 12.0
+
+
+def test_without_a_target_the_lead_closes() -> None:
+    step = OpenStep(0, None)
+    step.grant(1, LEAD, 1000)
+    step.complete(1, LEAD, [])
+    assert not step.closing
+    step.ask_to_close(4.0)
+    assert step.ready
+    assert step.total_weight == 4.0
+    assert step.grant(2, LEAD, 1) is None
+
+
+def test_a_withdrawn_batch_counts_nowhere_and_its_place_stays_empty() -> None:
+    step = OpenStep(0, 8)
+    step.grant(1, LEAD, 4)
+    step.grant(2, LEAD, 4)
+    step.complete(1, LEAD, [(0, 1, 0), (0, 0, 0)])
+    step.withdraw(2, LEAD)
+    assert not step.closing
+    assert step.grant(3, LEAD, 4) == (8, 4.0), "a key must not come back with other samples"
+    step.complete(3, LEAD, [(8, 0, 0)])
+    assert step.counted == [(0, 0, 0), (0, 1, 0), (8, 0, 0)]
+    assert (step.num_granted, step.total_weight) == (8, 8.0)
+
+
+def test_a_step_without_batches_has_a_weight_to_divide_by() -> None:
+    step = OpenStep(0, None)
+    step.ask_to_close(None)
+    assert (step.ready, step.counted, step.total_weight) == (True, [], 1.0)
+
+
+def test_each_granted_batch_ends_once_and_by_its_trainer() -> None:
+    step = OpenStep(0, None)
+    step.grant(1, LEAD, 2)
+    for lease, trainer in ((1, OTHER), (2, LEAD)):
+        with pytest.raises(ProtocolError, match="no open lease"):
+            step.complete(lease, trainer, [])
+        with pytest.raises(ProtocolError, match="no open lease"):
+            step.withdraw(lease, trainer)
+    for foreign in ([(2, 0, 0)], [(0, 0, 0), (0, 0, 0)]):
+        with pytest.raises(ProtocolError, match="lease 1 begins at 0"):
+            step.complete(1, LEAD, foreign)
+    step.complete(1, LEAD, [(0, 0, 0)])
+    with pytest.raises(ProtocolError, match="no open lease"):
+        step.complete(1, LEAD, [(0, 0, 0)])
+    with pytest.raises(ProtocolError, match="no open lease"):
+        step.withdraw(1, LEAD)
+    assert step.counted == [(0, 0, 0)]
+
+
+# ---------------------------------------------------------------------- what a closing checks
+
+COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
+
+
+def ledger(stage: int, *held: int, unnamed: int = 0, version_hash: int = 1) -> StageLedger:
+    bitmap = to_bitmap(i in held for i in range(len(COUNTED)))
+    return StageLedger(stage_index=stage, held=bitmap, num_unnamed=unnamed, touched=b"", version_hash=version_hash)
+
+
+WHOLE = [[ledger(0, 0, 2), ledger(0, 1)], [ledger(1, 0, 1, 2, version_hash=2)]]
+
+
+def test_ledgers_that_hold_each_microbatch_once_in_each_stage_pass() -> None:
+    check_ledgers(0, COUNTED, WHOLE)
+    check_ledgers(0, [], [[replaced(ledger(0), held=b"")]])
+
+
+@pytest.mark.parametrize(
+    ("first_stage", "words"),
+    [
+        ([ledger(0, 0, 2), ledger(0, 1, 2)], "stage 0 .* more than once: .*4, 0, 0"),
+        ([ledger(0, 0), ledger(0, 1)], "stage 0 .* not at all .*4, 0, 0"),
+        ([ledger(0, 0, 2, unnamed=1), ledger(0, 1)], "stage 0 holds 1 gradients that no batch completed"),
+        ([ledger(0, 0, 2), ledger(0, 1, version_hash=9)], "replicas of stage 0 have different weights"),
+        ([replaced(ledger(0, 0, 1, 2), held=b"\x07\0")], "bitmap"),
+    ],
+    ids=["twice", "lost", "unnamed", "drifted", "malformed"],
+)
+def test_a_record_counts_the_same_in_every_stage(first_stage: list[StageLedger], words: str) -> None:
+    with pytest.raises(SwarmError, match=words):
+        check_ledgers(0, COUNTED, [first_stage, WHOLE[1]])
+    with pytest.raises(SwarmError):
+        check_ledgers(0, COUNTED, [WHOLE[1], first_stage])
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3, None])
+def test_the_clip_factor_is_torchs(max_norm: float | None) -> None:
+    parameters = [torch.zeros(5, dtype=torch.float64) for _ in range(3)]
+    for i, parameter in enumerate(parameters):
+        parameter.grad = torch.arange(5.0, dtype=torch.float64) + i
+    gradients = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    squared_norm = add_up(float(gradient.square().sum()) for gradient in gradients)
+    if max_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(gradient * clip_factor(squared_norm, max_norm), parameter.grad, rtol=1e-13, atol=0)
+
+
+def test_norms_add_up_to_what_can_be_told_from_a_number() -> None:
+    assert add_up([3.0, 1.0]) == 4.0
+    assert add_up([]) == 0.0
+    assert math.isinf(add_up([1e308, 1e308]))
+    assert math.isinf(add_up([1.0, math.inf]))
+    assert math.isnan(add_up([1.0, math.nan]))
+    with pytest.raises(ProtocolError, match="not negative"):
+        add_up([1.0, -1.0])
+
+
+# ---------------------------------------------------------------------- whole steps
+
+
+@pytest.mark.parametrize("rosters", [("a",), ("a", "b"), ("a b", "c"), ("a b", "a b"), ("a b c", "d", "e f")])
+def test_the_swarm_takes_the_steps_that_one_machine_would(make_swarm: MakeSwarm, rosters: tuple[str, ...]) -> None:
+    swarm = make_swarm(*rosters)
+    batches = [[rows(10 * step + i) for i in range(5)] for step in range(3)]
+
+    for step, batch in enumerate(batches):
+        record = swarm.run(swarm.step(*batch))
+        assert record.step == step
+        assert record.closing.counted == [(0, i, 0) for i in range(5)]
+        assert record.closing.num_samples == 10
+
+    plain_steps(swarm.module, batches, divisors=[1.0] * 3)
+    expected = swarm.module.state_dict()
+    torch.testing.assert_close(swarm.weights(), dict(expected), rtol=1e-12, atol=1e-14)
+
+
+def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    records = [swarm.run(swarm.step(rows(step))) for step in range(3)]
+    before = swarm.state()
+    coordinator = swarm.servers[A]._transport
+    for record in records:
+        swarm.run(coordinator.call(B, APPLY, encode(record), timeout=1.0))  # told twice
+    early = replaced(records[-1], closing=replaced(records[-1].closing, step=7))
+    with pytest.raises(ProtocolError):
+        swarm.run(coordinator.call(B, APPLY, encode(early), timeout=1.0))
+    unknown = replaced(records[-1], closing=replaced(records[-1].closing, step=3))
+    with pytest.raises(ProtocolError, match="no round of this peer"):
+        swarm.run(coordinator.call(B, APPLY, encode(unknown), timeout=1.0))
+    assert swarm.state() == before
+
+
+def test_a_clipped_step_is_clipped_over_all_stages(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c", clip=0.01)
+    batch = [rows(i) for i in range(4)]
+    record = swarm.run(swarm.step(*batch))
+
+    for x in batch:
+        (swarm.module(x).square().sum() / 2).backward()
+    total_norm = torch.nn.utils.clip_grad_norm_(swarm.module.parameters(), 0.01)
+    assert record.squared_norm == pytest.approx(float(total_norm) ** 2, rel=1e-12)
+    assert record.clip_factor == pytest.approx(0.01 / (float(total_norm) + 1e-6), rel=1e-12)
+    for name, parameter in swarm.module.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(swarm.weights()[name], parameter.detach() - 0.1 * parameter.grad)
+
+
+def test_a_numeric_target_weighs_samples_equally(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", target_batch_size=6)
+    batches = [rows(0, 1), rows(1, 5)]
+
+    assert swarm.run(swarm.batch(batches[0])) is False
+    assert swarm.run(swarm.batch(batches[1])) is True
+    record = swarm.run(swarm.steps.record(0))
+
+    assert (record.closing.num_samples, record.closing.total_weight) == (6, 6.0)
+    optimizer = torch.optim.SGD(swarm.module.parameters(), lr=0.1)
+    for x in batches:
+        (len(x) / 6 * swarm.module(x).square().sum() / 2).backward()
+    optimizer.step()
+    torch.testing.assert_close(swarm.weights(), dict(swarm.module.state_dict()))
+
+
+def test_who_comes_when_the_step_is_full_waits_for_the_next(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", target_batch_size=2)
+    second = StepClient(swarm.network.transport("second"), swarm.manifest, timeout=30.0)
+
+    async def go() -> Grant:
+        grant = await swarm.steps.grant(2)
+        waiting = asyncio.create_task(second.grant(2))
+        await asyncio.sleep(5.0)
+        assert not waiting.done()
+        await swarm.through(key(), rows(1), weight=grant.weight)
+        assert await swarm.steps.done(grant.lease, [key().receipt], hyperparameters=HYPERPARAMETERS)
+        return await waiting
+
+    grant = swarm.run(go())
+    assert (grant.step, grant.first, second.version) == (1, 0, 1)
+
+
+def test_a_withdrawn_batch_leaves_the_step_to_the_others(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", target_batch_size=4)
+
+    async def go() -> Record:
+        withdrawn = await swarm.steps.grant(2)
+        assert await swarm.steps.done(withdrawn.lease, [], withdrawn=True) is False
+        assert await swarm.batch(rows(1)) is False
+        assert await swarm.batch(rows(2)) is True
+        return await swarm.steps.record(0)
+
+    assert swarm.run(go()).closing.counted == [(2, 0, 0), (4, 0, 0)]
+
+
+def test_an_empty_step_changes_no_weights(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.step(rows(1)))
+    before = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+
+    async def go() -> Record:
+        assert await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
+        return await swarm.steps.record(1)
+
+    assert swarm.run(go()).closing.counted == []
+    assert {server.stepping.version for server in swarm.servers.values()} == {2}
+    assert all(torch.equal(before[name], tensor) for name, tensor in swarm.weights().items())
+
+
+def test_a_window_divides_the_sum(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+
+    async def go() -> None:
+        await swarm.batch(rows(1))
+        await swarm.steps.done(None, [], close=True, total_weight=4.0, hyperparameters=HYPERPARAMETERS)
+        await swarm.steps.record(0)
+
+    swarm.run(go())
+    plain_steps(swarm.module, [[rows(1)]], divisors=[4.0])
+    torch.testing.assert_close(swarm.weights(), dict(swarm.module.state_dict()))
+
+
+# ---------------------------------------------------------------------- what trainers may not do
+
+
+def batch_done(**changes: Any) -> BatchDone:
+    fields: dict[str, Any] = {
+        "step": 0,
+        "lease": None,
+        "completed": [],
+        "withdrawn": False,
+        "close": False,
+        "total_weight": None,
+        "hyperparameters": HYPERPARAMETERS,
+    }
+    return BatchDone(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("caller", "request_", "words"),
+    [
+        (OTHER, batch_done(close=True), "the lead trainer closes"),
+        (OTHER, batch_done(lease=1), "no open lease 1 of other"),
+        (OTHER, batch_done(lease=1, withdrawn=True), "no open lease 1 of other"),
+        (LEAD, batch_done(lease=2), "no open lease 2"),
+        (LEAD, batch_done(lease=1, completed=[(5, 0, 0)]), "receipts of other places"),
+        (LEAD, batch_done(lease=1, completed=[(0, 0, 0)] * 2), "one twice"),
+        (LEAD, batch_done(step=1, close=True), "step 0 is open"),
+        (LEAD, batch_done(close=True, total_weight=0.0), "total_weight"),
+        (LEAD, batch_done(close=True, total_weight=math.nan), "total_weight"),
+    ],
+)
+def test_what_a_trainer_may_not_say_changes_nothing(
+    make_swarm: MakeSwarm, caller: PeerId, request_: BatchDone, words: str
+) -> None:
+    swarm = make_swarm("a")
+    other = swarm.network.transport(OTHER)
+    swarm.run(swarm.steps.grant(2))
+    before = swarm.state()
+    transport = swarm.trainer if caller == LEAD else other
+    with pytest.raises(ProtocolError, match=words):
+        swarm.run(transport.call(A, DONE, encode(request_), timeout=1.0))
+    swarm.settle()
+    assert swarm.state() == before
+
+
+def test_a_request_to_close_that_comes_late_closes_no_later_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    swarm.run(swarm.step(rows(1)))
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match="step 1 is open"):
+        swarm.run(swarm.trainer.call(A, DONE, encode(batch_done(close=True)), timeout=1.0))
+    assert swarm.state() == before
+
+
+def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    other = StepClient(swarm.network.transport(OTHER), swarm.manifest, timeout=30.0)
+
+    async def go() -> Record:
+        grant = await other.grant(2)
+        await swarm.through(key(), rows(1))
+        await other.done(grant.lease, [key().receipt], hyperparameters=[{"lr": 1e9}])
+        await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
+        return await swarm.steps.record(0)
+
+    assert swarm.run(go()).hyperparameters == HYPERPARAMETERS
+
+
+def test_a_trainer_cannot_be_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    with pytest.raises(ProtocolError, match="step 0 is open"):
+        swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=1, num_samples=1)), timeout=1.0))
+    with pytest.raises(ProtocolError, match="step 0 is open"):
+        swarm.run(swarm.steps.record(1))
+    swarm.run(swarm.step(rows(1)))
+    body = swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=0, num_samples=1)), timeout=1.0))
+    wait = decode(body, GrantReply).wait
+    assert wait is not None
+    assert wait.step == 0, "one that is behind waits for what was decided"
+
+
+# ---------------------------------------------------------------------- steps that fail
+
+
+def assert_undecided(swarm: Swarm, words: str) -> None:
+    """The step fails for whoever waits, no voter accepted a record, and no weight changed."""
+    start = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+    with pytest.raises(StepError, match=words):
+        swarm.run(swarm.step(rows(1), rows(2)))
+    with pytest.raises(StepError, match=words):
+        swarm.run(swarm.steps.record(0))
+    assert all(server.stepping.version == 0 for server in swarm.servers.values())
+    assert all(torch.equal(start[name], tensor) for name, tensor in swarm.weights().items())
+    assert all(not server.voter._accepted for server in swarm.servers.values())
+
+
+def test_a_gradient_that_nobody_reported_fails_the_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.through(key(100), rows(9)))
+    assert_undecided(swarm, "holds 1 gradients that no batch completed")
+
+
+def test_a_gradient_that_two_replicas_hold_fails_the_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c")
+    swarm.run(swarm.through(key(0, 1), rows(2), route=[A, B]))
+    assert_undecided(swarm, "stage 1 .* more than once")
+
+
+def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c")
+    stage = swarm.servers[C].stepping.stage(1)
+    swarm.run(swarm.through(key(50), rows(1)))
+    swarm.servers[A].stepping._ledgers[0]._receipts.clear()  # only the weights shall be wrong
+    swarm.servers[B].stepping._ledgers[1]._receipts.clear()
+    momentum = {"momentum_buffer": torch.zeros(())}
+    stage.optimizer.state[stage.trainable[0]] = momentum
+    assert_undecided(swarm, "replicas of stage 1 have different weights")
+
+
+def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.servers[B].stepping._boot_id = 999
+    assert_undecided(swarm, "b was restarted")
+
+
+def test_a_server_that_fails_while_averaging_fails_the_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c")
+
+    async def broken(caller: PeerId, body: bytes) -> bytes:
+        raise StepError("no power")
+
+    swarm.servers[C]._transport._call_handlers[AVERAGE] = broken  # type: ignore[attr-defined]
+    assert_undecided(swarm, "no power")
+
+
+def test_a_server_that_dies_in_the_round_fails_the_step(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c")
+
+    async def dying(caller: PeerId, body: bytes) -> bytes:
+        swarm.network.kill(C)
+        raise Unreachable("gone")
+
+    swarm.servers[C]._transport._call_handlers[AVERAGE] = dying  # type: ignore[attr-defined]
+    assert_undecided(swarm, "could not be decided")
+
+
+def test_a_bug_while_closing_reaches_who_waits() -> None:
+    """And it ends the server."""
+    swarm = Swarm("a")
+
+    async def odd(closing: object) -> float:
+        raise ZeroDivisionError("a bug")
+
+    swarm.coordinator._average = odd  # type: ignore[method-assign,assignment]
+    assert_undecided(swarm, "internal error: ZeroDivisionError")
+    with pytest.raises(ExceptionGroup):
+        swarm.close()
+
+
+def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = make_swarm("a", clip=1.0)
+    average = swarm.servers[A].stepping._average
+
+    async def negative(*args: Any) -> tuple[torch.Tensor, PartNorm]:
+        mean, norm = await average(*args)
+        return mean, replaced(norm, squared_norm=-1.0)
+
+    monkeypatch.setattr(swarm.servers[A].stepping, "_average", negative)
+    assert_undecided(swarm, "not negative")
+
+
+def test_a_step_needs_hyperparameters(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+
+    async def go() -> None:
+        await swarm.steps.done(None, [], close=True)
+        await swarm.steps.record(0)
+
+    with pytest.raises(StepError, match="hyperparameters"):
+        swarm.run(go())
+
+
+def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a")
+    with pytest.raises(PeerError):
+        swarm.run(swarm.steps.record(0))
+    assert swarm.loop.time() < 60.0
+
+
+# ---------------------------------------------------------------------- between freeze and record
+
+
+def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: MakeSwarm) -> None:
+    """A late copy of a microbatch that counts, but on another replica, would be in the mean twice."""
+    swarm = make_swarm("a", "b c")
+    refusals: list[Any] = []
+    source = Ticket(peer_id=A, name=key().name(0, "forward"))
+    again = Recompute(source=source, structure=trees.flatten((None, {}))[0])
+    for phase in (FREEZE, AVERAGE):
+        handler = swarm.servers[C]._transport._call_handlers[phase]  # type: ignore[attr-defined]
+
+        async def late(caller: PeerId, body: bytes, handler: Any = handler) -> bytes:
+            answer: bytes = await handler(caller, body)
+            await swarm.send(C, BACKWARD, swarm.backward_request(key(), 1, [A, C], rows(1), recompute=again))
+            with pytest.raises(ProtocolError, match="its closing does not name"):
+                await swarm.tickets.wait(Ticket(peer_id=C, name=key().name(1, "backward")), timeout=1.0)
+            refusals.append(caller)
+            return answer
+
+        swarm.servers[C]._transport._call_handlers[phase] = late  # type: ignore[attr-defined]
+
+    swarm.run(swarm.step(rows(1)))
+
+    assert len(refusals) == 2
+    plain_steps(swarm.module, [[rows(1)]], divisors=[1.0])
+    torch.testing.assert_close(swarm.weights(), dict(swarm.module.state_dict()))
+
+
+def test_a_step_frees_what_it_held(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c")
+    swarm.run(swarm.step(rows(1), rows(2)))
+    for server in swarm.servers.values():
+        assert not server._tickets._entries
+        assert server.cache.used_bytes == 0
+        for index in server.stepping.stages:
+            stage = server.stepping.stage(index)
+            assert not stage.gradient_sum.any()
+            assert not any(stage.touched)
+            assert all(parameter.grad is None for parameter in stage.trainable)

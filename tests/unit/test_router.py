@@ -1,0 +1,143 @@
+"""Interleaved weighted round-robin: shares in proportion to rates, and accounts that cannot be spoilt."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.pipeline.policy import PeerLoad, StageRouter
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def router(*peers: PeerId, seed: int = 0) -> StageRouter:
+    made = StageRouter(random.Random(seed))
+    made.set_peers(peers)
+    return made
+
+
+def run(made: StageRouter, rates: dict[PeerId, float], num_microbatches: int, num_samples: int = 4) -> Counter[PeerId]:
+    """Microbatches, each settled before the next."""
+    shares: Counter[PeerId] = Counter()
+    for _ in range(num_microbatches):
+        charge = made.choose(num_samples)
+        shares[charge.peer] += 1
+        made.settle(charge, busy_s=num_samples / rates[charge.peer], queued=0)
+    return shares
+
+
+def test_shares_are_proportional_to_rates() -> None:
+    shares = run(router(A, B, C), {A: 100.0, B: 300.0, C: 600.0}, 1000)
+    assert shares[A] == pytest.approx(100, abs=3)
+    assert shares[B] == pytest.approx(300, abs=3)
+    assert shares[C] == pytest.approx(600, abs=3)
+
+
+def test_shares_follow_a_rate_that_changes() -> None:
+    made = router(A, B)
+    run(made, {A: 100.0, B: 100.0}, 200)
+    shares = run(made, {A: 300.0, B: 100.0}, 400)
+    assert shares[A] == pytest.approx(300, abs=5)
+
+
+def test_microbatches_under_way_count_already() -> None:
+    made = router(A, B)
+    run(made, {A: 100.0, B: 300.0}, 50)
+    taken = Counter(made.choose(4).peer for _ in range(40))
+    assert taken[B] == pytest.approx(30, abs=2)
+
+
+def test_large_microbatches_cost_more() -> None:
+    made = router(A, B)
+    first = made.choose(30)
+    others = [made.choose(10).peer for _ in range(3)]
+    assert first.peer not in others
+
+
+def test_a_newcomer_enters_at_the_minimum_and_is_tried_next() -> None:
+    made = router(A, B)
+    run(made, {A: 100.0, B: 100.0}, 101)
+    made.set_peers([A, B, C])
+    lowest_s = min(made.peers[peer].assigned_s for peer in (A, B))
+    assert made.peers[C].assigned_s == lowest_s
+    assert C in {made.choose(4).peer for _ in range(3)}
+    shares = run(made, {A: 100.0, B: 100.0, C: 100.0}, 300)
+    assert shares[C] == pytest.approx(100, abs=3), "it must not be flooded until it has caught up"
+
+
+def test_a_peer_that_left_is_not_chosen_and_its_charges_are_forgotten() -> None:
+    made = router(A, B)
+    charges = [made.choose(4) for _ in range(4)]
+    made.set_peers([B])
+    before = made.peers[B].assigned_s
+    for charge in charges:
+        if charge.peer == A:
+            made.refund(charge)
+            made.settle(charge, busy_s=1.0, queued=0)
+    assert made.peers[B].assigned_s == before
+    assert {made.choose(1).peer for _ in range(5)} == {B}
+
+
+def test_a_refund_is_as_if_it_had_not_been_chosen() -> None:
+    made = router(A, B)
+    run(made, {A: 64.0, B: 32.0}, 30)
+    before = {peer: (load.assigned_s, load.num_microbatches) for peer, load in made.peers.items()}
+    made.refund(made.choose(4))
+    assert {peer: (load.assigned_s, load.num_microbatches) for peer, load in made.peers.items()} == before
+
+
+def test_an_account_holds_what_was_measured() -> None:
+    made = router(A)
+    charge = made.choose(4)
+    made.settle(charge, busy_s=0.25, queued=3)
+    load = made.peers[A]
+    assert (load.assigned_s, load.queued, load.samples_per_s) == (pytest.approx(0.25), 3, pytest.approx(16.0))
+
+
+@pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 5e-324, 1e-310])
+def test_an_impossible_time_reaches_no_account(busy_s: float) -> None:
+    made = router(A, B)
+    charge = made.choose(4)
+    made.settle(charge, busy_s=busy_s, queued=0)
+    assert made.peers[charge.peer].samples_per_s is None
+    assert sum(run(made, {A: 10.0, B: 10.0}, 20).values()) == 20
+
+
+def test_busy_peers_are_avoided_unless_there_is_no_other() -> None:
+    made = router(A, B)
+    assert {made.choose(1, avoid=frozenset({A})).peer for _ in range(20)} == {B}
+    assert {made.choose(1, avoid=frozenset({A, B})).peer for _ in range(4)} == {A}, "the smaller account"
+    assert router(A).choose(1, avoid=frozenset({A})).peer == A
+
+
+def test_an_unmeasured_peer_counts_as_an_average_one() -> None:
+    made = router(A, B)
+    for samples_per_s in (50.0, 50.0):
+        made.peers[A].measure(samples_per_s)
+    charges = {charge.peer: charge for charge in (made.choose(10), made.choose(10))}
+    assert charges[B].expected_s == pytest.approx(10 / 50.0)
+
+
+def test_the_average_is_corrected_for_its_empty_start() -> None:
+    load = PeerLoad()
+    assert load.samples_per_s is None
+    load.measure(100.0)
+    assert load.samples_per_s == pytest.approx(100.0)
+    load.measure(200.0)
+    assert load.samples_per_s == pytest.approx((0.8 * 100 + 200) / 1.8)
+    for _ in range(100):
+        load.measure(300.0)
+    assert load.samples_per_s == pytest.approx(300.0)
+
+
+def test_ties_are_broken_by_the_seed_alone() -> None:
+    def wiring(seed: int) -> list[PeerId]:
+        made = router(A, B, C, seed=seed)
+        return [made.choose(1).peer for _ in range(30)]
+
+    assert wiring(1) == wiring(1)
+    assert len({tuple(wiring(seed)) for seed in range(10)}) > 5
