@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError
+from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
 from lightning_swarm.server.server import ADMIT, LEAVE, LOAD
@@ -82,26 +82,38 @@ async def find_servers(
     while True:
         check()
         found = await _announced(directory, run_id)
+        if len(found) >= num_servers:  # what is left of an earlier run may be among them
+            found = await _connect(transport, found)
         if len(found) >= num_servers:
-            break
+            return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)][:num_servers]
         if loop.time() > deadline:
             raise DeadlineExceeded(
                 f"{len(found)} of {num_servers} servers came within {timeout:g} s. Look above for their errors, "
                 "or raise `Limits.start_timeout` if this machine needs longer to import torch."
             )
         await asyncio.sleep(_POLL_S)
-    await _connect(transport, found)
-    return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)][:num_servers]
 
 
 async def connect_all(directory: Directory, transport: Transport, run_id: str) -> None:
-    """Make all servers that announced themselves reachable from this peer."""
+    """Make all servers that announced themselves reachable from this peer, as far as they are."""
     await _connect(transport, await _announced(directory, run_id))
 
 
-async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement]) -> None:
-    others = [one for peer, one in servers.items() if peer != transport.peer_id]
-    await transport.connect([address for one in others for address in one.addresses])
+async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement]) -> dict[PeerId, Announcement]:
+    """Make `servers` reachable; returns those that are."""
+
+    async def reaches(peer: PeerId, one: Announcement) -> bool:
+        if peer == transport.peer_id:
+            return True
+        try:
+            await transport.connect(one.addresses)
+        except SwarmError as error:
+            _log.warning("Left out server %s, which cannot be reached: %s", peer, error)
+            return False
+        return True
+
+    reached = await gather(reaches(peer, one) for peer, one in servers.items())
+    return {peer: one for (peer, one), ok in zip(servers.items(), reached, strict=True) if ok}
 
 
 async def _announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:
