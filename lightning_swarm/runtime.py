@@ -41,6 +41,9 @@ class ThreadRuntime(Runtime):
 
     @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the swarm's loop is closed: this peer has left")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -1,0 +1,84 @@
+"""Settings that cannot work are refused by rule, value and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from lightning_swarm.config import Limits, SwarmConfig
+from lightning_swarm.errors import ConfigError
+
+FIELDS = [field.name for field in dataclasses.fields(Limits)]
+WHOLE = [name for name in FIELDS if name.startswith("max_") or name.endswith("_bytes")]
+
+
+def config(**changes: Any) -> SwarmConfig:
+    settings: dict[str, Any] = {
+        "num_stages": None,
+        "pipeline": None,
+        "split": "parameters",
+        "microbatch_size": None,
+        "shared": (),
+        "target_batch_size": None,
+        "role": "auto",
+        "run_id": "swarm",
+        "gather_on_end": True,
+        "limits": Limits(),
+    }
+    return SwarmConfig(**{**settings, **changes})
+
+
+def test_defaults_and_ordinary_values_pass() -> None:
+    config()
+    config(num_stages=3, microbatch_size=1, target_batch_size=4096, role="trainer", split=("a",), run_id="übung 1")
+    Limits(cache_bytes=0, call_timeout=1, max_in_flight=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        *(
+            ({name: value}, [name, "positive whole number or None", repr(value), "Leave it out"])
+            for name in ("num_stages", "microbatch_size", "target_batch_size")
+            for value in (0, -1, 1.5, True, "2", math.nan)
+        ),
+        ({"role": "server"}, ["role", "'auto'", "'trainer'", "got 'server'", "Choose"]),
+        ({"role": None}, ["role", "got None", "Choose"]),
+        ({"split": "time"}, ["split", "'parameters' or a list", "got 'time'", "Leave it out"]),
+        ({"run_id": ""}, ["run_id", "1..100 printable", "got ''", "Choose another"]),
+        ({"run_id": "a\nb"}, ["run_id", "got 'a\\nb'", "Choose another"]),
+        ({"run_id": "x" * 101}, ["run_id", "1..100", "Choose another"]),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**changes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "5", None, True])
+def test_a_limit_that_is_none_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Limits(**{name: value})
+    for word in (f"`Limits.{name}`", "at least", repr(value), "Leave it out"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_counts_are_whole_and_times_may_be_fractions(name: str) -> None:
+    if name in WHOLE:
+        with pytest.raises(ConfigError, match="whole number"):
+            Limits(**{name: 2.5})
+    else:
+        assert getattr(Limits(**{name: 2.5}), name) == 2.5
+
+
+@pytest.mark.parametrize("record", [Limits(), config()])
+def test_settings_do_not_change(record: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, dataclasses.fields(record)[0].name, 1)
