@@ -1,0 +1,74 @@
+"""The private names of Lightning that the front door stands on: a release that moves one fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_swarm.rules import _STEP_HOOKS, _WEIGHT_CALLBACKS
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_lightning_still_has_the_private_names_that_we_rely_on() -> None:
+    # loop.py overrides `run`, and uses its base class's closure.
+    assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
+    assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
+    assert parameters(_AutomaticOptimization.__init__) == ["self", "trainer"]
+    trainer = Trainer(max_epochs=7, logger=False, enable_checkpointing=False, accelerator="cpu")
+    epoch_loop = trainer.fit_loop.epoch_loop
+    assert isinstance(epoch_loop.automatic_optimization, _AutomaticOptimization)
+    progress = epoch_loop.automatic_optimization.optim_progress
+    assert epoch_loop.global_step == 0
+    progress.optimizer.step.increment_ready()
+    progress.optimizer.step.increment_completed()
+    assert epoch_loop.global_step == 1, "what loop.py increments is no longer the global step"
+    assert epoch_loop.batch_progress.current.ready == 0
+    assert callable(epoch_loop._num_ready_batches_reached)
+    assert epoch_loop.max_steps == -1
+    assert trainer.fit_loop.max_epochs == 7
+
+    # strategy.py puts these two in the place of Lightning's.
+    assert "self.automatic_optimization.run(" in inspect.getsource(_TrainingEpochLoop.advance)
+    assert "self._accumulated_batches_reached()" in inspect.getsource(_TrainingEpochLoop._should_accumulate)
+    assert parameters(_TrainingEpochLoop._accumulated_batches_reached) == ["self"]
+    assert "handles_gradient_accumulation" in inspect.getsource(_TrainingEpochLoop._should_accumulate)
+
+    # Hooks, launchers and helpers that are called or overridden by their private names.
+    assert parameters(call._call_callback_hooks)[:2] == ["trainer", "hook_name"]
+    assert parameters(call._call_lightning_module_hook)[:2] == ["trainer", "hook_name"]
+    assert "pl_module" in parameters(call._call_lightning_module_hook)
+    assert parameters(call._call_configure_model) == ["trainer"]
+    assert parameters(Strategy._configure_launcher) == ["self"]
+    assert parameters(_Launcher.launch) == ["self", "function", "args", "kwargs"]
+    assert parameters(_Launcher.kill) == ["self", "signum"]
+    assert isinstance(inspect.getattr_static(_Launcher, "is_interactive_compatible"), property)
+    assert "_trainer" in vars(LightningModule())
+    assert issubclass(MisconfigurationException, Exception)
+    assert extract_batch_size(torch.zeros(3, 2)) == 3
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    assert _configure_optimizers(optimizer)[0] == [optimizer]
+
+    # rules.py refuses by these names.
+    assert not any(is_overridden(hook, LightningModule()) for hook in _STEP_HOOKS)
+    assert all(hasattr(LightningModule, hook) for hook in _STEP_HOOKS)
+    present = [name for name in _WEIGHT_CALLBACKS if hasattr(lightning_callbacks, name)]
+    assert len(present) >= len(_WEIGHT_CALLBACKS) - 1, "WeightAveraging came with 2.6; the others have long been there"
+
+    # Schedulers look for this before they say that no optimizer stepped.
+    assert "_opt_called" in inspect.getsource(torch.optim.lr_scheduler)
