@@ -31,6 +31,10 @@ def config(**changes: Any) -> SwarmConfig:
     return SwarmConfig(**{**settings, **changes})
 
 
+def limits(name: str, value: Any) -> Limits:
+    return Limits(**{name: value})
+
+
 def test_defaults_and_ordinary_values_pass() -> None:
     config()
     config(num_stages=3, microbatch_size=1, target_batch_size=4096, role="trainer", split=("a",), run_id="übung 1")
@@ -64,7 +68,7 @@ def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], words: l
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "5", None, True])
 def test_a_limit_that_is_none_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        Limits(**{name: value})
+        limits(name, value)
     for word in (f"`Limits.{name}`", "at least", repr(value), "Leave it out"):
         assert word in str(caught.value)
 
@@ -73,9 +77,9 @@ def test_a_limit_that_is_none_is_refused(name: str, value: Any) -> None:
 def test_counts_are_whole_and_times_may_be_fractions(name: str) -> None:
     if name in WHOLE:
         with pytest.raises(ConfigError, match="whole number"):
-            Limits(**{name: 2.5})
+            limits(name, 2.5)
     else:
-        assert getattr(Limits(**{name: 2.5}), name) == 2.5
+        assert getattr(limits(name, 2.5), name) == 2.5
 
 
 @pytest.mark.parametrize("record", [Limits(), config()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Iterator
 
@@ -86,7 +87,7 @@ def test_an_interrupted_wait_cancels_its_work(monkeypatch: pytest.MonkeyPatch) -
     submit = asyncio.run_coroutine_threadsafe
 
     def interrupted(*args: object) -> object:
-        future = submit(*args)  # type: ignore[arg-type]
+        future: concurrent.futures.Future[object] = submit(*args)  # type: ignore[arg-type]
 
         def result() -> None:
             assert begun.wait(60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_what_a_failure_kept_from_beginning_is_closed(loop: VirtualLoop) -> None
     works = [fail(1.0, StepError("stop")), *(after(1.0, i) for i in range(5))]
     with pytest.raises(StepError, match="stop"):
         loop.run_until_complete(gather_bounded(works, 2))
-    assert all(work.cr_frame is None for work in works)
+    assert {inspect.getcoroutinestate(work) for work in works} == {inspect.CORO_CLOSED}
 
 
 # ---------------------------------------------------------------------- TaskOwner
