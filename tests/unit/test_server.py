@@ -23,6 +23,7 @@ from lightning_swarm.errors import (
     TicketGone,
 )
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.server.executor import InlineExecutor, Priority
 from lightning_swarm.server.server import ADMIT, BACKWARD, FORWARD, LEAVE, LOAD, STATE
 from lightning_swarm.types import (
     ForwardRequest,
@@ -207,6 +208,49 @@ def test_a_cancel_that_comes_too_late_says_so(make_swarm: MakeSwarm) -> None:
     assert swarm.run(swarm.cancel(key(), 0, "forward", A)) is False
 
     assert swarm.state() == before
+
+
+class Unstoppable(InlineExecutor):
+    """As a compute thread: a job that has begun runs to its end, whoever has given it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[asyncio.Future[Any], Callable[[], Any]]] | None = None
+
+    def submit(self, priority: Priority, run: Callable[[], Any]) -> asyncio.Future[Any]:
+        if self.held is None:
+            return super().submit(priority, run)
+        future = asyncio.get_running_loop().create_future()
+        self.held.append((future, run))
+        return future
+
+    def finish(self) -> None:
+        held, self.held = self.held or [], None
+        for future, run in held:
+            result = run()
+            if not future.cancelled():
+                future.set_result((result, 0.0))
+
+
+def test_none_is_added_after_a_cancel_that_said_so(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a"), rows(1)
+    server, executor = swarm.servers[A], Unstoppable()
+    server._executor = executor
+    output = swarm.run(swarm.forward(key(), x))
+
+    async def go() -> bool:
+        executor.held = []
+        await swarm.send(A, BACKWARD, swarm.backward_request(key(), 0, [A], output))
+        await asyncio.sleep(1.0)
+        assert len(executor.held) == 1, "it computes"
+        cancelling = asyncio.create_task(swarm.cancel(key(), 0, "backward", A))
+        await asyncio.sleep(1.0)
+        executor.finish()
+        return await cancelling
+
+    said_added = swarm.run(go())
+    assert server.stepping.stage(0).gradient_sum.any()
+    assert said_added, "it said never, and added"
 
 
 def test_nobody_who_waits_for_a_cancelled_call_is_sent_away(make_swarm: MakeSwarm) -> None:

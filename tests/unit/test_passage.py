@@ -1,0 +1,132 @@
+"""A microbatch's passage when its peers are busy, forgetful, or far from the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import StageError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.pipeline.passage import Link, Passage
+from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.server.server import FORWARD
+from lightning_swarm.tasks import gather
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import LEAD, MODE, Swarm, key, rows
+
+
+def make_link(swarm: Swarm) -> Link:
+    routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
+    for router, roster in zip(routers, swarm.rosters, strict=True):
+        router.set_peers(roster)
+    return Link(swarm.trainer, swarm.tickets, routers, 30.0)
+
+
+def make_passage(link: Link, x: torch.Tensor, index: int = 0) -> Passage:
+    extras: list[dict[str, Any]] = [{} for _ in link.routers]
+    return Passage(link, key(0, index), len(x), (x,), extras, MODE, 1.0)
+
+
+async def through(passage: Passage) -> torch.Tensor:
+    _, (output,) = await passage.forward()
+    await passage.backward([output])
+    return output
+
+
+def assert_sums(swarm: Swarm, inputs: list[torch.Tensor]) -> None:
+    """Over all replicas of a stage, each input's gradient once."""
+    for x in inputs:
+        (swarm.module(x).square().sum() / 2).backward()
+    for index, roster in enumerate(swarm.rosters):
+        expected = torch.cat([p.grad.flatten() for p in swarm.module[index].parameters() if p.grad is not None])
+        found = sum(swarm.servers[peer].stepping.stage(index).gradient_sum for peer in roster)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("busy_stage", [0, 1, 2])
+def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: MakeSwarm, busy_stage: int) -> None:
+    rosters = ["a", "b", "c"]
+    rosters[busy_stage] += " free"
+    swarm = make_swarm(*rosters, limits=Limits(max_pending_calls=1, call_timeout=100.0))
+    busy = swarm.rosters[busy_stage][0]
+    link = make_link(swarm)
+    link.routers[busy_stage].peers[PeerId("free")].assigned_s = 1e9  # the busy one is asked first
+    x = rows(1)
+
+    async def go() -> torch.Tensor:
+        # Its input, or its step, never comes, so it stays.
+        blocked = key(100) if busy_stage else key(100, step=1)
+        blocking = swarm.forward_request(blocked, busy_stage, [LEAD] * 3, x)
+        await swarm.send(busy, FORWARD, blocking)
+        return await through(make_passage(link, x))
+
+    output = swarm.run(go())
+
+    assert link.count["busy"] >= 1
+    torch.testing.assert_close(output, swarm.module(x))
+    assert_sums(swarm, [x])
+
+
+def test_when_everyone_is_busy_it_waits(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=Limits(max_pending_calls=1, call_timeout=100.0))
+    link, x = make_link(swarm), rows(1)
+
+    async def go() -> torch.Tensor:
+        await swarm.send(PeerId("b"), FORWARD, swarm.forward_request(key(100), 1, swarm.route(), x))
+        passing = asyncio.create_task(through(make_passage(link, x)))
+        await asyncio.sleep(10.0)
+        assert not passing.done()
+        await swarm.cancel(key(100), 1, "forward", PeerId("b"))
+        return await passing
+
+    torch.testing.assert_close(swarm.run(go()), swarm.module(x))
+    assert_sums(swarm, [x])
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 100])
+def test_servers_that_keep_nothing_compute_again(make_swarm: MakeSwarm, cache_bytes: int) -> None:
+    swarm = make_swarm("a b", "c", "d", limits=Limits(cache_bytes=cache_bytes, call_timeout=100.0))
+    link = make_link(swarm)
+    inputs = [rows(i) for i in range(6)]
+
+    async def go() -> None:
+        await gather(through(make_passage(link, x, i)) for i, x in enumerate(inputs))
+
+    swarm.run(go())
+    assert link.count["repeated"] > 0
+    assert_sums(swarm, inputs)
+
+
+class Far(MemoryNetwork):
+    """The trainer is far from servers that are near each other."""
+
+    async def depart(self, sender: PeerId, receiver: PeerId) -> None:
+        await asyncio.sleep(1.0 if LEAD in (sender, receiver) else 0.001)
+
+
+def test_a_far_trainer_has_nothing_computed_again(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", "c", network=Far())
+    link = make_link(swarm)
+    inputs = [rows(i) for i in range(4)]
+
+    async def go() -> None:
+        await gather(through(make_passage(link, x, i)) for i, x in enumerate(inputs))
+
+    swarm.run(go())
+    assert link.count["repeated"] == 0
+    assert [server.num_forwards for server in swarm.servers.values()] == [4, 4, 4]
+    assert_sums(swarm, inputs)
+
+
+def test_the_models_error_is_no_reason_to_try_again(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c")
+    link = make_link(swarm)
+    with pytest.raises(StageError, match="stage 0 raised"):
+        swarm.run(through(make_passage(link, torch.ones(2, 17).double())))
+    assert not link.count
