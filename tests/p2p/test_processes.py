@@ -43,7 +43,8 @@ def start() -> Iterator[Start]:
 def test_curve_equals_the_plain_trainers(
     start: Start, tmp_path: Path, model: str, devices: int, num_stages: int, clip: float | None
 ) -> None:
-    options: list[object] = ["--clip", clip] if clip else []
+    # DataLoader workers: forked from a process with a swarm in it, alive when it leaves, and masters of SIGCHLD.
+    options: list[object] = ["--clip", clip, "--num-workers", 2] if clip else []
     run = start(
         model, tmp_path, "--devices", devices, "--num-stages", num_stages, "--microbatch-size", 3, "--max-steps", 50,
         *options,

@@ -42,13 +42,13 @@ class Wide(Net):
         return self.net(batch[0]).square().mean()
 
 
-def make(name: str) -> tuple[Net, DataLoader[Any]]:
+def make(name: str, num_workers: int = 0) -> tuple[Net, DataLoader[Any]]:
     """A model and its batches."""
     if name == "wide":
         rows = torch.randn(4 * ROWS, 16, generator=torch.Generator().manual_seed(5))
         return Wide(), DataLoader(TensorDataset(rows), batch_size=2 * ROWS)
     build, data = MODELS[name]
-    return build(Recipe(schedule="onecycle")), loader(data())
+    return build(Recipe(schedule="onecycle")), loader(data(), num_workers=num_workers)
 
 
 class WatchedStrategy(SwarmStrategy):
@@ -112,10 +112,11 @@ def main() -> None:
     parser.add_argument("--clip", type=float)
     parser.add_argument("--precision", default="64-true")
     parser.add_argument("--fail-at", type=int)
+    parser.add_argument("--num-workers", type=int, default=0)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model, data = make(arguments.model)
+    model, data = make(arguments.model, arguments.num_workers)
     watch = Watch(arguments.out, arguments.fail_at)
     trainer = L.Trainer(
         accelerator="cpu",

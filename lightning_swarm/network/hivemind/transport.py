@@ -23,6 +23,7 @@ from lightning_swarm.network.hivemind._engine import (
     P2PHandlerError,
     StreamInfo,
 )
+from lightning_swarm.network.hivemind._process import exited
 from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool, to_peer_id
 
 _CALL: Final = "lightning_swarm.call"
@@ -90,18 +91,20 @@ class HivemindTransport(BaseTransport):
         await self._stop_daemon()
 
     async def _stop_daemon(self) -> None:
+        pid = self.daemon_pid
+        self._p2p._terminate()
         try:
             async with asyncio.timeout(_SHUTDOWN_TIMEOUT_S):
-                await self._p2p.shutdown()
+                await exited(pid)
         except TimeoutError:
             # It was asked politely; a stopped process does not hear that.
             with suppress(ProcessLookupError):
                 self._p2p._child.kill()
-            await self._p2p._child.wait()
+            await exited(pid)
 
     async def _watch_daemon(self) -> None:
         # Without its daemon, hivemind's client would wait for answers for ever.
-        await self._p2p._child.wait()
+        await exited(self.daemon_pid)
         self._break_off()
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
