@@ -26,10 +26,10 @@ async def exited(pid: int) -> None:
         await _polled(pid)
         return
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-    loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
+    ended = asyncio.Event()
+    loop.add_reader(descriptor, ended.set)
     try:
-        await ended
+        await ended.wait()
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
