@@ -169,25 +169,27 @@ class Stepping:
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
     def _bind(self, closing: Closing) -> dict[int, int]:
-        """Hold the sums to what the closing names here; returns this server's place in each stage's roster."""
+        """Check that the frozen sums are what the closing names here.
+
+        Returns:
+            This server's place in the roster of each of its stages.
+        """
         assert self._manifest is not None
         if len(closing.stages) != len(self._manifest.stages):
             raise ProtocolError(f"a closing of {len(closing.stages)} stages; there are {len(self._manifest.stages)}")
         places = {index: self._place(closing.stages[index]) for index in self._stages}
-        named = {}
         for index, place in places.items():
             holders, touched = closing.stages[index].holders[place], closing.stages[index].touched
             from_bitmap(touched, len(self._stages[index].trainable))
-            flags = from_bitmap(holders, len(closing.counted))
-            named[index] = [receipt for receipt, here in zip(closing.counted, flags, strict=True) if here]
-            held, num_unnamed = self._ledgers[index].bitmap(closing.counted)
+            ledger = self._ledgers[index]
+            if not ledger.frozen:
+                raise ProtocolError(f"the ledger of stage {index} was not frozen; a sum that may change has no mean")
+            held, num_unnamed = ledger.bitmap(closing.counted)
             if held != holders or num_unnamed:
                 raise ProtocolError(
                     f"the sum of stage {index} on {self._transport.peer_id} is not what the closing of step "
                     f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
                 )
-        for index in places:
-            self._ledgers[index].freeze(named[index])
         return places
 
     async def _average(self, closing: Closing, index: int, place: int) -> tuple[Tensor, PartNorm]:

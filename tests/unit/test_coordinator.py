@@ -19,6 +19,8 @@ from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
 from lightning_swarm.types import (
     BatchDone,
+    Closing,
+    FreezeRequest,
     Grant,
     GrantReply,
     GrantRequest,
@@ -26,6 +28,7 @@ from lightning_swarm.types import (
     Receipt,
     Recompute,
     Record,
+    StageClosing,
     StageLedger,
     Ticket,
     decode,
@@ -507,6 +510,76 @@ def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: Ma
     assert len(refusals) == 2
     plain_steps(swarm.module, [[rows(1)]], divisors=[1.0])
     torch.testing.assert_close(swarm.weights(), dict(swarm.module.state_dict()))
+
+
+def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    coordinator = swarm.servers[A]._transport
+    swarm.run(swarm.through(key(), rows(1)))
+    swarm.run(swarm.through(key(0, 1), rows(2)))
+    counted = [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
+
+    def stage(peer: PeerId, held: bytes) -> StageClosing:
+        return StageClosing(roster=[swarm.members[peer]], holders=[held], touched=b"\x03")
+
+    def closing(held: bytes, **changes: Any) -> Closing:
+        fields: dict[str, Any] = {
+            "generation": 0,
+            "step": 0,
+            "attempt": 0,
+            "round": 0,
+            "counted": counted,
+            "num_samples": 4,
+            "total_weight": 1.0,
+            "stages": [stage(A, held), stage(B, held)],
+        }
+        return Closing(**{**fields, **changes})
+
+    def refused(method: str, request_: Closing | FreezeRequest) -> None:
+        before = swarm.state()
+        with pytest.raises(ProtocolError):
+            swarm.run(coordinator.call(B, method, encode(request_), timeout=1.0))
+        assert swarm.state() == before
+
+    refused(AVERAGE, closing(b"\x03"))  # not frozen
+    freeze = FreezeRequest(generation=0, step=0, attempt=0, counted=counted)
+    late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}, {"attempt": 1}]
+    for changes in late:
+        refused(FREEZE, replaced(freeze, **changes))
+    swarm.run(coordinator.call(B, FREEZE, encode(freeze), timeout=1.0))
+    for changes in late:
+        refused(AVERAGE, closing(b"\x03", **changes))
+    for held in (b"\x01", b"\x02", b"\x07", b"\0", b"", b"\x03\0"):
+        refused(AVERAGE, closing(held))
+    refused(AVERAGE, closing(b"\x01", counted=counted[:1]))  # the sum has one more
+    refused(AVERAGE, closing(b"\x03", stages=[stage(A, b"\x03")]))
+    refused(AVERAGE, closing(b"\x03", stages=[stage(A, b"\x03"), stage(A, b"\x03")]))
+    restarted = replaced(stage(B, b"\x03"), roster=[replaced(swarm.members[B], boot_id=9)])
+    refused(AVERAGE, closing(b"\x03", stages=[stage(A, b"\x03"), restarted]))
+    swarm.run(coordinator.call(B, AVERAGE, encode(closing(b"\x03")), timeout=1.0))
+
+
+def test_a_step_that_is_full_and_closed_at_once_is_decided_once(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", target_batch_size=2)
+    frozen: list[bytes] = []
+    handler = swarm.servers[B]._transport._call_handlers[FREEZE]  # type: ignore[attr-defined]
+
+    async def counting(caller: PeerId, body: bytes) -> bytes:
+        frozen.append(body)
+        answer: bytes = await handler(caller, body)
+        return answer
+
+    swarm.servers[B]._transport._call_handlers[FREEZE] = counting  # type: ignore[attr-defined]
+
+    async def go() -> None:
+        assert await swarm.batch(rows(1))
+        assert await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
+        await swarm.steps.record(0)
+
+    swarm.run(go())
+    swarm.settle()
+    assert len(frozen) == 1
+    assert swarm.run(swarm.step(rows(2))).step == 1
 
 
 def test_a_step_frees_what_it_held(make_swarm: MakeSwarm) -> None:
