@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -64,6 +65,14 @@ def check_checkpoint(path: object) -> None:
     raise ConfigError(
         f"a swarm cannot resume from a checkpoint yet, got `ckpt_path={str(path)!r}`. Load its weights with "
         "`load_from_checkpoint` and leave `ckpt_path` out, or resume in a plain Trainer."
+    )
+
+
+def refuse_stale_weights() -> NoReturn:
+    """Refuse to save what the swarm has trained on since."""
+    raise ConfigError(
+        "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
+        "`gather_on_end=True`, or save during fit (ModelCheckpoint)."
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_swarm import checkpoint, rules
 from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.partition import Blocks, find_blocks
@@ -30,6 +30,7 @@ from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class SwarmStrategy(Strategy):
@@ -99,6 +100,7 @@ class SwarmStrategy(Strategy):
         self._session: Session | None = None
         self._blocks: Blocks | None = None
         self._loop: SwarmOptimization | None = None
+        self._stale = False  # the module's weights are older than what the swarm made of them
 
     # ------------------------------------------------------------------ what Lightning asks
 
@@ -198,6 +200,7 @@ class SwarmStrategy(Strategy):
             num_servers=self._num_servers,
             seed=torch.initial_seed() % (1 << 62),
             gradient_clip_norm=trainer.gradient_clip_val or None,
+            max_steps=trainer.max_steps if trainer.max_steps != -1 else None,
             total_steps=_total_steps(trainer),
         )
         return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
@@ -205,6 +208,7 @@ class SwarmStrategy(Strategy):
     def _install(self, trainer: Trainer, session: Session) -> None:
         """Put the pipeline in the place of the module's forward, and the swarm's steps in that of the optimizer's."""
         assert self._blocks is not None
+        self._stale = True
         pipeline = session.pipeline
         # A function, not a method: copies of the module (deepcopy) share it.
         self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
@@ -256,24 +260,19 @@ class SwarmStrategy(Strategy):
         assert self.lightning_module is not None
         own: dict[str, Any] = self.lightning_module.state_dict()
         if self._session is not None:
-            own.update({name: tensor for name, tensor in self._gathered().items() if name in own})
+            weights = self._gathered_weights(self.config.limits.call_timeout)
+            own.update({name: tensor for name, tensor in weights.items() if name in own})
+        elif self._stale:
+            rules.refuse_stale_weights()
         return own
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        if self._session is None or self.peer is None or self.peer.manifest is None:
-            return super().optimizer_state(optimizer)
-        assert self.lightning_module is not None
-        state = self.peer.runtime.run(
-            checkpoint.gather_optimizer(
-                self.peer.transport,
-                self.peer.manifest,
-                self._session.version,
-                timeout=self.config.limits.call_timeout,
-            )
-        )
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        return checkpoint.renumbered(self.optimizers[0], names, state)
+        if self._session is not None:
+            return self._gathered_optimizer(self.config.limits.call_timeout)
+        if self._stale:
+            rules.refuse_stale_weights()
+        return super().optimizer_state(optimizer)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -289,30 +288,49 @@ class SwarmStrategy(Strategy):
                 self._loop.pending_samples,
             )
         if self.config.gather_on_end and self._session is not None:
-            self._place(self._gathered())
+            self._bring_home(self.config.limits.call_timeout)
 
-    def _place(self, weights: Mapping[str, Tensor]) -> None:
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
+        if not self.config.gather_on_end or self._session is None:
+            return
+        try:
+            self._bring_home(self.config.limits.leave_timeout)
+        except SwarmError as error:
+            _log.warning("The module keeps older weights than the swarm had when the run broke off: %s", error)
+
+    def _bring_home(self, timeout: float) -> None:
+        """Put weights and optimizer state of the last step where one machine would have them."""
         assert self.lightning_module is not None
         module = self.lightning_module
+        weights = self._gathered_weights(timeout)
+        optimizer_state = self._gathered_optimizer(timeout)
         own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
+        self.optimizers[0].load_state_dict(optimizer_state)
+        self._stale = False
 
-    def _gathered(self) -> dict[str, Tensor]:
+    def _gathered_weights(self, timeout: float) -> dict[str, Tensor]:
+        """Copies of all stages' weights at the last step."""
+        return self._gather(checkpoint.gather_weights, timeout)
+
+    def _gathered_optimizer(self, timeout: float) -> dict[str, Any]:
+        """The optimizer's state of all stages at the last step, numbered as one process numbers it."""
+        assert self.lightning_module is not None
+        state = self._gather(checkpoint.gather_optimizer, timeout)
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        return checkpoint.renumbered(self.optimizers[0], names, state)
+
+    def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
         assert self.peer is not None
         assert self.peer.manifest is not None
         assert self._session is not None
-        weights = self.peer.runtime.run(
-            checkpoint.gather_weights(
-                self.peer.transport,
-                self.peer.manifest,
-                self._session.version,
-                timeout=self.config.limits.call_timeout,
-            )
+        return self.peer.runtime.run(
+            gather(self.peer.transport, self.peer.manifest, self._session.version, timeout=timeout)
         )
-        # What this process serves itself came without a copy; what a checkpoint holds must not go on changing.
-        return {name: tensor.clone() for name, tensor in weights.items()}
 
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.

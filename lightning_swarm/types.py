@@ -337,6 +337,7 @@ class Manifest(Wire, frozen=True):
     gradient_clip_norm: Positive | None
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
+    max_steps: int | None = None  # no step opens beyond it
 
 
 class StateRequest(Wire, frozen=True):

@@ -20,7 +20,8 @@ async def gather_weights(transport: Transport, manifest: Manifest, step: int, *,
     """Parameters and buffers of all stages at version `step`, by their names in the model's state dict."""
     weights: dict[str, Tensor] = {}
     for state, tensors in await _states(transport, manifest, step, optimizer=False, timeout=timeout):
-        weights.update(zip(state.names, tensors, strict=True))
+        # What this process serves itself came without a copy, and goes on changing.
+        weights.update(zip(state.names, (tensor.clone() for tensor in tensors), strict=True))
     return weights
 
 

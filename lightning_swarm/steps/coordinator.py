@@ -84,6 +84,8 @@ class Coordinator:
             raise ProtocolError(f"step {step.step} is open, got a request for step {request.step}")
         if request.step < step.step:
             return encode(GrantReply(wait=Wait(step=step.step - 1)))
+        if self._manifest.max_steps is not None and step.step >= self._manifest.max_steps:
+            raise ProtocolError(f"the run ends after step {self._manifest.max_steps - 1}; no step opens beyond it")
         lease = next(self._leases)
         place = step.grant(lease, caller, request.num_samples)
         if place is None:

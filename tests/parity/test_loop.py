@@ -323,6 +323,45 @@ def test_without_gathering_weights_stay_on_the_servers() -> None:
     assert not torch.equal(gathered.weights[foreign], initial[foreign])
 
 
+def test_saving_after_the_end_is_saving_what_was_trained(tmp_path: Path) -> None:
+    runs = {"plain": run_plain(scheduled, loader(digits()), max_steps=STEPS)}
+    runs["swarm"] = run_swarm(scheduled, loader(digits()), max_steps=STEPS)
+    for name, run in runs.items():
+        assert run.trainer is not None
+        run.trainer.save_checkpoint(tmp_path / name)
+    theirs = torch.load(tmp_path / "plain", weights_only=False)
+    assert theirs["optimizer_states"][0]["state"], "nothing to compare"
+    assert_close(torch.load(tmp_path / "swarm", weights_only=False), theirs)
+
+
+def test_saving_after_the_end_is_refused_when_nothing_was_gathered(tmp_path: Path) -> None:
+    run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, gather_on_end=False)
+    assert run.trainer is not None
+    with pytest.raises(ConfigError, match=r"must hold the trained weights.*not gathered.*Keep `gather_on_end=True`"):
+        run.trainer.save_checkpoint(tmp_path / "stale.ckpt")
+    assert not (tmp_path / "stale.ckpt").exists()
+
+
+class BreaksOff(L.Callback):
+    """Stops a run by an exception, and keeps what the module was then."""
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+        if trainer.global_step == 5:
+            self.module = pl_module
+            raise RuntimeError("enough")
+
+
+def test_an_interrupted_run_leaves_its_weights_in_the_module() -> None:
+    states = []
+    for run in (run_plain, run_swarm):
+        callback = BreaksOff()
+        with pytest.raises(RuntimeError, match="enough"):
+            run(DigitsMLP, loader(digits()), max_steps=STEPS, callbacks=[callback])
+        states.append({name: tensor.clone() for name, tensor in callback.module.state_dict().items()})
+    torch.testing.assert_close(states[1], states[0], rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
 # ---------------------------------------------------------------------- refused
 
 

@@ -91,6 +91,7 @@ class Swarm:
         *rosters: str,
         target_batch_size: int | None = None,
         clip: float | None = None,
+        max_steps: int | None = None,
         limits: Limits | None = None,
         network: MemoryNetwork | None = None,
         admit: bool = True,
@@ -126,6 +127,7 @@ class Swarm:
             voters=[self.members[self.rosters[0][0]]],
             target_batch_size=target_batch_size,
             gradient_clip_norm=clip,
+            max_steps=max_steps,
             total_steps=None,
             stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),
         )

@@ -238,6 +238,14 @@ def test_a_numeric_target_weighs_samples_equally(make_swarm: MakeSwarm) -> None:
     torch.testing.assert_close(swarm.weights(), dict(swarm.module.state_dict()))
 
 
+def test_no_step_opens_beyond_the_last(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", target_batch_size=2, max_steps=1)
+    assert swarm.run(swarm.batch(rows(0))) is True
+    swarm.run(swarm.steps.record(0))
+    with pytest.raises(ProtocolError, match="the run ends after step 0"):
+        swarm.run(swarm.steps.grant(2))
+
+
 def test_who_comes_when_the_step_is_full_waits_for_the_next(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", target_batch_size=2)
     second = StepClient(swarm.network.transport("second"), swarm.manifest, timeout=30.0)
