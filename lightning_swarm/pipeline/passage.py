@@ -14,7 +14,15 @@ from typing import Any
 from torch import Tensor
 
 from lightning_swarm import trees
-from lightning_swarm.errors import Busy, InputMissing, PeerError, ProtocolError, StepError, TicketGone
+from lightning_swarm.errors import (
+    Busy,
+    DeadlineExceeded,
+    InputMissing,
+    PeerError,
+    ProtocolError,
+    StepError,
+    TicketGone,
+)
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.policy import Charge, StageRouter
 from lightning_swarm.tasks import gather
@@ -99,6 +107,7 @@ class Passage:
     async def _send_forwards(self, stages: list[int]) -> None:
         """Send the calls of `stages`; a busy peer is replaced, and who was to fetch from it is told anew."""
         pause_s = _FIRST_PAUSE_S
+        deadline = asyncio.get_running_loop().time() + self.link.timeout
         avoid: list[set[PeerId]] = [set() for _ in self.extras]
         while stages:
             accepted = await gather(self._send_forward(stage) for stage in stages)
@@ -109,9 +118,15 @@ class Passage:
             for stage in busy:
                 avoid[stage].add(self._route[stage].peer)
             if any(len(avoid[stage]) >= len(self.link.routers[stage].peers) for stage in busy):
-                await asyncio.sleep(pause_s)  # everyone is busy: wait for one
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                pause_s = await self._pause(pause_s, deadline)  # everyone is busy: wait for one
             stages = await self._reroute(busy, avoid)
+
+    async def _pause(self, pause_s: float, deadline: float) -> float:
+        """Wait for a busy peer; returns how long to wait the next time."""
+        if asyncio.get_running_loop().time() >= deadline:
+            raise DeadlineExceeded(f"all peers of a stage were busy for {self.link.timeout:g} s; {self.key} waits")
+        await asyncio.sleep(pause_s)
+        return min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
         """Choose other peers for `busy`; returns all stages whose call must be sent (again)."""
@@ -180,11 +195,19 @@ class Passage:
 
         Calls whose results are still there are known by their keys and do nothing.
         """
-        later = stage + 1 if gradient_gone and stage + 1 < len(self.extras) else stage
+        later = len(self.extras) - 1 if gradient_gone else stage
         for earlier in range(later):
-            await self._send_forwards([earlier])
+            await self._repeat_forward(earlier)
         for again in range(later, stage - 1, -1):
             await self._send_backward(again, gradients, recompute=True)
+
+    async def _repeat_forward(self, stage: int) -> None:
+        """Send a stage's forward again, to the same peer: another one would add the gradient a second time."""
+        pause_s = _FIRST_PAUSE_S
+        deadline = asyncio.get_running_loop().time() + self.link.timeout
+        while not await self._send_forward(stage):
+            self.link.count["busy"] += 1
+            pause_s = await self._pause(pause_s, deadline)
 
     async def _send_backward(self, stage: int, gradients: Sequence[Tensor | None], *, recompute: bool = False) -> None:
         last = len(self.extras) - 1

@@ -72,3 +72,13 @@ def test_a_busy_server_is_no_fault(num_servers: int, max_pending_calls: int) -> 
     swarm = train(DigitsMLP, limits, num_stages=2, num_servers=num_servers, microbatch_size=1)
     assert_exact(swarm, plain)
     assert swarm.rerouted["busy"] > 0
+
+
+@pytest.mark.parametrize("max_pending_calls", [1, 3])
+def test_what_was_dropped_is_computed_again_by_the_same_peer_even_if_it_is_busy(max_pending_calls: int) -> None:
+    plain = run_plain(DigitsMLP, loader(digits()), max_steps=STEPS)
+    limits = Limits(cache_bytes=0, max_pending_calls=max_pending_calls)
+    swarm = train(DigitsMLP, limits, num_servers=6, microbatch_size=1)
+    assert_exact(swarm, plain)
+    assert swarm.rerouted["busy"] > 0
+    assert_recomputed(swarm, everything=True)

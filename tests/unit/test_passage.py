@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import StageError
+from lightning_swarm.errors import DeadlineExceeded, StageError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.pipeline.passage import Link, Passage
@@ -87,6 +87,19 @@ def test_when_everyone_is_busy_it_waits(make_swarm: MakeSwarm) -> None:
 
     torch.testing.assert_close(swarm.run(go()), swarm.module(x))
     assert_sums(swarm, [x])
+
+
+def test_it_does_not_wait_for_ever(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=Limits(max_pending_calls=1, call_timeout=1000.0))
+    link, x = make_link(swarm), rows(1)
+
+    async def go() -> float:
+        await swarm.send(PeerId("b"), FORWARD, swarm.forward_request(key(100), 1, swarm.route(), x))
+        with pytest.raises(DeadlineExceeded, match="all peers of a stage were busy for 30 s"):
+            await through(make_passage(link, x))
+        return asyncio.get_running_loop().time()
+
+    assert 30.0 <= swarm.run(go()) < 35.0
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 100])
