@@ -75,6 +75,11 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
     return tree
 
 
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a leaf of its dtype can require a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Structure:
     if isinstance(tree, Tensor):
         tensors.append(tree)

@@ -107,11 +107,12 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     Raises:
         ConfigError: The ranges do not cover the blocks in order, or the model cannot be trained in stages:
             parameters outside of the blocks, tied across stages or unknown to the model, sparse gradients,
-            statistics over the batch, layers that are not initialised.
+            complex parameters, statistics over the batch, layers that are not initialised.
     """
     _check_ranges(ranges, len(blocks.modules))
     _refuse_lazy(blocks)
     _refuse_sparse(blocks)
+    _refuse_complex(blocks)
     _refuse_batch_statistics(blocks)
     runs = [tuple(blocks.modules[i] for i in indices) for indices in ranges]
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
@@ -221,6 +222,20 @@ def _refuse_sparse(blocks: Blocks) -> None:
     if sparse:
         raise ConfigError(
             f"gradients must be dense to be averaged, got `sparse=True` in {_few(sparse)}. Set `sparse=False`."
+        )
+
+
+def _refuse_complex(blocks: Blocks) -> None:
+    found = [
+        f"{name}.{key}"
+        for name, module in _inner(blocks)
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.is_complex() and parameter.requires_grad
+    ]
+    if found:
+        raise ConfigError(
+            f"trained parameters must be real, gradients are summed as real numbers: {_few(found)} are complex. Store "
+            "them as real ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them."
         )
 
 

@@ -229,7 +229,7 @@ class Server:
     ) -> tuple[tuple[Any, ...], Sequence[bool]]:
         """The positional inputs of a stage, and which of their tensors want a gradient."""
         if source is None:
-            return inputs, [input_grad and t.is_floating_point() for t in trees.flatten(inputs)[1]]
+            return inputs, [input_grad and trees.is_differentiable(t) for t in trees.flatten(inputs)[1]]
         message = await self._fetch(source)
         computed = decode(message.body, Computed)
         return (trees.unflatten(computed.structure, list(message.tensors)),), computed.flags

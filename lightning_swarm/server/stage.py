@@ -58,7 +58,9 @@ class Stage:
         self.version = 0
         named = module.named_stage_parameters()
         self.parameters = dict(named)
-        self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
+        grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.trainable = [parameter for _, parameter in named if parameter.requires_grad and id(parameter) in grouped]
         self.optimizer = optimizer
         local = {id(parameter) for parameter in self.trainable}
         for group in self.optimizer.param_groups:  # empty groups stay: records address groups by place
@@ -87,7 +89,7 @@ class Stage:
         if len(tensors) != len(wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
         leaves = [
-            tensor.to(self.device).detach().requires_grad_(mode.grad and wants and tensor.is_floating_point())
+            tensor.to(self.device).detach().requires_grad_(mode.grad and wants and trees.is_differentiable(tensor))
             for tensor, wants in zip(tensors, wants_grad, strict=True)
         ]
         extra_structure, extra_tensors = trees.flatten(extras)

@@ -356,6 +356,12 @@ def with_many_outside() -> nn.Module:
     return model
 
 
+class Rotate(nn.Module):
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.turns = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=trained)
+
+
 def with_layer(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), layer), nn.Linear(4, 4))
 
@@ -375,6 +381,7 @@ def with_layer(layer: nn.Module) -> nn.Module:
             ["must belong to the model", "weight of block '0', bias of block '0'", "Create the layers in `__init__`"],
         ),
         (with_layer(nn.Embedding(3, 4, sparse=True)), None, ["dense", "`sparse=True` in 1.1", "`sparse=False`"]),
+        (with_layer(Rotate(trained=True)), None, ["must be real", "1.1.turns", "torch.view_as_real", "or freeze them"]),
         (with_layer(nn.BatchNorm1d(4)), None, ["each sample alone", "1.1 (BatchNorm1d)", "Use GroupNorm"]),
         (with_layer(nn.BatchNorm1d(4, track_running_stats=False)), None, ["each sample alone", "1.1 (BatchNorm1d)"]),
         (with_layer(nn.InstanceNorm1d(4, track_running_stats=True)), None, ["each sample alone", "(InstanceNorm1d)"]),
@@ -392,7 +399,7 @@ def test_what_cannot_be_trained_in_stages_is_refused(model: nn.Module, pipeline:
 
 
 def test_layers_that_look_alike_but_work_pass() -> None:
-    for layer in (nn.InstanceNorm1d(4), nn.GroupNorm(2, 4), nn.Embedding(3, 4)):
+    for layer in (nn.InstanceNorm1d(4), nn.GroupNorm(2, 4), Rotate(trained=False), nn.Embedding(3, 4)):
         assert len(cut_into(with_layer(layer), 2)) == 2
 
 
