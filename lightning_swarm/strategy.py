@@ -261,7 +261,8 @@ class SwarmStrategy(Strategy):
         own: dict[str, Any] = self.lightning_module.state_dict()
         if self._session is not None:
             weights = self._gathered_weights(self.config.limits.call_timeout)
-            own.update({name: tensor for name, tensor in weights.items() if name in own})
+            names = checkpoint.first_names(self.lightning_module)
+            own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
         elif self._stale:
             rules.refuse_stale_weights()
         return own

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import trees
@@ -33,6 +33,13 @@ async def gather_optimizer(
     for state, tensors in await _states(transport, manifest, step, optimizer=True, timeout=timeout):
         found.update(zip(state.names, trees.unflatten(state.structure, list(tensors)), strict=True))
     return found
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For each name of a parameter or buffer the first one of the same tensor: tied ones have several."""
+    first: dict[int, str] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
 
 def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
