@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.data import extract_batch_size
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -37,6 +39,7 @@ class SwarmOptimization(_AutomaticOptimization):
         self._target_batch_size = target_batch_size
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
+        self._trained = self._requiring_grad()
 
     @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
@@ -47,11 +50,13 @@ class SwarmOptimization(_AutomaticOptimization):
                 "cut off count in the next step; the plain Trainer forgets them.",
                 self.pending_samples,
             )
+        self._check_frozen()
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
         self._session.begin_batch(num_samples)
         closure = self._make_closure(kwargs, optimizer, batch_idx)
         try:
             closure()
+            self._check_untouched(optimizer)
         except Exception:
             self._give_back()
             raise
@@ -97,6 +102,31 @@ class SwarmOptimization(_AutomaticOptimization):
         max_epochs = self.trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
         return last_of_epoch and last_epoch and self.pending_samples > 0
+
+    def _check_frozen(self) -> None:
+        changed = sorted(self._requiring_grad() ^ self._trained)
+        if changed:
+            raise ConfigError(
+                "which parameters require a gradient is settled when the run begins, for the servers train them: it "
+                f"changed for {changed[:5]}. Freeze them in `__init__`, `configure_model` or `configure_optimizers`."
+            )
+
+    def _check_untouched(self, optimizer: Optimizer) -> None:
+        """Weights of other peers' stages are old here, and a gradient that arrives here is in no step."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        touched = [name for name, one in self._parameters() if id(one) in stepped and one.grad is not None]
+        if touched:
+            raise ConfigError(
+                "a loss may reach weights through the pipelined module's forward only, for they live on the servers: "
+                f"it reached {touched[:5]} directly. Use the optimizer's weight decay in place of a penalty, and call "
+                "the whole pipelined module in place of one of its blocks."
+            )
+
+    def _requiring_grad(self) -> set[str]:
+        return {name for name, parameter in self._parameters() if parameter.requires_grad}
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.trainer.lightning_module.named_parameters()
 
     def _begins_window(self, batch_idx: int) -> bool:
         return batch_idx % self.trainer.accumulate_grad_batches == 0

@@ -1,0 +1,120 @@
+"""Which parameters are trained, counted and saved: those that one machine would train, count and save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError
+from tests.parity.harness import assert_exact, run_plain, run_swarm
+from tests.parity.models import Net, digits, loader
+
+STEPS = 6
+
+
+class Digits(Net):
+    def __init__(self) -> None:
+        super().__init__(self.build())
+
+    def build(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class WithoutBiases(Digits):
+    """Its optimizer was not given all parameters."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([one for name, one in self.named_parameters() if "bias" not in name], lr=0.1)
+
+
+def test_what_no_parameter_group_holds_is_not_in_the_norm() -> None:
+    plain = run_plain(WithoutBiases, loader(digits()), max_steps=STEPS, gradient_clip_val=0.1)
+    swarm = run_swarm(WithoutBiases, loader(digits()), max_steps=STEPS, gradient_clip_val=0.1)
+    assert swarm.num_clipped == STEPS
+    assert_exact(swarm, plain)
+
+
+class Tied(Digits):
+    """The last stage holds one weight under two names."""
+
+    @override
+    def build(self) -> nn.Sequential:
+        net = nn.Sequential(
+            nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)
+        )
+        net[4].weight = net[2].weight
+        return net
+
+
+def test_a_checkpoint_holds_what_was_trained_under_all_names_of_a_tied_parameter(tmp_path: Path) -> None:
+    files = {}
+    for name, run in (("plain", run_plain), ("swarm", run_swarm)):
+        saving = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=STEPS)
+        options: dict[str, Any] = {"split": ["2"]} if name == "swarm" else {}
+        run(Tied, loader(digits()), max_steps=STEPS, callbacks=[saving], enable_checkpointing=True, **options)
+        files[name] = torch.load(tmp_path / name / f"step={STEPS}.ckpt", weights_only=False)["state_dict"]
+    assert files["swarm"].keys() == files["plain"].keys()
+    assert torch.equal(files["swarm"]["net.2.weight"], files["swarm"]["net.4.weight"])
+    for name, tensor in files["plain"].items():
+        torch.testing.assert_close(files["swarm"][name], tensor, rtol=0, atol=1e-12)
+
+
+class Transform(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.fft.fft(hidden)
+
+
+class Magnitude(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.abs()
+
+
+class Spectrum(Digits):
+    """Complex numbers cross the boundary, and their gradients come back."""
+
+    @override
+    def build(self) -> nn.Sequential:
+        return nn.Sequential(nn.Linear(64, 16), Transform(), Magnitude(), nn.Linear(16, 10))
+
+
+def test_complex_activations_between_stages() -> None:
+    plain = run_plain(Spectrum, loader(digits()), max_steps=STEPS)
+    swarm = run_swarm(Spectrum, loader(digits()), max_steps=STEPS, split=["2"])
+    assert_exact(swarm, plain)
+
+
+class Penalised(Digits):
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        penalty = torch.stack([one.square().sum() for one in self.parameters()]).sum()
+        return super().training_step(batch, batch_idx) + 0.1 * penalty
+
+
+class FrozenLate(Digits):
+    @override
+    def on_fit_start(self) -> None:
+        self.net[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (Penalised, r"a loss may reach weights through the pipelined.*\['net.0.weight', .*weight decay"),
+        (FrozenLate, r"settled when the run begins.*\['net.0.bias', 'net.0.weight'\].*Freeze them in `__init__`"),
+    ],
+)
+def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(module, loader(digits()), max_steps=STEPS)
