@@ -65,7 +65,7 @@ class SwarmLauncher(_Launcher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return False  # there is no script to run again
+        return self._num_peers == 1  # there is no script to run again for others
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
