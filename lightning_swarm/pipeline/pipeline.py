@@ -88,7 +88,7 @@ class Pipeline:
         with torch.inference_mode(False), torch.no_grad():
             # Cloned: another thread cannot use inference tensors, and the user may overwrite the batch while a
             # microbatch may still have to be sent again.
-            copies = [tensor.detach().clone() for tensor in tensors]
+            copies = [_copied(tensor) for tensor in tensors]
             extras = _detached(extras)
         call = _Call(self, trees.unflatten(structure, copies), extras, mode)
         if grad:
@@ -217,4 +217,9 @@ def _detached(extras: dict[str, Any]) -> dict[str, Any]:
             "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
             "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
         )
-    return dict(trees.unflatten(structure, [tensor.detach().clone() for tensor in tensors]))
+    return dict(trees.unflatten(structure, [_copied(tensor) for tensor in tensors]))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """In memory of its own, where it can be sent from."""
+    return tensor.detach().to("cpu", copy=True)
