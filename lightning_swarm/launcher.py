@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
@@ -54,6 +55,8 @@ class SwarmLauncher(_Launcher):
         num_peers: On this machine, this process included.
     """
 
+    _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
+
     def __init__(self, strategy: Launched, num_peers: int) -> None:
         super().__init__()
         self._strategy = strategy
@@ -74,12 +77,25 @@ class SwarmLauncher(_Launcher):
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         if self._join:
             self._serve(trainer)
+        self._check_module(trainer.lightning_module)
         self._strategy.check(trainer)
         if self._num_peers > 1:
             _share_cores(self._num_peers)
         self._strategy.peer = hivemind_peer(self._strategy.config, ())
         self._start_children()
         return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
+
+    def _check_module(self, module: LightningModule) -> None:
+        """Refuse a module that the children would not build: they run the script up to its first `fit`."""
+        first = SwarmLauncher._first_module
+        if first is None:
+            SwarmLauncher._first_module = weakref.ref(module)
+        elif first() is not module and self._num_peers > 1:
+            raise ConfigError(
+                "`devices` above 1 starts this script again for every peer, which serves the module of the script's "
+                f"first `fit`; this {type(module).__name__} is another one. Train each module in a run of the script "
+                "of its own."
+            )
 
     def _serve(self, trainer: Trainer) -> NoReturn:
         code = 0
