@@ -207,6 +207,30 @@ def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
     assert swarm.state() == before
 
 
+def test_a_record_whose_caller_hung_up_can_be_told_again(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = make_swarm("a", "b")
+    stepping = swarm.servers[B].stepping
+    apply, told = stepping._apply, []
+
+    def applied_unheard(record: Record, averaged: Any) -> None:
+        apply(record, averaged)
+        told.append(record)
+        raise Unreachable("the caller is gone")  # here its handler is cancelled
+
+    monkeypatch.setattr(stepping, "_apply", applied_unheard)
+    with pytest.raises(StepError, match="the caller is gone"):
+        swarm.run(swarm.step(rows(0)))
+    assert (stepping.version, stepping.stage(1).version) == (0, 1)
+    before = stepping.stage(1).fingerprint()
+
+    monkeypatch.setattr(stepping, "_apply", apply)
+    swarm.run(swarm.servers[A]._transport.call(B, APPLY, encode(told[0]), timeout=1.0))
+    assert (stepping.version, stepping.stage(1).version) == (1, 1)
+    assert stepping.stage(1).fingerprint() == before
+
+
 def test_a_clipped_step_is_clipped_over_all_stages(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a b", "c", clip=0.01)
     batch = [rows(i) for i in range(4)]
