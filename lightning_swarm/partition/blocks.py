@@ -7,6 +7,7 @@ from typing import Final
 from torch import nn
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.nn import Sequential
 
 _HOOK: Final = "configure_stages"
 _REMEDY: Final = (
@@ -54,7 +55,18 @@ def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
             f"`pipeline` must name a `torch.nn.Sequential` (or the model must define `configure_stages`), "
             f"but {name!r} is a {type(root).__name__}. " + _remedy_for(root, name, model)
         )
+    _refuse_own_forward(root, name)
     return _checked(_children_of(root, root, name))
+
+
+def _refuse_own_forward(root: nn.Module, name: str) -> None:
+    plain = (nn.Sequential.forward, Sequential.forward)
+    if "forward" in vars(root) or type(root).forward not in plain:
+        raise ConfigError(
+            "a `Sequential` that is cut must run its blocks one after the other and do nothing else, got "
+            f"{type(root).__name__} {name!r} with a `forward` of its own. Move what it adds into a block, or define "
+            f"`{_HOOK}(self)` that returns the blocks in order."
+        )
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:

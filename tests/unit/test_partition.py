@@ -125,6 +125,18 @@ class StagedDict(Loose):
         )
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + super().forward(x)
+        return out
+
+
+def with_wrapped_forward() -> nn.Module:
+    model = Net()
+    model.net.forward = lambda x: x  # type: ignore[method-assign]
+    return model
+
+
 def stages_of(returned: Any, model: nn.Module | None = None) -> nn.Module:
     model = model or Loose()
     model.configure_stages = lambda: returned  # type: ignore[assignment]
@@ -185,6 +197,12 @@ def test_configure_stages_may_name_its_blocks() -> None:
         (Loose(), "nothing", ["got 'nothing'", "has no `Sequential`", "configure_stages"]),
         (Loose(), "layers", ["'layers' is a ModuleList", "wrap them in a `torch.nn.Sequential`", "[*self.layers]"]),
         (Net(), "loss", ["'loss' is a MSELoss", "Choose one of its `Sequential`s (net)"]),
+        (
+            Residual(nn.Linear(2, 2)),
+            None,
+            ["do nothing else", "Residual '' with a `forward` of its", "into a block"],
+        ),
+        (with_wrapped_forward(), "net", ["do nothing else", "Sequential 'net' with a `forward` of its own"]),
         (stages_of("abc"), None, ["must return a sequence of modules", "got str of str", "Return the blocks"]),
         (stages_of(None), None, ["must return a sequence of modules", "got NoneType", "[self.embed, *self.layers"]),
         (stages_of([nn.ReLU(), len]), None, ["must return a sequence", "list of", "builtin_function_or_method"]),
