@@ -95,6 +95,23 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     return optimizer
 
 
+def check_parameters(optimizer: Optimizer, module: LightningModule) -> None:
+    """Refuse an optimizer of parameters that no stage could hold.
+
+    Raises:
+        ConfigError: A parameter is not the module's.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in known]
+        if shapes:
+            raise ConfigError(
+                "an optimizer must hold parameters of the LightningModule only, the others are on no server: parameter "
+                f"group {index} has foreign ones of the shapes {shapes[:5]}. Make their module an attribute of the "
+                "LightningModule, in a block of the pipeline."
+            )
+
+
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
     """All that a parameter group says beside its parameters, as plain numbers.
 

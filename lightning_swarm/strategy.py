@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_swarm import checkpoint, rules
 from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
-from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.errors import ConfigError
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.partition import Blocks, find_blocks
@@ -183,6 +183,7 @@ class SwarmStrategy(Strategy):
         assert self.lightning_module is not None
         rules.check_optimizers(self.optimizers)
         module = self.lightning_module
+        rules.check_parameters(self.optimizers[0], module)
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
         num_stages = self.config.num_stages or len(self._devices)
@@ -298,8 +299,8 @@ class SwarmStrategy(Strategy):
             return
         try:
             self._bring_home(self.config.limits.leave_timeout)
-        except SwarmError as error:
-            _log.warning("The module keeps older weights than the swarm had when the run broke off: %s", error)
+        except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
+            _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
     def _bring_home(self, timeout: float) -> None:
         """Put weights and optimizer state of the last step where one machine would have them."""

@@ -93,11 +93,12 @@ class Stage:
             for tensor, wants in zip(tensors, wants_grad, strict=True)
         ]
         extra_structure, extra_tensors = trees.flatten(extras)
-        extras = trees.unflatten(extra_structure, [tensor.to(self.device) for tensor in extra_tensors])
+        # Copied, and the inputs cloned: a block may work in place, but both are kept for a recomputation, and what is
+        # shared by all microbatches must reach each as it was sent.
+        extras = trees.unflatten(extra_structure, [tensor.to(self.device, copy=True) for tensor in extra_tensors])
         self.module.train(mode.training)
         before = [buffer._version for buffer in self.module.buffers()]
         with modes.entered(mode, self.device.type), KeyedRandom(seed), self._measured(mode, leaves) as graph_bytes:
-            # Cloned: a block may work in place, but the input is kept for a recomputation.
             output = self.module(trees.unflatten(structure, [leaf.clone() for leaf in leaves]), extras)
         if mode.training and before != [buffer._version for buffer in self.module.buffers()]:
             raise ProtocolError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
+import lightning_swarm.nn
+from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError
-from tests.parity.harness import assert_exact, run_plain, run_swarm
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import QUIET, assert_exact, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import Net, digits, loader
 
 STEPS = 6
@@ -95,6 +99,36 @@ def test_complex_activations_between_stages() -> None:
     assert_exact(swarm, plain)
 
 
+class Doubling(nn.Module):
+    """Works in place on an extra."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.inner(hidden)) * mask.mul_(2)
+        return out
+
+
+class InPlace(Digits):
+    @override
+    def build(self) -> nn.Sequential:
+        return lightning_swarm.nn.Sequential(nn.Linear(64, 16), Doubling(), nn.Linear(16, 10))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0], mask=torch.full((16,), 0.5, dtype=torch.float64)), batch[1])
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1000, 1 << 30])
+def test_an_extra_that_a_block_changes_reaches_the_next_microbatch_as_it_was(cache_bytes: int) -> None:
+    plain = run_plain(InPlace, loader(digits()), max_steps=STEPS)
+    options: dict[str, Any] = {"shared": ["mask"], "limits": Limits(cache_bytes=cache_bytes)}
+    swarm = run_swarm(InPlace, loader(digits()), max_steps=STEPS, num_servers=1, **options)
+    assert_exact(swarm, plain)
+
+
 class Penalised(Digits):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
@@ -108,9 +142,22 @@ class FrozenLate(Digits):
         self.net[0].requires_grad_(False)
 
 
+class Foreign(Digits):
+    """A layer in a plain list is no part of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Linear(10, 10)]
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.hidden[0].parameters()], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
     [
+        (Foreign, r"of the LightningModule only.*group 0 has foreign ones of the shapes \[\(10, 10\), \(10,\)\]"),
         (Penalised, r"a loss may reach weights through the pipelined.*\['net.0.weight', .*weight decay"),
         (FrozenLate, r"settled when the run begins.*\['net.0.bias', 'net.0.weight'\].*Freeze them in `__init__`"),
     ],
@@ -118,3 +165,21 @@ class FrozenLate(Digits):
 def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_swarm(module, loader(digits()), max_steps=STEPS)
+
+
+class Unheard(InMemoryStrategy):
+    """What it gathers is broken."""
+
+    @override
+    def _bring_home(self, timeout: float) -> None:
+        raise KeyError("a name")
+
+
+def test_a_broken_run_is_torn_down_whatever_can_be_gathered(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = Unheard(num_stages=2)
+    trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": STEPS}, strategy=strategy)
+    with pytest.raises(ConfigError, match="a loss may reach weights"), quiet_warnings():
+        trainer.fit(Penalised(), loader(digits()))
+    assert "keeps older weights" in caplog.text
+    assert strategy.peer is None
+    assert all(peer._closed for peer in strategy.peers)
