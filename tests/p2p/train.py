@@ -42,13 +42,14 @@ class Wide(Net):
         return self.net(batch[0]).square().mean()
 
 
-def make(name: str, num_workers: int = 0) -> tuple[Net, DataLoader[Any]]:
+def make(name: str, num_workers: int = 0, *, endless: bool = False) -> tuple[Net, DataLoader[Any]]:
     """A model and its batches."""
     if name == "wide":
         rows = torch.randn(4 * ROWS, 16, generator=torch.Generator().manual_seed(5))
         return Wide(), DataLoader(TensorDataset(rows), batch_size=2 * ROWS)
     build, data = MODELS[name]
-    return build(Recipe(schedule="onecycle")), loader(data(), num_workers=num_workers)
+    # OneCycle knows its last step and raises after it.
+    return build(Recipe(schedule="constant" if endless else "onecycle")), loader(data(), num_workers=num_workers)
 
 
 class WatchedStrategy(SwarmStrategy):
@@ -116,7 +117,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model, data = make(arguments.model, arguments.num_workers)
+    model, data = make(arguments.model, arguments.num_workers, endless=arguments.max_steps == -1)
     watch = Watch(arguments.out, arguments.fail_at)
     trainer = L.Trainer(
         accelerator="cpu",
