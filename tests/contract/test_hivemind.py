@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -223,6 +225,11 @@ def test_initial_peers_that_are_not_there(world: HivemindWorld, monkeypatch: pyt
     monkeypatch.setattr(hivemind, "_PAUSE_S", 0.0)
     with pytest.raises(Unreachable, match="reachable from here"):
         world.run(hivemind.start(initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{world.stranger}"]))
+
+
+def test_a_ctrl_c_at_the_terminal_does_not_reach_the_daemon(world: HivemindWorld) -> None:
+    assert os.getpgid(world.a.transport._p2p._child.pid) != os.getpgid(0)  # type: ignore[attr-defined]
+    assert not isinstance(world.loop.subprocess_exec, partial), "what else the loop starts is no concern of ours"
 
 
 def test_everything_works_on_a_plain_asyncio_loop() -> None:

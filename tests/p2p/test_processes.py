@@ -105,5 +105,9 @@ def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> 
         run.process.kill()
     assert run.survivors(within_s=10.0) == []
     assert (run.wait() == 0) == (how == "SIGTERM")  # which Lightning takes for an orderly end
+    if how in ("Ctrl-C", "SIGTERM"):
+        # The weights came home, and the other peer was told.
+        noise = ("Traceback", "older weights", "was killed", "[ERROR]")
+        assert not [line for line in run.output if any(word in line for word in noise)]
     if how == "exception":
         assert any("the user's own mistake" in line for line in run.output)

@@ -14,6 +14,7 @@ from typing import Final
 
 from lightning_swarm.errors import ConfigError, Unreachable
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
+from lightning_swarm.network.hivemind._process import sessions_of_their_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
 from lightning_swarm.network.hivemind.transport import HivemindTransport
 
@@ -63,14 +64,15 @@ async def _start_daemon(listen: str, initial_peers: Sequence[str], startup_timeo
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
             # No relaying, no hole punching, no mapping of ports: peers are reached at the address they give.
-            return await P2P.create(
-                initial_peers=list(initial_peers) or None,
-                host_maddrs=[listen],
-                startup_timeout=startup_timeout,
-                auto_nat=False,
-                nat_port_map=False,
-                use_relay=False,
-            )
+            with sessions_of_their_own():
+                return await P2P.create(
+                    initial_peers=list(initial_peers) or None,
+                    host_maddrs=[listen],
+                    startup_timeout=startup_timeout,
+                    auto_nat=False,
+                    nat_port_map=False,
+                    use_relay=False,
+                )
         except (P2PDaemonError, OSError) as error:
             problem = error
             _log.warning("The libp2p daemon did not start (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)

@@ -1,16 +1,35 @@
-"""Waiting for the daemon's end without SIGCHLD.
+"""The daemon's process: out of the terminal's reach, and awaited without SIGCHLD.
 
-Event loops learn of it from that signal, and torch's DataLoader takes the signal's handler for itself as soon as it
-starts workers: from then on they would wait for ever.
+A Ctrl-C at a terminal goes to its whole foreground group. A daemon in that group would be gone before its peer could
+take leave over it, or fetch what was trained.
+
+Event loops learn of a child's end from SIGCHLD, and torch's DataLoader takes the signal's handler for itself as soon
+as it starts workers: from then on they would wait for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from typing import Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
 
 _POLL_S: Final = 0.2
+
+
+@contextmanager
+def sessions_of_their_own() -> Iterator[None]:
+    """The processes that the running loop starts meanwhile are in no terminal's group."""
+    loop: Any = asyncio.get_running_loop()
+    # hivemind starts the daemon itself and passes no options on.
+    start = loop.subprocess_exec
+    loop.subprocess_exec = partial(start, start_new_session=True)
+    try:
+        yield
+    finally:
+        loop.subprocess_exec = start
 
 
 async def exited(pid: int) -> None:
