@@ -39,6 +39,8 @@ class RunSpec:
         num_servers: How many servers to wait for.
         seed: Of all random draws in the stages.
         gradient_clip_norm: Over all stages; None does not clip.
+        first_step: Where the run begins, or goes on.
+        trains: False: it only evaluates.
         max_steps: No step opens beyond it; None: the trainer ends the run.
         total_steps: For schedules that servers build.
     """
@@ -47,6 +49,8 @@ class RunSpec:
     num_servers: int
     seed: int
     gradient_clip_norm: float | None
+    first_step: int
+    trains: bool
     max_steps: int | None
     total_steps: int | None
 
@@ -155,6 +159,8 @@ class Peer:
             voters=[servers[0]],
             target_batch_size=self._config.target_batch_size,
             gradient_clip_norm=spec.gradient_clip_norm,
+            first_step=spec.first_step,
+            trains=spec.trains,
             max_steps=spec.max_steps,
             total_steps=spec.total_steps,
             stages=model.describe(ranges, membership.assign(spec.num_stages, servers)),

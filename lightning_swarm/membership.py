@@ -136,17 +136,22 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
     peers = _members(manifest)
     await gather(transport.call(peer, ADMIT, encode(manifest), timeout=timeout) for peer in peers)
     await gather(
-        _load(transport, member.peer_id, module, timeout=timeout)
-        for module, stage in zip(stages, manifest.stages, strict=True)
+        transport.stream(member.peer_id, LOAD, message, timeout=timeout)
+        for message, stage in zip((_weights(module, manifest) for module in stages), manifest.stages, strict=True)
         for member in stage.roster
     )
 
 
-async def _load(transport: Transport, peer: PeerId, module: StageModule, *, timeout: float) -> None:
+def _weights(module: StageModule, manifest: Manifest) -> Message:
     tensors: dict[str, Tensor] = {**dict(module.named_stage_parameters()), **dict(module.named_stage_buffers())}
-    state = StageState(stage_index=module.spec.index, step=0, names=list(tensors), structure=None)
-    message = Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
-    await transport.stream(peer, LOAD, message, timeout=timeout)
+    state = StageState(
+        stage_index=module.spec.index,
+        step=manifest.first_step,
+        optimizer=False,
+        names=list(tensors),
+        structure=None,
+    )
+    return Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
 
 
 async def dismiss(transport: Transport, manifest: Manifest, *, timeout: float) -> None:

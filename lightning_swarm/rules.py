@@ -31,15 +31,16 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
     Raises:
         ConfigError: With the remedy.
     """
-    if trainer.state.fn != TrainerFn.FITTING:
-        raise ConfigError(
-            f"the swarm runs `fit` only, got `{trainer.state.fn}`. After fit the module holds the trained weights: "
-            "use a plain Trainer for it."
-        )
     if trainer.num_nodes != 1:
         raise ConfigError(
             f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out."
         )
+    _check_precision_and_clipping(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        _check_training(trainer, module, config)
+
+
+def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
     if not module.automatic_optimization:
         raise ConfigError(
             "`automatic_optimization` must be True: the swarm steps the optimizer on its servers; got False. "
@@ -51,21 +52,12 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
                 f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."
             )
-    _check_precision_and_clipping(trainer)
     _check_callbacks(trainer)
     if config.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             "`target_batch_size` and `accumulate_grad_batches` both say when a step ends: got "
             f"{config.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
         )
-
-
-def check_checkpoint(path: object) -> None:
-    """Refuse to resume."""
-    raise ConfigError(
-        f"a swarm cannot resume from a checkpoint yet, got `ckpt_path={str(path)!r}`. Load its weights with "
-        "`load_from_checkpoint` and leave `ckpt_path` out, or resume in a plain Trainer."
-    )
 
 
 def refuse_stale_weights() -> NoReturn:

@@ -24,6 +24,7 @@ class Session:
         self._runtime = runtime
         self.pipeline = pipeline
         self._steps = steps
+        pipeline.version = steps.version
 
     @property
     def version(self) -> int:

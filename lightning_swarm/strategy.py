@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -14,11 +14,13 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import checkpoint, rules
+from lightning_swarm import checkpoint as checkpoints
+from lightning_swarm import rules
 from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError
@@ -100,6 +102,7 @@ class SwarmStrategy(Strategy):
         self._session: Session | None = None
         self._blocks: Blocks | None = None
         self._loop: SwarmOptimization | None = None
+        self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._stale = False  # the module's weights are older than what the swarm made of them
 
     # ------------------------------------------------------------------ what Lightning asks
@@ -181,7 +184,9 @@ class SwarmStrategy(Strategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         assert self.lightning_module is not None
-        rules.check_optimizers(self.optimizers)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            rules.check_optimizers(self.optimizers)
         module = self.lightning_module
         rules.check_parameters(self.optimizers[0], module)
         self._blocks = find_blocks(module, self.config.pipeline)
@@ -189,30 +194,34 @@ class SwarmStrategy(Strategy):
         num_stages = self.config.num_stages or len(self._devices)
         model.cut(choose_ranges(self._blocks, num_stages, self.config.split))  # refused here, before anyone is asked
         self._session = self._start_run(trainer, model, num_stages)
-        self._install(trainer, self._session)
+        pipeline = self._session.pipeline
+        # A function, not a method: copies of the module (deepcopy) share it.
+        self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
+        if fitting:
+            self._stale = True
+            self._take_steps(trainer, self._session)
 
     def _start_run(self, trainer: Trainer, model: Model, num_stages: int) -> Session:
         assert self.peer is not None
         assert self._blocks is not None
         if self.config.role == "auto":
             self.peer.serve(model)
+        fitting = trainer.state.fn == TrainerFn.FITTING
         spec = RunSpec(
             num_stages=num_stages,
             num_servers=self._num_servers,
             seed=torch.initial_seed() % (1 << 62),
             gradient_clip_norm=trainer.gradient_clip_val or None,
+            # Lightning restores its own counter only after this.
+            first_step=trainer.global_step if self._restored_step is None else self._restored_step,
+            trains=fitting,
             max_steps=trainer.max_steps if trainer.max_steps != -1 else None,
-            total_steps=_total_steps(trainer),
+            total_steps=_total_steps(trainer) if fitting else None,
         )
         return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
 
-    def _install(self, trainer: Trainer, session: Session) -> None:
-        """Put the pipeline in the place of the module's forward, and the swarm's steps in that of the optimizer's."""
-        assert self._blocks is not None
-        self._stale = True
-        pipeline = session.pipeline
-        # A function, not a method: copies of the module (deepcopy) share it.
-        self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
+    def _take_steps(self, trainer: Trainer, session: Session) -> None:
+        """Put the swarm's steps in the place of the optimizer's."""
         epoch_loop = trainer.fit_loop.epoch_loop
         self._loop = loop = SwarmOptimization(trainer, session, self.config.target_batch_size)
         loop.optim_progress = epoch_loop.automatic_optimization.optim_progress
@@ -228,7 +237,7 @@ class SwarmStrategy(Strategy):
         self.connect(module)
         module.trainer = trainer
         self.setup_environment()
-        call._call_lightning_module_hook(trainer, "setup", stage="fit")
+        call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
         call._call_configure_model(trainer)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
@@ -278,8 +287,20 @@ class SwarmStrategy(Strategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        rules.check_checkpoint(checkpoint_path)
-        raise AssertionError("unreachable")
+        restored = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restored_step = restored.get("global_step")
+        return restored
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        assert self.peer is not None
+        assert self.peer.manifest is not None
+        state = checkpoints.by_name(self.optimizers[0], self._parameter_names)
+        timeout = self.config.limits.call_timeout
+        self.peer.runtime.run(
+            checkpoints.scatter_optimizer(self.peer.transport, self.peer.manifest, state, timeout=timeout)
+        )
 
     @override
     def on_train_end(self) -> None:
@@ -289,13 +310,13 @@ class SwarmStrategy(Strategy):
                 "`max_epochs` so that the last batch closes it.",
                 self._loop.pending_samples,
             )
-        if self.config.gather_on_end and self._session is not None:
+        if self.config.gather_on_end:
             self._bring_home(self.config.limits.call_timeout)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
-        if not self.config.gather_on_end or self._session is None:
+        if not self.config.gather_on_end or self._session is None or not self._stale:
             return
         try:
             self._bring_home(self.config.limits.leave_timeout)
@@ -317,14 +338,17 @@ class SwarmStrategy(Strategy):
 
     def _gathered_weights(self, timeout: float) -> dict[str, Tensor]:
         """Copies of all stages' weights at the last step."""
-        return self._gather(checkpoint.gather_weights, timeout)
+        return self._gather(checkpoints.gather_weights, timeout)
 
     def _gathered_optimizer(self, timeout: float) -> dict[str, Any]:
         """The optimizer's state of all stages at the last step, numbered as one process numbers it."""
+        state = self._gather(checkpoints.gather_optimizer, timeout)
+        return checkpoints.renumbered(self.optimizers[0], self._parameter_names, state)
+
+    @property
+    def _parameter_names(self) -> dict[int, str]:
         assert self.lightning_module is not None
-        state = self._gather(checkpoint.gather_optimizer, timeout)
-        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-        return checkpoint.renumbered(self.optimizers[0], names, state)
+        return {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
         assert self.peer is not None
@@ -357,7 +381,7 @@ class SwarmStrategy(Strategy):
         """End the run and this machine's peers. Twice is fine."""
         if self._blocks is not None:
             self._blocks.root.__dict__.pop("forward", None)
-        self._session, self._blocks = None, None
+        self._session, self._blocks, self._restored_step = None, None, None
         peer, self.peer = self.peer, None
         began = peer is not None and peer.manifest is not None
         try:

@@ -337,7 +337,9 @@ class Manifest(Wire, frozen=True):
     gradient_clip_norm: Positive | None
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
+    first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
+    trains: bool = True  # False: it only evaluates, and no server needs an optimizer
 
 
 class StateRequest(Wire, frozen=True):
@@ -353,6 +355,7 @@ class StageState(Wire, frozen=True):
 
     stage_index: int
     step: int
+    optimizer: bool
     names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.network import Message, Transport
-from lightning_swarm.server.server import STATE
+from lightning_swarm.server.server import LOAD, STATE
 from lightning_swarm.tasks import gather
 from lightning_swarm.types import Manifest, StageState, StateRequest, decode, encode
 
@@ -40,6 +40,44 @@ def first_names(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+async def scatter_optimizer(
+    transport: Transport, manifest: Manifest, state: Mapping[str, dict[str, Any]], *, timeout: float
+) -> None:
+    """Hand the optimizer's state to the servers of its stages, before their first step.
+
+    Args:
+        transport: The lead's.
+        manifest: Of the run.
+        state: Optimizer state by parameter name; of the whole model.
+        timeout: Seconds.
+
+    Raises:
+        ConfigError: It holds something other than tensors and numbers.
+    """
+
+    def message(index: int) -> Message:
+        names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
+        structure, tensors = trees.flatten([dict(state[name]) for name in names])
+        head = StageState(stage_index=index, step=manifest.first_step, optimizer=True, names=names, structure=structure)
+        return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
+
+    await gather(
+        transport.stream(member.peer_id, LOAD, message(index), timeout=timeout)
+        for index, stage in enumerate(manifest.stages)
+        for member in stage.roster
+    )
+
+
+def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """The state of an optimizer over the whole model, by full parameter name.
+
+    Args:
+        optimizer: Whose state.
+        names: Full parameter names by `id` of the optimizer's parameters.
+    """
+    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 
 
 def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

@@ -83,7 +83,12 @@ class Model:
             self._free([module for module in modules if module.spec.index not in served])
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {
-            index: Stage(modules[index], self._optimizer(manifest.total_steps), self._device)
+            index: Stage(
+                modules[index],
+                self._optimizer(manifest.total_steps) if manifest.trains else None,
+                self._device,
+                version=manifest.first_step,
+            )
             for index in sorted(served)
         }
 

@@ -159,15 +159,18 @@ class Server:
             raise ProtocolError(f"weights come from the lead {self._run().lead}, not from {caller}")
         state = decode(message.body, StageState)
         stage = self.stepping.stage(state.stage_index)
-        if stage.version != state.step:
-            raise ProtocolError(f"stage {stage.index} is at version {stage.version}, got weights of {state.step}")
-        if stage.index in self._loaded:
-            raise ProtocolError(f"stage {stage.index} has its initial weights already; from now on records change them")
-        if len(state.names) != len(message.tensors):
-            raise ProtocolError(f"{len(state.names)} weights were named, {len(message.tensors)} came")
-        weights = dict(zip(state.names, message.tensors, strict=True))
-        await self._executor.submit((-1,), lambda: stage.load_weights(weights))
-        self._loaded.add(stage.index)
+        stage.check_version(state.step)
+        if state.step != self._run().first_step or (stage.index in self._loaded) != state.optimizer:
+            raise ProtocolError(
+                f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
+                "the first step; from then on records change them"
+            )
+        if state.optimizer:
+            values = trees.unflatten(state.structure, list(message.tensors))
+            await self._executor.submit((-1,), lambda: stage.load_optimizer_state(_named(state.names, values)))
+        else:
+            await self._executor.submit((-1,), lambda: stage.load_weights(_named(state.names, message.tensors)))
+            self._loaded.add(stage.index)
         return Message()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
@@ -395,6 +398,12 @@ def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None
     return tree
 
 
+def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
+        raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
+    return dict(zip(names, values, strict=True))
+
+
 def _state(stage: Stage, request: StateRequest) -> Message:
     stage.check_version(request.step)
     structure: trees.Structure = None
@@ -405,7 +414,13 @@ def _state(stage: Stage, request: StateRequest) -> Message:
         state = stage.weights()
         tensors = list(state.values())
     # Shared, not copied: the lead reads, and no record is applied meanwhile.
-    reply = StageState(stage_index=stage.index, step=request.step, names=list(state), structure=structure)
+    reply = StageState(
+        stage_index=stage.index,
+        step=request.step,
+        optimizer=request.optimizer,
+        names=list(state),
+        structure=structure,
+    )
     return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
 
 

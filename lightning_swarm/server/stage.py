@@ -48,20 +48,24 @@ class Stage:
     Args:
         module: The stage's run of blocks.
         optimizer: The user's, over the whole model; its parameter groups are cut down to this stage's parameters.
+            None: it is not going to train.
         device: Where it computes.
+        version: Of its initial weights.
     """
 
-    def __init__(self, module: StageModule, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, module: StageModule, optimizer: Optimizer | None, device: torch.device, *, version: int = 0
+    ) -> None:
         self.module = module
         self.index = module.spec.index
         self.device = device
-        self.version = 0
+        self.version = version
         named = module.named_stage_parameters()
         self.parameters = dict(named)
+        self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
-        grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        grouped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self.trainable = [parameter for _, parameter in named if parameter.requires_grad and id(parameter) in grouped]
-        self.optimizer = optimizer
         local = {id(parameter) for parameter in self.trainable}
         for group in self.optimizer.param_groups:  # empty groups stay: records address groups by place
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in local]
@@ -240,6 +244,20 @@ class Stage:
             for name, parameter in self.parameters.items()
             if parameter in self.optimizer.state
         }
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take over optimizer state, as `optimizer_state` gave it.
+
+        Raises:
+            ProtocolError: It is not of this stage's parameters; nothing was changed then.
+        """
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        order = [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+        unknown = sorted(state.keys() - set(order))
+        if unknown or not all(isinstance(one, dict) for one in state.values()):
+            raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
+        numbered = {index: state[name] for index, name in enumerate(order) if name in state}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": numbered})
 
     @contextlib.contextmanager
     def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:

@@ -87,6 +87,7 @@ class Stepping:
         """Enter the run."""
         self._manifest = manifest
         self._stages = stages
+        self.version = manifest.first_step
         self._ledgers = {index: Ledger(self.version) for index in stages}
 
     def stage(self, index: int) -> Stage:

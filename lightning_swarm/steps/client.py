@@ -37,7 +37,7 @@ class StepClient:
         self._transport = transport
         self._coordinator = manifest.coordinator
         self._timeout = timeout
-        self.version = 0  # of the newest weights that this trainer knows of
+        self.version = manifest.first_step  # of the newest weights that this trainer knows of
 
     async def grant(self, num_samples: int) -> Grant:
         """A place in the open step; waits for the next step when this one is full."""

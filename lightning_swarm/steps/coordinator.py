@@ -54,7 +54,7 @@ class Coordinator:
         self._timeout = timeout
         self._term = (1, transport.peer_id)
         self._leases = itertools.count(1)
-        self._open = OpenStep(0, manifest.target_batch_size)
+        self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
         self._roster = [list(stage.roster) for stage in manifest.stages]
         self._voters = list(manifest.voters)
         self._hyperparameters: list[dict[str, Any]] = []

@@ -75,7 +75,7 @@ class InMemoryStrategy(SwarmStrategy):
             module.trainer = trainer
             # Other processes would draw from generators of their own.
             with isolate_rng():
-                call._call_lightning_module_hook(trainer, "setup", stage="fit", pl_module=module)
+                call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
                 module.configure_model()
             self.precision_plugin.convert_module(module)
             module.to(self.root_device)

@@ -488,13 +488,6 @@ def test_it_is_refused_before_anyone_is_asked(case: Case) -> None:
     assert all(peer.server is None and peer.manifest is None for peer in strategy.peers)
 
 
-def test_resuming_is_refused_for_now(tmp_path: Path) -> None:
-    run_plain(DigitsMLP, loader(digits()), max_steps=1, callbacks=saving(tmp_path), enable_checkpointing=True)
-    (path,) = tmp_path.iterdir()
-    with pytest.raises(ConfigError, match=r"cannot resume .*ckpt_path=.*load_from_checkpoint"):
-        run_swarm(DigitsMLP, loader(digits()), max_steps=2, ckpt_path=path)
-
-
 def test_the_averaging_callback_is_refused() -> None:
     averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     case: Case = (
@@ -504,11 +497,3 @@ def test_the_averaging_callback_is_refused() -> None:
         r"got WeightAveraging.*Remove it",
     )
     assert refused(case).network is None
-
-
-def test_only_fit_runs_on_a_swarm() -> None:
-    strategy = InMemoryStrategy(num_stages=2)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
-    with pytest.raises(ConfigError, match=r"runs `fit` only.*use a plain Trainer"):
-        trainer.predict(DigitsMLP(), loader(digits()))
-    assert strategy.network is None

@@ -128,8 +128,15 @@ def done(swarm: Swarm) -> BatchDone:
 
 def weights(swarm: Swarm) -> Message:
     tensors = {name: parameter.detach() for name, parameter in swarm.stages[1].named_stage_parameters()}
-    state = StageState(stage_index=1, step=0, names=list(tensors), structure=None)
+    state = StageState(stage_index=1, step=0, optimizer=False, names=list(tensors), structure=None)
     return Message(encode(state), tuple(tensors.values()))
+
+
+def momenta(swarm: Swarm) -> Message:
+    tensors = {name: torch.ones_like(parameter) for name, parameter in swarm.stages[1].named_stage_parameters()}
+    structure, flat = trees.flatten([{"momentum_buffer": tensor} for tensor in tensors.values()])
+    state = StageState(stage_index=1, step=0, optimizer=True, names=list(tensors), structure=structure)
+    return Message(encode(state), tuple(flat))
 
 
 def from_nothing(swarm: Swarm) -> Message:
@@ -147,6 +154,7 @@ SAMPLES = [
     Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
     Sample(STREAM, LOAD, weights, phase="admitted"),
+    Sample(STREAM, LOAD, momenta),
     Sample(CALL, LEAVE, lambda _: Message()),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
     Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),

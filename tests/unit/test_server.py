@@ -432,7 +432,7 @@ def test_nothing_is_computed_with_weights_that_are_not_the_starters(make_swarm: 
         swarm.run(swarm.forward(key(), x))
     with pytest.raises(ProtocolError, match="already"):
         swarm.run(membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
-    swarm.run(membership._load(swarm.trainer, A, swarm.stages[0], timeout=1.0))
+    swarm.run(swarm.trainer.stream(A, LOAD, membership._weights(swarm.stages[0], swarm.manifest), timeout=1.0))
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
 
 
@@ -451,8 +451,8 @@ def test_two_admissions_at_once_admit_once(make_swarm: MakeSwarm) -> None:
 def test_weights_change_only_by_records(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     before = swarm.state()
-    with pytest.raises(ProtocolError, match="initial weights already"):
-        swarm.run(membership._load(swarm.trainer, A, swarm.stages[0], timeout=1.0))
+    with pytest.raises(ProtocolError, match="takes its initial weights once"):
+        swarm.run(swarm.trainer.stream(A, LOAD, membership._weights(swarm.stages[0], swarm.manifest), timeout=1.0))
     assert swarm.state() == before
 
 
@@ -489,7 +489,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
 def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stranger = swarm.network.transport("stranger")
-    state = StageState(stage_index=0, step=0, names=[], structure=None)
+    state = StageState(stage_index=0, step=0, optimizer=False, names=[], structure=None)
     with pytest.raises(ProtocolError, match="come from the lead"):
         swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ends the run"):

@@ -1,0 +1,167 @@
+"""Checkpoints both ways: one curve, whoever goes on with whose file; and evaluation through a swarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import (
+    LOSS_TOLERANCE,
+    QUIET,
+    WEIGHT_TOLERANCE,
+    Run,
+    quiet_warnings,
+    run_plain,
+    run_swarm,
+)
+from tests.parity.models import DigitsMLP, Net, Recipe, Trees, digits, loader, records
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+EPOCH = 7
+"""Batches of an epoch. Somebody else goes on where one ends: an ordinary DataLoader cannot resume in its middle."""
+
+
+def make_digits() -> Net:
+    return DigitsMLP(Recipe(schedule="onecycle")).double()  # before weights are restored, as its file holds float64
+
+
+def make_trees() -> Net:
+    return Trees(Recipe(optimizer="sgd", schedule="cosine")).double()
+
+
+def go(run: Any, make: Any, data: Any, folder: Path, num_epochs: int, **options: Any) -> Run:
+    """Train until epoch `num_epochs`, from the newest file in `folder` if there is one, and leave a file there."""
+    files = sorted(folder.glob("*.ckpt"), key=lambda path: int(path.stem))
+    done: Run = run(
+        make,
+        loader(data),
+        max_epochs=num_epochs,
+        enable_checkpointing=True,
+        callbacks=[
+            ModelCheckpoint(folder, "{step:03d}", auto_insert_metric_name=False, every_n_epochs=1, save_top_k=-1)
+        ],
+        **({"ckpt_path": files[-1]} if files else {}),
+        **options,
+    )
+    assert len(sorted(folder.glob("*.ckpt"))) == num_epochs
+    return done
+
+
+@pytest.mark.parametrize(("make", "data"), [(make_digits, digits), (make_trees, records)])
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
+def test_one_curve_through_swarm_plain_swarm(
+    make: Any, data: Any, accumulate_grad_batches: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate_grad_batches}
+    plain = run_plain(make, loader(data()), max_epochs=5, **options)
+    parts = [
+        go(run_swarm, make, data(), tmp_path, 1, num_stages=2, num_servers=3, **options),
+        go(run_plain, make, data(), tmp_path, 3, **options),
+        go(run_swarm, make, data(), tmp_path, 5, num_stages=4, num_servers=2, **options),
+    ]
+    assert [len(part.losses) for part in parts] == [EPOCH, 2 * EPOCH, 2 * EPOCH]
+    assert [step for part in parts for step in part.global_steps] == plain.global_steps
+    rates = [rate for part in parts for rate in part.learning_rates]
+    assert rates == pytest.approx(plain.learning_rates, rel=1e-12)
+    assert [loss for part in parts for loss in part.losses] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    torch.testing.assert_close(parts[-1].weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+def test_a_resumed_swarm_draws_the_same_masks(tmp_path: Path) -> None:
+    """A draw is named by its step, and steps go on where the file's run stopped."""
+
+    def make() -> Net:
+        return DigitsMLP(Recipe(), dropout=0.2).double()
+
+    through = run_swarm(make, loader(digits()), max_epochs=3)
+    go(run_swarm, make, digits(), tmp_path, 1, num_servers=3)
+    rest = go(run_swarm, make, digits(), tmp_path, 3, num_servers=4)
+    assert rest.losses == pytest.approx(through.losses[EPOCH:], rel=LOSS_TOLERANCE)
+
+
+def test_a_second_fit_goes_on() -> None:
+    counts = []
+    for strategy, devices in (("auto", 1), (InMemoryStrategy(num_stages=2), 2)):
+        torch.manual_seed(0)
+        module = make_digits()
+        with quiet_warnings():
+            trainer = L.Trainer(**QUIET, strategy=strategy, devices=devices, max_steps=5)
+            trainer.fit(module, loader(digits()))
+            trainer.fit_loop.epoch_loop.max_steps = 8
+            trainer.fit(module, loader(digits()))
+        counts.append((trainer.global_step, {k: v.clone() for k, v in module.state_dict().items()}))
+    assert counts[0][0] == counts[1][0] == 8
+    torch.testing.assert_close(counts[1][1], counts[0][1], rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class Evaluated(DigitsMLP):
+    """All that a Trainer can be asked for beside fit."""
+
+    def evaluate(self, batch: list[Tensor], name: str) -> None:
+        logits = self.net(batch[0])
+        self.log(f"{name}_loss", F.cross_entropy(logits, batch[1]))
+        self.log(f"{name}_accuracy", (logits.argmax(1) == batch[1]).double().mean())
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.evaluate(batch, "val")
+
+    @override
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.evaluate(batch, "test")
+
+    @override
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        raise AssertionError("nobody trains")
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("from_file", [True, False])
+def test_validate_test_and_predict_equal_the_plain_trainers(
+    inference_mode: bool, from_file: bool, tmp_path: Path
+) -> None:
+    trained = run_plain(make_digits, loader(digits()), max_steps=3 * EPOCH, max_epochs=-1)
+    assert trained.trainer is not None
+    trained.trainer.save_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
+    results = []
+    for strategy, devices in (("auto", 1), (InMemoryStrategy(num_stages=3), 4)):
+        module = Evaluated().double()
+        ckpt_path = tmp_path / "trained.ckpt" if from_file else None
+        if not from_file:
+            module.load_state_dict(trained.weights)
+        with quiet_warnings():
+            trainer = L.Trainer(**QUIET, strategy=strategy, devices=devices, inference_mode=inference_mode)
+            asked = [trainer.validate, trainer.test]
+            metrics = [ask(module, loader(digits()), ckpt_path=ckpt_path, verbose=False)[0] for ask in asked]
+            predicted = trainer.predict(module, loader(digits()), ckpt_path=ckpt_path)
+        if isinstance(strategy, InMemoryStrategy):
+            assert all(server.num_forwards > 0 for server in strategy.servers)
+        assert predicted is not None
+        results.append(({k: v for one in metrics for k, v in one.items()}, torch.cat(predicted)))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-12)
+    assert set(results[0][0]) == {"val_loss", "val_accuracy", "test_loss", "test_accuracy"}
+    torch.testing.assert_close(results[1][1], results[0][1], rtol=0.0, atol=1e-12)
+
+
+def test_predictions_of_a_loaded_file_are_the_swarms(tmp_path: Path) -> None:
+    swarm = go(run_swarm, make_digits, digits(), tmp_path, 1, num_stages=3)
+    loaded = DigitsMLP().double()
+    file = torch.load(tmp_path / f"{EPOCH:03}.ckpt", weights_only=True)
+    loaded.load_state_dict(file["state_dict"])
+    images = digits().tensors[0].double()
+    with torch.no_grad():
+        assert torch.equal(loaded.net(images), swarm.module.net(images))  # type: ignore[operator]
