@@ -14,6 +14,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
@@ -30,6 +31,7 @@ from lightning_swarm.errors import ConfigError, Unreachable
 _log = logging.getLogger(__name__)
 
 _JOIN = "SWARM_JOIN"
+_RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
 _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
 
@@ -101,7 +103,8 @@ class SwarmLauncher(_Launcher):
         code = 0
         try:
             _share_cores(self._num_peers)
-            self._strategy.peer = hivemind_peer(self._strategy.config, self._join)
+            config = replace(self._strategy.config, run_id=os.environ.get(_RUN, self._strategy.config.run_id))
+            self._strategy.peer = hivemind_peer(config, self._join)
             self._strategy.serve(trainer)
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()
@@ -153,7 +156,13 @@ class SwarmLauncher(_Launcher):
         join = " ".join(peer.runtime.run(peer.transport.addresses()))
         for rank in range(1, self._num_peers):
             # LOCAL_RANK keeps Lightning's own rank-zero messages to one process.
-            environment = {**os.environ, _JOIN: join, _RANK: str(rank), "LOCAL_RANK": str(rank)}
+            environment = {
+                **os.environ,
+                _JOIN: join,
+                _RUN: self._strategy.config.run_id,
+                _RANK: str(rank),
+                "LOCAL_RANK": str(rank),
+            }
             self._children.append(
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
                 subprocess.Popen(_command(), env=environment, stdin=subprocess.PIPE, start_new_session=True)

@@ -110,7 +110,8 @@ class SwarmStrategy(Strategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        return self._devices[self.local_rank]
+        # A child serves at the script's first use of a swarm, which may have fewer devices than the one it is for.
+        return self._devices[self.local_rank % len(self._devices)]
 
     @property
     def local_rank(self) -> int:
