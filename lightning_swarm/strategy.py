@@ -272,7 +272,7 @@ class SwarmStrategy(Strategy):
         own: dict[str, Any] = self.lightning_module.state_dict()
         if self._session is not None:
             weights = self._gathered_weights(self.config.limits.call_timeout)
-            names = checkpoint.first_names(self.lightning_module)
+            names = checkpoints.first_names(self.lightning_module)
             own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
         elif self._stale:
             rules.refuse_stale_weights()
