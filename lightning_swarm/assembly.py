@@ -155,6 +155,7 @@ class Peer:
             generation=0,
             seed=spec.seed,
             lead=self.transport.peer_id,
+            trainers=[self.transport.peer_id],
             coordinator=servers[0].peer_id,
             voters=[servers[0]],
             target_batch_size=self._config.target_batch_size,

@@ -13,13 +13,13 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
@@ -45,7 +45,7 @@ class Launched(Protocol):
     def check(self, trainer: Trainer) -> None:
         """Refuse what cannot work."""
 
-    def serve(self, trainer: Trainer) -> None:
+    def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
         """Be a server until the run is over."""
 
 
@@ -64,6 +64,7 @@ class SwarmLauncher(_Launcher):
         self._strategy = strategy
         self._num_peers = num_peers
         self._children: list[subprocess.Popen[bytes]] = []
+        self._num_threads: int | None = None  # torch's, before this run shared the cores
         self._join = tuple(filter(None, os.environ.get(_JOIN, "").split()))
         self.local_rank = int(os.environ.get(_RANK, "0"))
 
@@ -78,13 +79,14 @@ class SwarmLauncher(_Launcher):
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         if self._join:
-            self._serve(trainer)
+            self._serve(trainer, (*args, *kwargs.values()))
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer)
+        command = _command() if self._num_peers > 1 else []
         if self._num_peers > 1:
-            _share_cores(self._num_peers)
+            self._num_threads = _share_cores(self._num_peers)
         self._strategy.peer = hivemind_peer(self._strategy.config, ())
-        self._start_children()
+        self._start_children(command)
         return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
 
     def _check_module(self, module: LightningModule) -> None:
@@ -99,13 +101,13 @@ class SwarmLauncher(_Launcher):
                 "of its own."
             )
 
-    def _serve(self, trainer: Trainer) -> NoReturn:
+    def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
         code = 0
         try:
             _share_cores(self._num_peers)
             config = replace(self._strategy.config, run_id=os.environ.get(_RUN, self._strategy.config.run_id))
             self._strategy.peer = hivemind_peer(config, self._join)
-            self._strategy.serve(trainer)
+            self._strategy.serve(trainer, _datamodule(handed))
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()
             code = 1
@@ -136,6 +138,9 @@ class SwarmLauncher(_Launcher):
             timeout: Seconds that they may take, once they were dismissed.
             dismissed: They were told of the run's end and go by themselves. Else their run never began.
         """
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+            self._num_threads = None
         deadline = time.monotonic() + (timeout if dismissed else 0.0)
         children, self._children = self._children, []
         for child in children:
@@ -150,7 +155,7 @@ class SwarmLauncher(_Launcher):
             with contextlib.suppress(OSError):
                 child.stdin.close()
 
-    def _start_children(self) -> None:
+    def _start_children(self, command: Sequence[str]) -> None:
         peer = self._strategy.peer
         assert peer is not None
         join = " ".join(peer.runtime.run(peer.transport.addresses()))
@@ -165,7 +170,7 @@ class SwarmLauncher(_Launcher):
             }
             self._children.append(
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
-                subprocess.Popen(_command(), env=environment, stdin=subprocess.PIPE, start_new_session=True)
+                subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
             )
 
 
@@ -186,7 +191,15 @@ def _command() -> list[str]:
     return [*python, str(script.resolve()), *sys.argv[1:]]
 
 
-def _share_cores(num_peers: int) -> None:
-    """Peers of one machine share its cores, unless the user decided otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
+def _share_cores(num_peers: int) -> int | None:
+    """Peers of one machine share its cores, unless the user decided otherwise. Returns the number of threads before."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
+    return before
+
+
+def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:
+    """The data module among what the Trainer was called with."""
+    return next((one for one in handed if isinstance(one, LightningDataModule)), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -102,6 +102,7 @@ class SwarmStrategy(Strategy):
         self._session: Session | None = None
         self._blocks: Blocks | None = None
         self._loop: SwarmOptimization | None = None
+        self._own_forward: dict[str, Any] = {}  # the root's, if it has one of its own beside its class's
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._stale = False  # the module's weights are older than what the swarm made of them
 
@@ -196,8 +197,10 @@ class SwarmStrategy(Strategy):
         model.cut(choose_ranges(self._blocks, num_stages, self.config.split))  # refused here, before anyone is asked
         self._session = self._start_run(trainer, model, num_stages)
         pipeline = self._session.pipeline
+        root = self._blocks.root
+        self._own_forward = {name: value for name, value in root.__dict__.items() if name == "forward"}
         # A function, not a method: copies of the module (deepcopy) share it.
-        self._blocks.root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
+        root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
         if fitting:
             self._stale = True
             self._take_steps(trainer, self._session)
@@ -230,13 +233,20 @@ class SwarmStrategy(Strategy):
         # Lightning asks this to time schedulers, logging and checkpoints.
         epoch_loop._accumulated_batches_reached = lambda: loop.stepped  # type: ignore[method-assign]
 
-    def serve(self, trainer: Trainer) -> None:
-        """Be a server until the run is over. Enters no loop and touches no data."""
+    def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
+        """Be a server until the run is over. Enters no loop and touches no data.
+
+        Args:
+            trainer: Of this process; it never runs.
+            datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
+        """
         assert self.peer is not None
         module = self.lightning_module
         assert module is not None
         self.connect(module)
         module.trainer = trainer
+        if datamodule is not None:
+            trainer._data_connector.attach_datamodule(module, datamodule)
         self.setup_environment()
         call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
         call._call_configure_model(trainer)
@@ -382,6 +392,7 @@ class SwarmStrategy(Strategy):
         """End the run and this machine's peers. Twice is fine."""
         if self._blocks is not None:
             self._blocks.root.__dict__.pop("forward", None)
+            self._blocks.root.__dict__.update(self._own_forward)
         self._session, self._blocks, self._restored_step = None, None, None
         peer, self.peer = self.peer, None
         began = peer is not None and peer.manifest is not None

@@ -331,6 +331,7 @@ class Manifest(Wire, frozen=True):
     generation: int
     seed: int
     lead: PeerId
+    trainers: list[PeerId]  # the lead and others: who may ask for places, computations and state
     coordinator: PeerId
     voters: list[Member]
     target_batch_size: NumSamples | None
@@ -340,6 +341,16 @@ class Manifest(Wire, frozen=True):
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
     trains: bool = True  # False: it only evaluates, and no server needs an optimizer
+
+
+def check_trainer(manifest: Manifest, caller: PeerId) -> None:
+    """Refuse a caller that does not train in this run.
+
+    Raises:
+        ProtocolError: It may not ask for places, computations or state.
+    """
+    if caller not in manifest.trainers:
+        raise ProtocolError(f"{caller} is no trainer of run {manifest.run_id!r}; its trainers are {manifest.trainers}")
 
 
 class StateRequest(Wire, frozen=True):

@@ -38,6 +38,7 @@ from lightning_swarm.types import (
     StageState,
     StateRequest,
     Ticket,
+    check_trainer,
     decode,
     encode,
 )
@@ -187,6 +188,7 @@ class Server:
         return (await self._handle_forward(caller, Message(body))).body
 
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
+        check_trainer(self._run(), caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         inputs, extras = _input_tree(request.structure, message.tensors, request.source)
@@ -243,6 +245,7 @@ class Server:
         return (await self._handle_backward(caller, Message(body))).body
 
     async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
+        check_trainer(self._run(), caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         if request.key.evaluation or request.key.step != stage.version or not request.mode.grad:
@@ -302,6 +305,7 @@ class Server:
     # ------------------------------------------------------------------ cancelling, reading
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
+        check_trainer(self._run(), caller)
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction)
@@ -317,6 +321,7 @@ class Server:
         return encode(CancelReply(added=added))
 
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
+        check_trainer(self._run(), caller)
         request = decode(message.body, StateRequest)
         await self.stepping.reached(request.step)
         stage = self.stepping.stage(request.stage_index)

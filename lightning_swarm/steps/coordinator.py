@@ -32,6 +32,7 @@ from lightning_swarm.types import (
     StageLedger,
     Wait,
     Wire,
+    check_trainer,
     decode,
     encode,
 )
@@ -78,6 +79,7 @@ class Coordinator:
     # ------------------------------------------------------------------ the trainers' calls
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
+        check_trainer(self._manifest, caller)
         request = decode(body, GrantRequest)
         step = self._open
         if request.step > step.step:
@@ -100,6 +102,7 @@ class Coordinator:
         return encode(GrantReply(grant=grant))
 
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
+        check_trainer(self._manifest, caller)
         request = decode(body, BatchDone)
         step = self._open
         if request.step != step.step:
@@ -124,6 +127,7 @@ class Coordinator:
 
     async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
         """Hold the answer until the record is decided and applied everywhere, or the caller's deadline."""
+        check_trainer(self._manifest, caller)
         step = decode(body, RecordRequest).step
         if step > self._open.step:
             raise ProtocolError(f"step {self._open.step} is open, got a request for record {step}")

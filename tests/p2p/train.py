@@ -60,10 +60,10 @@ class WatchedStrategy(SwarmStrategy):
         self.out = out
 
     @override
-    def serve(self, trainer: L.Trainer) -> None:
+    def serve(self, trainer: L.Trainer, datamodule: L.LightningDataModule | None) -> None:
         peer = self.peer
         assert peer is not None
-        super().serve(trainer)
+        super().serve(trainer, datamodule)
         self.write_traffic(peer)
 
     @override

@@ -123,6 +123,7 @@ class Swarm:
             generation=0,
             seed=7,
             lead=LEAD,
+            trainers=[LEAD, PeerId("other"), PeerId("second"), *names],
             coordinator=self.rosters[0][0],
             voters=[self.members[self.rosters[0][0]]],
             target_batch_size=target_batch_size,

@@ -21,7 +21,8 @@ def test_a_notebook_has_no_script_to_run_again_for_a_second_peer(num_peers: int,
 def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
-    monkeypatch.setattr(SwarmLauncher, "_start_children", lambda self: started.append(self._num_peers))
+    monkeypatch.setattr(SwarmLauncher, "_start_children", lambda self, _: started.append(self._num_peers))
+    monkeypatch.setattr(launcher, "_command", list)
     monkeypatch.setattr(launcher, "hivemind_peer", lambda *_: None)
 
     def launch(module: L.LightningModule, num_peers: int) -> None:
