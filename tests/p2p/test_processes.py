@@ -55,7 +55,7 @@ def test_curve_equals_the_plain_trainers(
     plain = run_plain(lambda: make(model)[0], make(model)[1], max_steps=50, max_epochs=-1, gradient_clip_val=clip)
     assert result["steps"] == 50
     assert len(result["status"]) == num_stages
-    assert all(num_microbatches > 50 for stage in result["status"] for num_microbatches in stage)
+    assert all(num_microbatches > 0 for stage in result["status"] for num_microbatches in stage)
     for ours, theirs in zip(result["losses"], plain.losses, strict=True):
         assert abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs)
     weights = torch.load(tmp_path / "weights.pt")
