@@ -187,10 +187,9 @@ class SwarmStrategy(Strategy):
         super().setup(trainer)
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            rules.check_optimizers(self.optimizers)
         module = self.lightning_module
-        rules.check_parameters(self.optimizers[0], module)
+        if fitting:
+            rules.check_parameters(rules.check_optimizers(self.optimizers), module)
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
         num_stages = self.config.num_stages or len(self._devices)
