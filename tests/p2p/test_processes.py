@@ -52,34 +52,42 @@ def test_curve_equals_the_plain_trainers(
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     result = json.loads((tmp_path / "result.json").read_text())
-    plain = run_plain(lambda: make(model)[0], make(model)[1], max_steps=50, max_epochs=-1, gradient_clip_val=clip)
-    assert result["steps"] == 50
     assert len(result["status"]) == num_stages
     assert all(num_microbatches > 0 for stage in result["status"] for num_microbatches in stage)
+    norms = assert_plain(tmp_path, model, clip)
+    if clip:
+        assert max(norms) > clip
+
+
+def assert_plain(out: Path, model: str, clip: float | None = None) -> list[float]:
+    """Losses and weights of the run are the plain Trainer's, whose norms are returned."""
+    result = json.loads((out / "result.json").read_text())
+    plain = run_plain(lambda: make(model)[0], make(model)[1], max_steps=50, max_epochs=-1, gradient_clip_val=clip)
+    assert result["steps"] == 50
     for ours, theirs in zip(result["losses"], plain.losses, strict=True):
         assert abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs)
-    weights = torch.load(tmp_path / "weights.pt")
+    weights = torch.load(out / "weights.pt")
     assert weights.keys() == plain.weights.keys()
     for name, tensor in plain.weights.items():
         assert float((weights[name] - tensor).abs().max()) <= WEIGHT_TOLERANCE
-    if clip:
-        assert max(plain.norms) > clip
+    return plain.norms
 
 
 def test_boundary_carries_one_activation_and_one_gradient(start: Start, tmp_path: Path) -> None:
     """And none of it passes through the trainer, which holds no stage here."""
     run = start(
         "wide", tmp_path, "--devices", 3, "--num-stages", 2, "--role", "trainer", "--microbatch-size", ROWS,
-        "--max-steps", 20, "--precision", "32-true",
+        "--max-steps", 50,
     )  # fmt: skip
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     num_microbatches = sum(json.loads((tmp_path / "result.json").read_text())["status"][0])
-    assert num_microbatches == 20 * 2
+    assert num_microbatches == 50 * 2
+    assert_plain(tmp_path, "wide")
     trainer, *servers = (json.loads((tmp_path / f"traffic-{rank}.json").read_text()) for rank in range(3))
     names = {server["peer_id"] for server in servers}
     between = sum(_sent(server, to=names) for server in servers)
-    one_way_bytes = num_microbatches * ROWS * WIDTH * 4
+    one_way_bytes = num_microbatches * ROWS * WIDTH * 8
     assert 2 * one_way_bytes < between <= 1.05 * 2 * one_way_bytes
     # Beside the weights, at the run's two ends, the trainer's traffic would not hold the activations of one stage.
     to_servers = _sent(trainer, to=names)
