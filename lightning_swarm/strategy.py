@@ -17,6 +17,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_swarm import checkpoint as checkpoints
@@ -26,7 +27,7 @@ from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
-from lightning_swarm.partition import Blocks, find_blocks
+from lightning_swarm.partition import Blocks, find_blocks, guard
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
@@ -102,6 +103,7 @@ class SwarmStrategy(Strategy):
         self._session: Session | None = None
         self._blocks: Blocks | None = None
         self._loop: SwarmOptimization | None = None
+        self._guards: list[RemovableHandle] = []
         self._own_forward: dict[str, Any] = {}  # the root's, if it has one of its own beside its class's
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._stale = False  # the module's weights are older than what the swarm made of them
@@ -196,6 +198,7 @@ class SwarmStrategy(Strategy):
         model.cut(choose_ranges(self._blocks, num_stages, self.config.split))  # refused here, before anyone is asked
         self._session = self._start_run(trainer, model, num_stages)
         pipeline = self._session.pipeline
+        self._guards = guard(self._blocks.modules)
         root = self._blocks.root
         self._own_forward = {name: value for name, value in root.__dict__.items() if name == "forward"}
         # A function, not a method: copies of the module (deepcopy) share it.
@@ -389,6 +392,8 @@ class SwarmStrategy(Strategy):
 
     def leave(self) -> None:
         """End the run and this machine's peers. Twice is fine."""
+        while self._guards:
+            self._guards.pop().remove()
         if self._blocks is not None:
             self._blocks.root.__dict__.pop("forward", None)
             self._blocks.root.__dict__.update(self._own_forward)

@@ -1,6 +1,7 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
 from lightning_swarm.partition.blocks import Blocks, find_blocks
+from lightning_swarm.partition.guard import computing, guard
 from lightning_swarm.partition.policy import balanced, named
 from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, cut, parameter_costs
 
@@ -10,8 +11,10 @@ __all__ = [
     "StageSpec",
     "TensorSpec",
     "balanced",
+    "computing",
     "cut",
     "find_blocks",
+    "guard",
     "named",
     "parameter_costs",
 ]

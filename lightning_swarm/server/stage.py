@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.partition import StageModule
+from lightning_swarm.partition import StageModule, computing
 from lightning_swarm.randomness import KeyedRandom
 from lightning_swarm.server import mode as modes
 from lightning_swarm.server.fingerprint import fingerprint
@@ -102,7 +102,12 @@ class Stage:
         extras = trees.unflatten(extra_structure, [tensor.to(self.device, copy=True) for tensor in extra_tensors])
         self.module.train(mode.training)
         before = [buffer._version for buffer in self.module.buffers()]
-        with modes.entered(mode, self.device.type), KeyedRandom(seed), self._measured(mode, leaves) as graph_bytes:
+        with (
+            computing(),
+            modes.entered(mode, self.device.type),
+            KeyedRandom(seed),
+            self._measured(mode, leaves) as graph_bytes,
+        ):
             output = self.module(trees.unflatten(structure, [leaf.clone() for leaf in leaves]), extras)
         if mode.training and before != [buffer._version for buffer in self.module.buffers()]:
             raise ProtocolError(
@@ -138,7 +143,11 @@ class Stage:
         wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if used and wanted:
-            with modes.entered_backward(mode), KeyedRandom(0):  # backward draws nothing; it is found out if it does
+            with (
+                computing(),
+                modes.entered_backward(mode),
+                KeyedRandom(0),
+            ):  # backward draws nothing; it is found out if it does
                 found = torch.autograd.grad(
                     [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
                 )

@@ -167,6 +167,24 @@ def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], mess
         run_swarm(module, loader(digits()), max_steps=STEPS)
 
 
+class LooksInside(Digits):
+    """Asks one of its blocks, past the pipeline."""
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        with torch.no_grad():
+            self.log("hidden", self.net[0](batch[0].flatten(1)).mean())
+
+
+def test_a_block_with_old_weights_is_not_asked() -> None:
+    module = LooksInside().double()
+    with quiet_warnings():
+        trainer = L.Trainer(**{**QUIET, "devices": 2, "max_epochs": 1}, strategy=InMemoryStrategy(num_stages=2))
+        with pytest.raises(ConfigError, match=r"by themselves.*got a call of Linear.*Call the pipelined module"):
+            trainer.fit(module, loader(digits()), loader(digits()))
+    module.net[0](torch.zeros(1, 64, dtype=torch.float64))  # the run is over
+
+
 class Unheard(InMemoryStrategy):
     """What it gathers is broken."""
 

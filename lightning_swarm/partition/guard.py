@@ -1,0 +1,39 @@
+"""Keeps a trainer from computing with blocks by itself: its own weights are not those that the swarm trains."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_swarm.errors import ConfigError
+
+_computing: ContextVar[bool] = ContextVar("_computing", default=False)
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Here a stage computes, so its blocks may be called."""
+    token = _computing.set(True)
+    try:
+        yield
+    finally:
+        _computing.reset(token)
+
+
+def guard(blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
+    """Refuse every call of the blocks' parts with parameters outside of `computing`, until the handles are removed."""
+    parts = {id(part): part for block in blocks for part in block.modules() if any(True for _ in part._parameters)}
+    return [part.register_forward_pre_hook(_refuse) for part in parts.values()]
+
+
+def _refuse(part: nn.Module, _inputs: Any) -> None:
+    if not _computing.get():
+        raise ConfigError(
+            "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
+            f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."
+        )
