@@ -368,7 +368,13 @@ class SwarmStrategy(Strategy):
         assert self.peer.manifest is not None
         assert self._session is not None
         return self.peer.runtime.run(
-            gather(self.peer.transport, self.peer.manifest, self._session.version, timeout=timeout)
+            gather(
+                self.peer.transport,
+                self.peer.manifest,
+                self._session.version,
+                timeout=timeout,
+                max_bytes=self.config.limits.max_message_bytes,
+            )
         )
 
     def status(self) -> SwarmStatus:
