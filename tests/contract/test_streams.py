@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.errors import Busy, ConfigError, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.network import MAX_CALL_BYTES, Message, PeerId
-from lightning_swarm.network.framing import _DTYPES
+from lightning_swarm.network import MAX_CALL_BYTES, Message, PeerId, exchange
+from lightning_swarm.network.framing import _DTYPES, Buffer, Head
 from tests.contract.world import World
 
 SOON_S = 0.3
@@ -341,9 +341,9 @@ def test_closing_ends_what_is_under_way_on_both_sides(world: World, method: str)
         for _ in exchanges:
             await started.get()
         await leaver.transport.close()
-        for exchange in exchanges:
+        for one in exchanges:
             with pytest.raises(Unreachable):
-                await exchange
+                await one
 
     world.run(go())
 
@@ -351,3 +351,34 @@ def test_closing_ends_what_is_under_way_on_both_sides(world: World, method: str)
 def test_nobody_there(world: World, method: str) -> None:
     with pytest.raises(Unreachable):
         world.run(world.a.transport.stream(world.stranger, method, Message(), timeout=EVENTUALLY_S))
+
+
+def test_a_peer_that_answers_twice_is_heard_once(world: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second answer is never taken for that of the next request, which fails or gets its own."""
+    honest = exchange.answer_to
+    num_doubled = 0
+
+    async def twice(head: Head, respond: exchange.Responder, message: Message) -> list[Buffer]:
+        nonlocal num_doubled
+        answer = list(await honest(head, respond, message))
+        if head.method != method:
+            return answer
+        num_doubled += 1
+        return answer + answer
+
+    monkeypatch.setattr(exchange, "answer_to", twice)
+    world.b.transport.handle_stream(method, echo)
+    asked = [b"%d" % number for number in range(6)]
+
+    async def ask(body: bytes) -> bytes | SwarmError:
+        try:
+            return (await world.a.transport.stream(world.b.id, method, Message(body), timeout=EVENTUALLY_S)).body
+        except SwarmError as error:
+            return error
+
+    answers = [world.run(ask(body)) for body in asked]
+    heard = [answer == world.a.id.encode() + b" says " + body for answer, body in zip(answers, asked, strict=True)]
+    refused = [isinstance(answer, ProtocolError | Unreachable) for answer in answers]
+    assert all(one or other for one, other in zip(heard, refused, strict=True))
+    assert heard[0]
+    assert num_doubled >= sum(heard)
