@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -15,12 +16,17 @@ from torch.optim import Optimizer
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 _PRECISIONS = ("32-true", "bf16-mixed", "64-true")
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
+
+# They may do other things, so they are called, with a word about what they will not find.
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
@@ -52,6 +58,9 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
                 f"`{hook}` must be Lightning's own: gradients and optimizers live on the servers; "
                 f"{type(module).__name__} overrides it. Remove the override."
             )
+    for hook in _GRADIENT_HOOKS:
+        if is_overridden(hook, module):
+            _log.warning("`%s` finds no gradients in a swarm: they are on the servers.", hook)
     _check_callbacks(trainer)
     if config.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
         raise ConfigError(
