@@ -102,7 +102,7 @@ def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "exception", "kill -9"])
 def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> None:
-    run = start("digits", tmp_path, *(["--fail-at", 100] if how == "exception" else []))
+    run = start("digits", tmp_path, *(["--fail-at", 50] if how == "exception" else []))
     run.wait_for("batch 3")
     assert len(run.alive()) >= 4  # two peers and their daemons
     if how == "Ctrl-C":
@@ -111,6 +111,8 @@ def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> 
         run.process.send_signal(signal.SIGTERM)
     elif how == "kill -9":
         run.process.kill()
+    else:
+        run.wait_for("batch 50")  # however slow the machine is, the ten seconds begin with the exception
     assert run.survivors(within_s=10.0) == []
     assert (run.wait() == 0) == (how == "SIGTERM")  # which Lightning takes for an orderly end
     if how in ("Ctrl-C", "SIGTERM"):
