@@ -39,6 +39,7 @@ class RunSpec:
         num_servers: How many servers to wait for.
         seed: Of all random draws in the stages.
         gradient_clip_norm: Over all stages; None does not clip.
+        gradient_clip_value: Of each element of the mean gradient; None does not clip.
         first_step: Where the run begins, or goes on.
         trains: False: it only evaluates.
         max_steps: No step opens beyond it; None: the trainer ends the run.
@@ -49,6 +50,7 @@ class RunSpec:
     num_servers: int
     seed: int
     gradient_clip_norm: float | None
+    gradient_clip_value: float | None
     first_step: int
     trains: bool
     max_steps: int | None
@@ -160,6 +162,7 @@ class Peer:
             voters=[servers[0]],
             target_batch_size=self._config.target_batch_size,
             gradient_clip_norm=spec.gradient_clip_norm,
+            gradient_clip_value=spec.gradient_clip_value,
             first_step=spec.first_step,
             trains=spec.trains,
             max_steps=spec.max_steps,

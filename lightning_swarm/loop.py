@@ -82,7 +82,10 @@ class SwarmOptimization(_AutomaticOptimization):
         call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
         progress = self.optim_progress.optimizer.step
         progress.increment_ready()
-        record = self._session.await_record()
+        # As a profile of the plain Trainer has it: the time from the last backward to the new weights.
+        profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
+        with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
+            record = self._session.await_record()
         progress.increment_completed()
         self.pending_samples = 0
         self.stepped = True

@@ -18,10 +18,13 @@ from lightning_swarm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_PRECISIONS = ("32-true", "bf16-mixed", "64-true")
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+
+# They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
+_TRIAL_CALLBACKS = ("BatchSizeFinder", "LearningRateFinder")
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
 
@@ -41,7 +44,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         raise ConfigError(
             f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out."
         )
-    _check_precision_and_clipping(trainer)
+    _check_precision(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         _check_training(trainer, module, config)
 
@@ -138,21 +141,26 @@ def _plain(name: str, value: object) -> object:
     )
 
 
-def _check_precision_and_clipping(trainer: Trainer) -> None:
+def _check_precision(trainer: Trainer) -> None:
     if trainer.precision not in _PRECISIONS:
         raise ConfigError(f"`precision` must be one of {list(_PRECISIONS)} for now, got {trainer.precision!r}.")
-    algorithm = trainer.gradient_clip_algorithm
-    if trainer.gradient_clip_val is not None and algorithm is not None and str(algorithm.value) != "norm":
-        raise ConfigError(f"`gradient_clip_algorithm` must be 'norm' for now, got {algorithm.value!r}. Clip by norm.")
 
 
 def _check_callbacks(trainer: Trainer) -> None:
-    refused = tuple(
-        getattr(lightning_callbacks, name) for name in _WEIGHT_CALLBACKS if hasattr(lightning_callbacks, name)
-    )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        if isinstance(callback, refused):
+        if isinstance(callback, _named(_WEIGHT_CALLBACKS)):
             raise ConfigError(
                 "callbacks must not read or change weights during fit, they live on the servers: "
                 f"got {type(callback).__name__}. Remove it for now."
             )
+        if isinstance(callback, _named(_TRIAL_CALLBACKS)):
+            raise ConfigError(
+                "callbacks must not go back to older weights during fit, the steps of a swarm only go on: "
+                f"got {type(callback).__name__}. Run it with the plain Trainer, on a smaller model if need be, and "
+                "set what it finds."
+            )
+
+
+def _named(names: Sequence[str]) -> tuple[type, ...]:
+    """Lightning's callbacks of these names, as far as this version of it has them."""
+    return tuple(getattr(lightning_callbacks, name) for name in names if hasattr(lightning_callbacks, name))

@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -213,11 +214,14 @@ class SwarmStrategy(Strategy):
         if self.config.role == "auto":
             self.peer.serve(model)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
+        by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         spec = RunSpec(
             num_stages=num_stages,
             num_servers=self._num_servers,
             seed=torch.initial_seed() % (1 << 62),
-            gradient_clip_norm=trainer.gradient_clip_val or None,
+            gradient_clip_norm=clip_at if by_norm else None,
+            gradient_clip_value=None if by_norm else clip_at,
             # Lightning restores its own counter only after this.
             first_step=trainer.global_step if self._restored_step is None else self._restored_step,
             trains=fitting,

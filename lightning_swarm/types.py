@@ -336,6 +336,7 @@ class Manifest(Wire, frozen=True):
     voters: list[Member]
     target_batch_size: NumSamples | None
     gradient_clip_norm: Positive | None
+    gradient_clip_value: Positive | None
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version

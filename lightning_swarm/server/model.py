@@ -88,6 +88,7 @@ class Model:
                 self._optimizer(manifest.total_steps) if manifest.trains else None,
                 self._device,
                 version=manifest.first_step,
+                clip_value=manifest.gradient_clip_value,
             )
             for index in sorted(served)
         }

@@ -51,15 +51,23 @@ class Stage:
             None: it is not going to train.
         device: Where it computes.
         version: Of its initial weights.
+        clip_value: Each element of the mean gradient is clamped to its range; None: not clipped.
     """
 
     def __init__(
-        self, module: StageModule, optimizer: Optimizer | None, device: torch.device, *, version: int = 0
+        self,
+        module: StageModule,
+        optimizer: Optimizer | None,
+        device: torch.device,
+        *,
+        version: int = 0,
+        clip_value: float | None = None,
     ) -> None:
         self.module = module
         self.index = module.spec.index
         self.device = device
         self.version = version
+        self.clip_value = clip_value
         named = module.named_stage_parameters()
         self.parameters = dict(named)
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
@@ -204,6 +212,8 @@ class Stage:
         if record.outcome == "apply":
             for parameter, view, has_gradient in zip(self.trainable, self._views(mean_gradient), touched, strict=True):
                 parameter.grad = (view * record.clip_factor).to(parameter.dtype) if has_gradient else None
+            if self.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(self.trainable, self.clip_value)
             for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=True):
                 group.update(
                     # The wire knows no tuples, but optimizers compare and unpack them.

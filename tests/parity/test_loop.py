@@ -426,14 +426,8 @@ AT_ONCE: dict[str, Case] = {
     "own optimizer_step": (StepsItself, {}, {}, r"`optimizer_step` must be .*StepsItself overrides it.*Remove"),
     "own clipping": (ClipsItself, {}, {}, r"`configure_gradient_clipping` must be .*ClipsItself overrides it.*Remove"),
     "several nodes": (DigitsMLP, {"num_nodes": 2}, {}, r"`num_nodes` must be 1.*got 2.*Leave it out"),
-    "clipping by value": (
-        DigitsMLP,
-        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        {},
-        r"`gradient_clip_algorithm` must be 'norm'.*got 'value'.*Clip by norm",
-    ),
     "float16": (DigitsMLP, {"plugins": half_precision}, {}, r"`precision` must be one of .*bf16-mixed.*got '16-mixed'"),
-    "bfloat16 weights": (DigitsMLP, {"precision": "bf16-true"}, {}, r"`precision` must be one of .*got 'bf16-true'"),
+    "float16 weights": (DigitsMLP, {"precision": "16-true"}, {}, r"`precision` must be one of .*got '16-true'"),
     "two rules for a step's end": (
         DigitsMLP,
         {"accumulate_grad_batches": 3},

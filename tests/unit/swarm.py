@@ -128,6 +128,7 @@ class Swarm:
             voters=[self.members[self.rosters[0][0]]],
             target_batch_size=target_batch_size,
             gradient_clip_norm=clip,
+            gradient_clip_value=None,
             max_steps=max_steps,
             total_steps=None,
             stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),

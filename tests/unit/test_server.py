@@ -471,6 +471,7 @@ REFUSED_MANIFESTS: dict[str, tuple[str, Callable[[StageManifest], dict[str, Any]
     "no stages": ("must cover blocks", lambda stage: {"stages": []}),
     "target": ("target_batch_size", lambda stage: {"target_batch_size": 0}),
     "clipping": ("gradient_clip_norm", lambda stage: {"gradient_clip_norm": math.nan}),
+    "clipping by value": ("gradient_clip_value", lambda stage: {"gradient_clip_value": 0.0}),
 }
 
 
