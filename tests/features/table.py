@@ -1,0 +1,77 @@
+"""Writes the table of features from the marks of this folder's tests: ``python -m tests.features.table``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.features.mark import Verdict
+
+FILE = Path(__file__).parents[2] / "docs" / "features.md"
+
+_HEAD = """# Lightning's features in a swarm
+
+Each row is a test in `tests/features`, most of which compare a swarm of two stages with the plain Trainer in float64:
+losses, weights, and whatever the feature is there for. *Works*: as with the plain Trainer. *Partly*: the note says what
+differs. *Refused*: an error before training starts says what to do instead.
+
+This file is written by `python -m tests.features.table > docs/features.md`; edit the tests.
+"""
+
+# In the order of the table. A module's docstring is its heading; `test_table` has no rows.
+_MODULES = (
+    "test_loop",
+    "test_data",
+    "test_optimization",
+    "test_precision",
+    "test_logging",
+    "test_checkpoints",
+    "test_callbacks",
+)
+
+Row = tuple[str, Verdict, str]
+
+
+def render() -> str:
+    """The whole file."""
+    parts = [_HEAD]
+    for name in _MODULES:
+        module = importlib.import_module(f"tests.features.{name}")
+        assert module.__doc__ is not None
+        rows = [f"| {one} | {verdict} | {note} |" for one, verdict, note in rows_of(module)]
+        heading = module.__doc__.splitlines()[0].rstrip(".")
+        parts.append("\n".join([f"## {heading}", "", "| feature | verdict | note |", "|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def rows_of(module: ModuleType) -> list[Row]:
+    """The rows of one module's tests, in their order.
+
+    Raises:
+        ValueError: A test has no mark.
+    """
+    rows: list[Row] = []
+    for name, test in vars(module).items():
+        if name.startswith("test_"):
+            marks = list(_marks(test))
+            if not marks:
+                raise ValueError(f"`{name}` in {module.__name__} needs a mark that says which feature it shows")
+            rows += [(mark.args[0], mark.args[1], mark.args[2]) for mark in marks]
+    return rows
+
+
+def _marks(test: object) -> Iterator[pytest.Mark]:
+    for mark in reversed(getattr(test, "pytestmark", [])):
+        if mark.name == "feature":
+            yield mark
+        elif mark.name == "parametrize":
+            for parameters in mark.args[1]:
+                yield from (inner for inner in getattr(parameters, "marks", ()) if inner.name == "feature")
+
+
+if __name__ == "__main__":
+    print(render(), end="")

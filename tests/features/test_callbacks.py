@@ -1,0 +1,234 @@
+"""Other callbacks, and Tuner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner.tuning import Tuner
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError
+from tests.features.both import STEPS, Evaluated, fit_both, trainers
+from tests.features.mark import REFUSED, WORKS, feature
+from tests.features.refused import assert_refused
+from tests.features.test_logging import assert_same_tables
+from tests.parity.harness import quiet_warnings
+from tests.parity.models import DigitsMLP, Recipe, digits, loader
+
+
+@feature("`EarlyStopping`", WORKS)
+def test_early_stopping() -> None:
+    def stopping(_: str) -> list[L.Callback]:
+        return [callbacks.EarlyStopping("val_loss", min_delta=0.3, patience=2)]
+
+    both = fit_both(Evaluated, loader(digits(), 20), made={"callbacks": stopping}, max_epochs=20)
+    plain, swarm = (trainer.early_stopping_callback.stopped_epoch for trainer in both.trainers)
+    assert swarm == plain
+    assert 0 < plain < 19
+
+
+@feature("`LearningRateMonitor`", WORKS)
+def test_learning_rate_monitor(tmp_path: Path) -> None:
+    fit_both(
+        lambda: DigitsMLP(Recipe(schedule="onecycle")),
+        made={
+            "logger": lambda name: CSVLogger(tmp_path, "", name),
+            "callbacks": lambda _: [callbacks.LearningRateMonitor("step", log_momentum=True)],
+        },
+        log_every_n_steps=1,
+        max_steps=STEPS,
+    )
+    rates = [row["lr-AdamW/pg1"] for row in assert_same_tables(tmp_path)]
+    assert len(set(rates)) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        pytest.param(callbacks.TQDMProgressBar, "7/7", marks=feature("`TQDMProgressBar`", WORKS)),
+        pytest.param(callbacks.RichProgressBar, "7/7", marks=feature("`RichProgressBar`", WORKS)),
+    ],
+)
+def test_progress_bars(make: Callable[[], L.Callback], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+
+    def bar(_: str) -> list[L.Callback]:
+        outputs.append("".join(capsys.readouterr()))
+        return [make()]
+
+    class Shows(Evaluated):
+        @override
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("shown", loss, prog_bar=True)
+            return loss
+
+    fit_both(Shows, loader(digits()), made={"callbacks": bar}, enable_progress_bar=True, max_epochs=1)
+    outputs.append("".join(capsys.readouterr()))
+    _, plain, swarm = outputs
+    for words in (shown, "Epoch 0", "shown"):
+        assert words in plain
+        assert words in swarm
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(callbacks.ModelSummary, marks=feature("`ModelSummary`", WORKS, "of the whole model")),
+        pytest.param(callbacks.RichModelSummary, marks=feature("`RichModelSummary`", WORKS, "of the whole model")),
+    ],
+)
+def test_summaries(make: Callable[[], L.Callback], capsys: pytest.CaptureFixture[str], caplog: Any) -> None:
+    outputs = []
+
+    def summary(_: str) -> list[L.Callback]:
+        outputs.append("".join(capsys.readouterr()) + caplog.text)
+        caplog.clear()
+        return [make()]
+
+    fit_both(made={"callbacks": summary}, enable_model_summary=True, max_steps=STEPS)
+    outputs.append("".join(capsys.readouterr()) + caplog.text)
+    for text in outputs[1:]:
+        assert "Trainable params" in text
+        assert "2.8 K" in text, text
+
+
+@feature("`BasePredictionWriter`", WORKS)
+def test_prediction_writers(tmp_path: Path) -> None:
+    class Writes(callbacks.BasePredictionWriter):
+        def __init__(self, folder: Path) -> None:
+            super().__init__("batch_and_epoch")
+            self.folder = folder
+            folder.mkdir()
+
+        @override
+        def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, *where: Any) -> None:
+            torch.save((prediction, where[0]), self.folder / f"{where[2]}.pt")
+
+        @override
+        def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+            torch.save((predictions, batch_indices), self.folder / "all.pt")
+
+    writers = [Writes(tmp_path / name) for name in ("plain", "swarm")]
+    for trainer, writer in zip(trainers(), writers, strict=True):
+        trainer.callbacks.append(writer)  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        torch.manual_seed(0)
+        trainer.predict(Evaluated(), loader(digits()))
+    names = sorted(path.name for path in writers[0].folder.iterdir())
+    assert names == [*(f"{number}.pt" for number in range(7)), "all.pt"]
+    for name in names:
+        plain, swarm = (torch.load(writer.folder / name, weights_only=True) for writer in writers)
+        assert swarm[1] == plain[1]
+        torch.testing.assert_close(swarm[0], plain[0], rtol=0.0, atol=1e-12)
+
+
+@feature("`LambdaCallback`, and callbacks of your own", WORKS, "hooks run in the trainer's process only")
+def test_own_callbacks() -> None:
+    calls: dict[str, list[int]] = {"plain": [], "swarm": []}
+
+    def noting(name: str) -> list[L.Callback]:
+        return [
+            callbacks.LambdaCallback(on_train_batch_end=lambda trainer, *_: calls[name].append(trainer.global_step))
+        ]
+
+    fit_both(made={"callbacks": noting}, max_steps=STEPS)
+    assert calls["swarm"] == calls["plain"] == list(range(1, STEPS + 1))
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def make_averaging() -> L.Callback:
+    return callbacks.WeightAveraging()
+
+
+def make_ema() -> L.Callback:
+    return callbacks.EMAWeightAveraging()
+
+
+def make_swa() -> L.Callback:
+    return callbacks.StochasticWeightAveraging(1e-2)
+
+
+def make_finetuning() -> L.Callback:
+    return callbacks.BackboneFinetuning()
+
+
+def make_pruning() -> L.Callback:
+    return callbacks.ModelPruning("l1_unstructured")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        pytest.param(
+            make_averaging,
+            "WeightAveraging",
+            marks=feature("`WeightAveraging`", REFUSED, "remove it, for now: weights are on the servers"),
+        ),
+        pytest.param(
+            make_ema, "EMAWeightAveraging", marks=feature("`EMAWeightAveraging`", REFUSED, "as `WeightAveraging`")
+        ),
+        pytest.param(
+            make_swa,
+            "StochasticWeightAveraging",
+            marks=feature("`StochasticWeightAveraging`", REFUSED, "as `WeightAveraging`"),
+        ),
+        pytest.param(
+            make_finetuning,
+            "BackboneFinetuning",
+            marks=feature("`BaseFinetuning`", REFUSED, "freeze before training begins, for now"),
+        ),
+        pytest.param(make_pruning, "ModelPruning", marks=feature("`ModelPruning`", REFUSED, "prune after training")),
+    ],
+)
+def test_refused_callbacks(make: Callable[[], L.Callback], name: str) -> None:
+    assert_refused(rf"callbacks must not read or change weights.*got {name}\b.*Remove it", callbacks=[make()])
+
+
+class Tunable(DigitsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.learning_rate = 1e-3
+        self.batch_size = 4
+
+    @override
+    def train_dataloader(self) -> Any:
+        return loader(digits(), self.batch_size)
+
+
+def lr_find(tuner: Tuner) -> Any:
+    return tuner.lr_find(Tunable(), num_training=10)
+
+
+def scale_batch_size(tuner: Tuner) -> Any:
+    return tuner.scale_batch_size(Tunable(), max_trials=1)
+
+
+@pytest.mark.parametrize(
+    ("tune", "name"),
+    [
+        pytest.param(
+            lr_find,
+            "LearningRateFinder",
+            marks=feature("`Tuner.lr_find`, `LearningRateFinder`", REFUSED, "run it with the plain Trainer"),
+        ),
+        pytest.param(
+            scale_batch_size,
+            "BatchSizeFinder",
+            marks=feature("`Tuner.scale_batch_size`, `BatchSizeFinder`", REFUSED, "run it with the plain Trainer"),
+        ),
+    ],
+)
+def test_refused_trials(tune: Callable[[Tuner], Any], name: str) -> None:
+    with quiet_warnings():
+        _, swarm = trainers(max_steps=1)
+        with pytest.raises(ConfigError, match=rf"must not go back to older weights.*got {name}\b.*plain Trainer"):
+            tune(Tuner(swarm))

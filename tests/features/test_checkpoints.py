@@ -1,0 +1,108 @@
+"""Checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from typing_extensions import override
+
+from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
+from tests.features.mark import WORKS, feature
+from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, digits, loader
+
+
+def saved(folder: Path, *validation: Any, save: dict[str, Any], **options: Any) -> tuple[Both, list[str]]:
+    """The names of the files that a ModelCheckpoint left; the swarm's are equal, and so are the weights in them."""
+    both = fit_both(
+        Evaluated if validation else Trained,
+        *validation,
+        enable_checkpointing=True,
+        made={"callbacks": lambda name: [ModelCheckpoint(folder / name, **save)]},
+        **options,
+    )
+    plain, swarm = (sorted(path.name for path in (folder / name).iterdir()) for name in ("plain", "swarm"))
+    assert swarm == plain
+    for name in plain:
+        theirs, ours = (torch.load(folder / run / name, weights_only=True) for run in ("plain", "swarm"))
+        assert ours["global_step"] == theirs["global_step"]
+        assert ours.keys() == theirs.keys()
+        torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], rtol=0.0, atol=WEIGHT_TOLERANCE)
+    return both, plain
+
+
+@feature("`ModelCheckpoint(monitor=..., save_top_k=...)`", WORKS)
+def test_by_metric(tmp_path: Path) -> None:
+    save = {"filename": "{step}-{val_loss:.4f}", "monitor": "val_loss", "save_top_k": 2}
+    both, files = saved(tmp_path, loader(digits(), 20), save=save, max_epochs=4)
+    assert len(files) == 2
+    plain, swarm = (trainer.checkpoint_callback for trainer in both.trainers)
+    assert float(swarm.best_model_score) == approx(float(plain.best_model_score))
+
+
+@feature("`ModelCheckpoint(every_n_train_steps=...)`", WORKS, "in the swarm's steps; none is passed over")
+def test_every_n_steps(tmp_path: Path) -> None:
+    save = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}
+    assert saved(tmp_path, save=save, max_steps=STEPS)[1] == ["step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
+
+
+@feature("`ModelCheckpoint(save_last=True)`", WORKS)
+def test_save_last(tmp_path: Path) -> None:
+    save = {"save_last": True, "save_top_k": 0}
+    assert saved(tmp_path, save=save, max_epochs=2)[1] == ["last.ckpt"]
+
+
+@feature("`ModelCheckpoint(save_weights_only=True)`", WORKS)
+def test_save_weights_only(tmp_path: Path) -> None:
+    save = {"filename": "{epoch}", "save_weights_only": True}
+    assert saved(tmp_path, save=save, max_epochs=2)[1] == ["epoch=1.ckpt"]
+
+
+@feature("`OnExceptionCheckpoint`", WORKS)
+@pytest.mark.filterwarnings("ignore:`.fit\\(ckpt_path=None\\)` was called without a model")
+@pytest.mark.filterwarnings('ignore:.fit\\(ckpt_path="last"\\) is set, but there is no last checkpoint')
+def test_on_exception(tmp_path: Path) -> None:
+    class Breaks(L.Callback):
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 5:
+                raise RuntimeError("enough")
+
+    for name, run in (("plain", run_plain), ("swarm", run_swarm)):
+        callbacks = [OnExceptionCheckpoint(tmp_path, name), Breaks()]
+        with pytest.raises(RuntimeError, match="enough"):
+            run(DigitsMLP, loader(digits()), max_steps=STEPS, enable_checkpointing=True, callbacks=callbacks)
+    theirs, ours = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("plain", "swarm"))
+    assert ours["global_step"] == theirs["global_step"] == 5
+    torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+@feature(
+    "`Trainer.save_checkpoint`, `LightningModule.load_from_checkpoint`",
+    WORKS,
+    "an ordinary file; loading it needs no swarm",
+)
+def test_saving_and_loading(tmp_path: Path) -> None:
+    swarm = fit_both(max_steps=STEPS, precision="32-true", exact=False).swarm
+    assert swarm.trainer is not None
+    swarm.trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    loaded = Trained.load_from_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
+    torch.testing.assert_close(dict(loaded.state_dict()), swarm.weights, rtol=0.0, atol=0.0)
+
+
+@feature("`Trainer.fit(ckpt_path=...)`", WORKS, "both ways between a swarm of any number of stages and a plain Trainer")
+@pytest.mark.parametrize(("first", "then"), [(run_swarm, run_plain), (run_plain, run_swarm)])
+def test_resuming(first: Any, then: Any, tmp_path: Path) -> None:
+    def double() -> L.LightningModule:
+        return Trained().double()  # before weights are restored, as the file holds float64
+
+    whole = run_plain(double, loader(digits()), max_epochs=2)
+    first(double, loader(digits()), max_epochs=1).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    rest = then(double, loader(digits()), max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
+    assert rest.losses == pytest.approx(whole.losses[7:], rel=LOSS_TOLERANCE)
+    assert rest.global_steps == whole.global_steps[7:]

@@ -1,0 +1,140 @@
+"""Logging and profiling."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from torch import Tensor
+from typing_extensions import override
+
+from tests.features.both import STEPS, Evaluated, approx, fit_both
+from tests.features.mark import WORKS, feature
+from tests.parity.models import DigitsMLP, digits, loader
+
+
+def table(folder: Path) -> list[dict[str, float]]:
+    """What a CSVLogger wrote."""
+    with (folder / "metrics.csv").open(encoding="utf-8") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def assert_same_tables(folder: Path) -> list[dict[str, float]]:
+    plain, swarm = table(folder / "plain"), table(folder / "swarm")
+    assert len(swarm) == len(plain)
+    for ours, theirs in zip(swarm, plain, strict=True):
+        assert ours == approx(theirs)
+    return plain
+
+
+@feature("`CSVLogger`, `log_every_n_steps`", WORKS)
+def test_csv_logger(tmp_path: Path) -> None:
+    fit_both(
+        Evaluated,
+        loader(digits()),
+        made={"logger": lambda name: CSVLogger(tmp_path, "", name)},
+        log_every_n_steps=3,
+        max_epochs=3,
+    )
+    rows = assert_same_tables(tmp_path)
+    assert [row["step"] for row in rows if "loss" in row] == [2, 5, 8, 11, 14, 17, 20]
+    assert len([row for row in rows if "val_loss" in row]) == 3
+
+
+@feature("`self.log(on_step, on_epoch, prog_bar, reduce_fx)`, `self.log_dict`", WORKS)
+def test_ways_of_logging() -> None:
+    class Logs(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("highest", loss, on_epoch=True, on_step=False, reduce_fx="max")
+            self.log_dict({"double": 2 * loss, "index": float(batch_idx)}, on_epoch=True, on_step=False)
+            return loss
+
+    logged = fit_both(Logs, max_epochs=2).logged()
+    assert logged["highest"] > logged["loss_epoch"] == approx(logged["double"] / 2)
+
+
+@feature("`self.log(sync_dist=True)`", WORKS, "one process trains: the value is already that of all data")
+def test_sync_dist() -> None:
+    class Synced(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("synced", loss, sync_dist=True, on_epoch=True, on_step=False)
+            self.log("local", loss, on_epoch=True, on_step=False)
+            return loss
+
+    logged = fit_both(Synced, max_epochs=2).logged()
+    assert logged["synced"] == approx(logged["local"])
+
+
+@feature("`torchmetrics` objects in `self.log`", WORKS)
+def test_torchmetrics() -> None:
+    class Measured(DigitsMLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=10)
+            self.mean = torchmetrics.MeanMetric()
+
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.mean(loss.detach())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return loss
+
+        @override
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.accuracy(self.net(batch[0]), batch[1])
+            self.log("accuracy", self.accuracy)
+
+    logged = fit_both(Measured, loader(digits(), 20), max_epochs=3).logged()
+    assert 0.0 < logged["accuracy"] < 1.0
+    assert logged["mean"] > 0.0
+
+
+@feature("`self.all_gather`", WORKS, "one process trains: the value itself")
+def test_all_gather() -> None:
+    class Gathers(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("gathered", torch.as_tensor(self.all_gather(loss.detach())).mean())
+            return loss
+
+    assert "gathered" in fit_both(Gathers, max_steps=STEPS).logged()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(SimpleProfiler, marks=feature("`SimpleProfiler`", WORKS, "of the trainer's process")),
+        pytest.param(AdvancedProfiler, marks=feature("`AdvancedProfiler`", WORKS, "of the trainer's process")),
+    ],
+)
+def test_profilers(make: Any, tmp_path: Path) -> None:
+    fit_both(made={"profiler": lambda name: make(dirpath=tmp_path, filename=name)}, max_steps=STEPS)
+    plain, swarm = ((tmp_path / f"fit-{name}.txt").read_text(encoding="utf-8") for name in ("plain", "swarm"))
+    for action in ("run_training_batch", ".training_step", ".backward", ".optimizer_step", ".on_before_optimizer_step"):
+        assert action in plain
+        assert action in swarm
+
+
+@feature("`PyTorchProfiler`", WORKS, "of the trainer's process")
+def test_torch_profiler(tmp_path: Path) -> None:
+    def make(name: str) -> PyTorchProfiler:
+        return PyTorchProfiler(dirpath=tmp_path, filename=name)
+
+    fit_both(made={"profiler": make}, max_steps=6)
+    plain, swarm = (next(tmp_path.glob(f"fit-{name}-*.json")).read_text() for name in ("plain", "swarm"))
+    for action in ("run_training_batch", "SingleDeviceStrategy.training_step", "aten::addmm"):
+        assert action in plain
+        assert action.replace("SingleDevice", "InMemory") in swarm

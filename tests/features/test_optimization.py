@@ -1,0 +1,364 @@
+"""Optimization."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
+from typing_extensions import override
+
+from tests.features.both import STEPS, Evaluated, Trained, fit_both
+from tests.features.mark import PARTLY, REFUSED, WORKS, feature
+from tests.features.refused import assert_refused
+from tests.parity.harness import WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, Recipe, digits, loader, make_optimizer
+
+
+def scheduled(make: Callable[[torch.optim.Optimizer], Any], base: type[DigitsMLP] = Trained, **how: Any) -> Any:
+    """A module with a schedule of the learning rate."""
+
+    class Scheduled(base):  # type: ignore[valid-type, misc]  # a base that is chosen at run time
+        @override
+        def configure_optimizers(self) -> Any:
+            optimizer = make_optimizer(self, self.recipe)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **how}}
+
+    return Scheduled
+
+
+def assert_same_rates(make_module: Any, *validation: Any, **options: Any) -> list[float]:
+    both = fit_both(make_module, *validation, **options)
+    assert both.swarm.learning_rates == both.plain.learning_rates
+    assert len(set(both.plain.learning_rates)) > 1
+    return both.plain.learning_rates
+
+
+@feature("`SGD`, `AdamW`, parameter groups", WORKS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizers(optimizer: Any) -> None:
+    fit_both(lambda: DigitsMLP(Recipe(optimizer=optimizer)), max_steps=STEPS)
+
+
+@feature("schedulers by step (`interval='step'`), `frequency`", WORKS)
+def test_schedules_by_step() -> None:
+    module = scheduled(lambda optimizer: StepLR(optimizer, 1, gamma=0.9), interval="step", frequency=2)
+    assert len(set(assert_same_rates(module, max_steps=STEPS))) == 5
+
+
+@feature("schedulers by epoch", WORKS)
+def test_schedules_by_epoch() -> None:
+    assert_same_rates(scheduled(lambda optimizer: StepLR(optimizer, 1, gamma=0.5)), max_epochs=3)
+
+
+@feature("`ReduceLROnPlateau`", WORKS)
+def test_plateaus() -> None:
+    module = scheduled(lambda one: ReduceLROnPlateau(one, patience=0, threshold=0.5), Evaluated, monitor="val_loss")
+    assert_same_rates(module, loader(digits()), max_epochs=4)
+
+
+@feature("overridden `lr_scheduler_step`", WORKS)
+def test_own_scheduler_step() -> None:
+    base = scheduled(lambda optimizer: StepLR(optimizer, 1, gamma=0.5), interval="step")
+
+    class EveryThird(base):  # type: ignore[valid-type, misc]  # as above
+        @override
+        def lr_scheduler_step(self, scheduler: LRScheduler, metric: Any | None) -> None:
+            if self.global_step % 3 == 0:
+                scheduler.step()
+
+    assert len(set(assert_same_rates(EveryThird, max_steps=STEPS))) == 4
+
+
+@feature("learning rates that a callback sets", WORKS, "each step takes the hyperparameters of the lead's optimizer")
+def test_rates_that_are_set() -> None:
+    class Sets(L.Callback):
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            trainer.optimizers[0].param_groups[0]["lr"] = 1e-3 * (1 + trainer.global_step)
+
+    assert_same_rates(Trained, max_steps=STEPS, made={"callbacks": lambda _: [Sets()]})
+
+
+@feature("`Trainer(accumulate_grad_batches=...)`", WORKS, "`target_batch_size` counts samples instead")
+def test_accumulation() -> None:
+    both = fit_both(accumulate_grad_batches=3, max_epochs=2)
+    assert both.plain.global_steps[-1] == 6
+
+
+@feature("`GradientAccumulationScheduler`", WORKS)
+def test_scheduled_accumulation() -> None:
+    schedule = {"callbacks": lambda _: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]}
+    both = fit_both(made=schedule, max_epochs=3)
+    assert both.plain.global_steps[-1] == 7 + 4 + 2
+
+
+@feature("`Trainer(gradient_clip_val=...)` by norm", WORKS, "the norm over all stages")
+def test_clipping_by_norm() -> None:
+    both = fit_both(gradient_clip_val=0.1, max_steps=STEPS)
+    assert both.swarm.num_clipped == STEPS
+
+
+@feature("`Trainer(gradient_clip_algorithm='value')`", WORKS)
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
+def test_clipping_by_value(accumulate_grad_batches: int) -> None:
+    options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": accumulate_grad_batches}
+    clips: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
+    # Momentum of plain gradients: AdamW would divide most of the clipping out again.
+    free, clipped = (fit_both(lambda: DigitsMLP(Recipe(optimizer="sgd")), **options, **clip) for clip in clips)
+    assert clipped.swarm.losses[-1] != pytest.approx(free.swarm.losses[-1], rel=1e-3)
+    assert clipped.swarm.num_clipped == 0, "the norm had a part in it"
+
+
+@feature("frozen parameters (`requires_grad=False` before training)", WORKS)
+def test_frozen_parameters() -> None:
+    class Frozen(Trained):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[0].requires_grad_(False)
+
+    fit_both(Frozen, max_steps=STEPS)
+
+
+@feature("`training_step` returning None", WORKS, "the batch counts in no step")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_left_out_batches() -> None:
+    class LeavesOut(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) if batch_idx != 2 else None
+
+    assert fit_both(LeavesOut, max_epochs=1).plain.losses[2] == 0.0
+
+
+@feature(
+    "`on_before_backward`, `on_after_backward`, `on_before_optimizer_step`, `on_before_zero_grad`",
+    WORKS,
+    "called at the same steps; for gradients see the next rows",
+)
+def test_hooks_around_the_step() -> None:
+    class Notes(L.Callback):
+        def __init__(self) -> None:
+            self.calls: list[tuple[str, int]] = []
+
+        @override
+        def on_before_backward(self, trainer: L.Trainer, *_: Any) -> None:
+            self.calls.append(("backward begins", trainer.global_step))
+
+        @override
+        def on_after_backward(self, trainer: L.Trainer, *_: Any) -> None:
+            self.calls.append(("backward is over", trainer.global_step))
+
+        @override
+        def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+            self.calls.append(("step", trainer.global_step))
+
+        @override
+        def on_before_zero_grad(self, trainer: L.Trainer, *_: Any) -> None:
+            self.calls.append(("zero", trainer.global_step))
+
+    notes = {"plain": Notes(), "swarm": Notes()}
+    fit_both(made={"callbacks": lambda name: [notes[name]]}, max_epochs=1, accumulate_grad_batches=2)
+    assert notes["swarm"].calls == notes["plain"].calls
+    assert notes["plain"].calls.count(("step", 2)) == 1
+
+
+@feature(
+    "`lightning.pytorch.utilities.grad_norm` in a hook",
+    PARTLY,
+    "gradients stay on the servers and the hook finds none; of a module's hooks, not of callbacks, a warning says so",
+)
+def test_gradient_norms(caplog: pytest.LogCaptureFixture) -> None:
+    class LogsNorms(Trained):
+        @override
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self.net, 2))
+
+    both = fit_both(LogsNorms, max_steps=STEPS)
+    plain, swarm = (trainer.callback_metrics for trainer in both.trainers)
+    assert float(plain["grad_2.0_norm_total"]) > 0.0
+    assert "grad_2.0_norm_total" not in swarm
+    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len([one for one in warnings if "`on_before_optimizer_step` finds no gradients" in one]) == 1
+
+
+@feature(
+    "reading `self.parameters()` during `fit`",
+    PARTLY,
+    "parameters of other peers' stages are those of the beginning until `fit` is over; "
+    "`trainer.strategy.lightning_module_state_dict()` gathers the current ones",
+)
+def test_reading_weights() -> None:
+    class Reads(L.Callback):
+        own: Tensor
+        gathered: Tensor
+
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            self.own = pl_module.get_parameter("net.7.weight").detach().clone()
+            self.gathered = trainer.strategy.lightning_module_state_dict()["net.7.weight"].clone()
+
+    reads = {"plain": Reads(), "swarm": Reads()}
+    both = fit_both(made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS)
+    torch.manual_seed(0)
+    initial = Trained().double().get_parameter("net.7.weight").detach()
+    torch.testing.assert_close(reads["swarm"].gathered, reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    torch.testing.assert_close(both.swarm.weights["net.7.weight"], reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    assert torch.equal(reads["swarm"].own, initial), "if it is current now, change the verdict"
+    assert not torch.equal(reads["plain"].own, initial)
+
+
+class Root(nn.Module):
+    """0 of 0: the derivative of the root is infinite there, and NaN times nothing."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + (0.0 * hidden).sqrt()
+
+
+class RootOfZero(DigitsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(Root())
+
+
+@feature("`Trainer(detect_anomaly=True)`", WORKS)
+def test_detect_anomaly() -> None:
+    fit_both(detect_anomaly=True, max_steps=3)
+    for run in (run_plain, run_swarm):
+        run(RootOfZero, loader(digits()), max_steps=1)
+        with pytest.raises(Exception, match="returned nan values in its 0th output"):
+            run(RootOfZero, loader(digits()), max_steps=1, detect_anomaly=True)
+
+
+@feature(
+    "gradients that are not finite",
+    PARTLY,
+    "the step is skipped in all stages, with a warning; the plain Trainer goes on with NaN",
+)
+def test_gradients_that_are_not_finite() -> None:
+    class Poisoned(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 2 else 1.0)
+
+    both = fit_both(Poisoned, max_steps=STEPS, exact=False)
+    assert [record.outcome for record in both.swarm.records].count("skip") == 1
+    assert all(bool(tensor.isfinite().all()) for tensor in both.swarm.weights.values())
+    assert not all(bool(tensor.isfinite().all()) for tensor in both.plain.weights.values())
+
+
+class BackpropagatesItself(DigitsMLP):
+    @override
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+
+@feature("overridden `backward`", WORKS)
+def test_own_backward() -> None:
+    doubled, plain = fit_both(BackpropagatesItself, max_steps=STEPS), fit_both(DigitsMLP, max_steps=STEPS)
+    assert doubled.swarm.norms[0] == pytest.approx(2 * plain.swarm.norms[0])
+
+
+# ---------------------------------------------------------------------- refused
+
+
+class Manual(DigitsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[:4].parameters(), 0.1), torch.optim.SGD(self.net[4:].parameters(), 0.1)]
+
+
+class SecondOrder(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Sparse(DigitsMLP):
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(list(self.parameters()))
+
+
+class StepsItself(DigitsMLP):
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class ZeroesItself(DigitsMLP):
+    @override
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class ClipsItself(DigitsMLP):
+    @override
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Normalizes(DigitsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(24))
+
+
+@pytest.mark.parametrize(
+    ("make_module", "message"),
+    [
+        pytest.param(
+            Manual,
+            r"`automatic_optimization` must be True.*got False.*Let Lightning optimize",
+            marks=feature("manual optimization", REFUSED, "let Lightning optimize"),
+        ),
+        pytest.param(
+            TwoOptimizers,
+            r"must return one optimizer, got several.*Use one, with parameter groups",
+            marks=feature("several optimizers", REFUSED, "one, with parameter groups"),
+        ),
+        pytest.param(
+            SecondOrder,
+            r"must step from one dense gradient, got LBFGS.*Use SGD",
+            marks=feature("`LBFGS`", REFUSED, "an optimizer that steps from one dense gradient"),
+        ),
+        pytest.param(
+            Sparse,
+            r"must step from one dense gradient, got SparseAdam.*Use SGD",
+            marks=feature("`SparseAdam`", REFUSED, "as `LBFGS`"),
+        ),
+        pytest.param(
+            StepsItself,
+            r"`optimizer_step` must be .*StepsItself overrides it.*Remove",
+            marks=feature("overridden `optimizer_step`", REFUSED, "remove it: the servers step"),
+        ),
+        pytest.param(
+            ZeroesItself,
+            r"`optimizer_zero_grad` must be .*ZeroesItself overrides it.*Remove",
+            marks=feature("overridden `optimizer_zero_grad`", REFUSED, "remove it"),
+        ),
+        pytest.param(
+            Normalizes,
+            r"layers must treat each sample alone.*got statistics over the batch in 1 \(BatchNorm1d\).*Use GroupNorm",
+            marks=feature("`BatchNorm` in training", REFUSED, "`GroupNorm`, `LayerNorm`, or a frozen one"),
+        ),
+        pytest.param(
+            ClipsItself,
+            r"`configure_gradient_clipping` must be .*ClipsItself overrides it.*Remove",
+            marks=feature("overridden `configure_gradient_clipping`", REFUSED, "`gradient_clip_val`"),
+        ),
+    ],
+)
+def test_refused_optimization(make_module: Callable[[], DigitsMLP], message: str) -> None:
+    assert_refused(message, make_module)

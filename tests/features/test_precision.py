@@ -1,0 +1,93 @@
+"""Precision and devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from typing_extensions import override
+
+from tests.features.both import STEPS, fit_both
+from tests.features.mark import REFUSED, WORKS, feature
+from tests.features.refused import assert_refused
+from tests.parity.harness import assert_same_curve
+from tests.parity.models import DigitsMLP
+
+
+class LossInFloat32(DigitsMLP):
+    """A loss in bfloat16 would be known to two digits only."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "tolerance"),
+    [
+        pytest.param(
+            "32-true",
+            torch.float32,
+            5e-6,
+            marks=feature("`precision='32-true'`", WORKS, "losses within 5e-6 of the plain Trainer's"),
+        ),
+        pytest.param(
+            "bf16-mixed",
+            torch.float32,
+            1e-2,
+            marks=feature("`precision='bf16-mixed'`", WORKS, "losses within 1e-2"),
+        ),
+        pytest.param(
+            "bf16-true",
+            torch.bfloat16,
+            1e-2,
+            marks=feature("`precision='bf16-true'`", WORKS, "losses within 1e-2; gradients are added up in float32"),
+        ),
+    ],
+)
+def test_precisions(precision: Any, dtype: torch.dtype, tolerance: float) -> None:
+    both = fit_both(LossInFloat32, precision=precision, max_steps=30, exact=False)
+    assert_same_curve(both.swarm, both.plain, loss=tolerance)
+    assert both.swarm.losses != both.plain.losses, "compared to itself?"
+    assert {tensor.dtype for tensor in both.swarm.weights.values()} == {dtype}
+    assert both.plain.losses[-1] < 0.9 * both.plain.losses[0], "nothing was learned"
+    sums = {
+        server.stepping.stage(i).gradient_sum.dtype
+        for server in both.swarm.strategy.servers
+        for i in server.stepping.stages
+    }
+    assert sums == {torch.float32}
+
+
+@feature("`precision='64-true'`", WORKS, "losses within 1e-11, weights within 1e-10")
+def test_float64() -> None:
+    assert {tensor.dtype for tensor in fit_both(max_steps=STEPS).swarm.weights.values()} == {torch.float64}
+
+
+@feature("`Trainer(deterministic=True)`", WORKS)
+def test_deterministic() -> None:
+    try:
+        fit_both(deterministic=True, max_steps=STEPS)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@feature("`precision='16-mixed'`", REFUSED, "`bf16-mixed`, for now")
+def test_float16() -> None:
+    plugin = MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+    assert_refused(r"`precision` must be one of .*bf16-mixed.*got '16-mixed'", precision=None, plugins=plugin)
+
+
+@feature("`precision='16-true'`", REFUSED, "`bf16-true`")
+def test_float16_weights() -> None:
+    assert_refused(r"`precision` must be one of .*bf16-true.*got '16-true'", precision="16-true")
+
+
+@feature("`Trainer(num_nodes=2)`", REFUSED, "leave it out: a swarm has peers, not nodes")
+def test_nodes() -> None:
+    assert_refused(r"`num_nodes` must be 1.*got 2.*Leave it out", num_nodes=2)
