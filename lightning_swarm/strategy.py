@@ -35,6 +35,7 @@ from lightning_swarm.status import SwarmStatus, status_of
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_LIMITS = Limits()
 
 
 class SwarmStrategy(Strategy):
@@ -79,7 +80,7 @@ class SwarmStrategy(Strategy):
         role: Role = "auto",
         run_id: str = "swarm",
         gather_on_end: bool = True,
-        limits: Limits | None = None,
+        limits: Limits = _LIMITS,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -95,7 +96,7 @@ class SwarmStrategy(Strategy):
             role=role,
             run_id=run_id,
             gather_on_end=gather_on_end,
-            limits=limits or Limits(),
+            limits=limits,
         )
         # Lightning's accelerator connector sets these two.
         self.parallel_devices: list[torch.device] | None = None

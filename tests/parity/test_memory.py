@@ -31,7 +31,7 @@ def train(model: Callable[..., Net], limits: Limits | None = None, dropout: floa
         make_module,
         loader(DATA[model]()),
         **{"num_stages": 3, "num_servers": 4, **options},
-        limits=limits,
+        limits=limits or Limits(),
         max_steps=STEPS,
     )
 

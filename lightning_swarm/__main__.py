@@ -1,0 +1,8 @@
+"""``python -m lightning_swarm``: the command `lightning-swarm`."""
+
+import sys
+
+from lightning_swarm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

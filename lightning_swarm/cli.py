@@ -1,0 +1,213 @@
+"""The command `lightning-swarm`, and `SwarmCLI` for commands of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial, update_wrapper
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    _global_add_class_path,
+    instantiate_class,
+)
+from typing_extensions import override
+
+from lightning_swarm import __version__, doctor
+from lightning_swarm.checkpoint.export import export_safetensors
+from lightning_swarm.doctor import Finding
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.strategy import SwarmStrategy
+
+_CLASS_PATH: Final = "lightning_swarm.SwarmStrategy"
+
+_TRAINER_COMMANDS: Final[Mapping[str, str]] = {
+    "fit": "Train a model on a swarm of this machine's devices.",
+    "validate": "Run a model's validation loop once.",
+    "test": "Run a model's test loop once.",
+    "predict": "Run a model's predictions.",
+}
+
+_MODEL_AND_DATA: Final = """
+
+Any LightningModule and LightningDataModule will do. Name them by their import path, from the current folder:
+
+    lightning-swarm {name} --model my_project.Net --data my_project.Data \\
+        --trainer.devices 4 --trainer.strategy.num_stages 2
+
+or in a file, which --print_config writes for the options that come before it:
+
+    lightning-swarm {name} --config run.yaml
+
+What can be set of the swarm: --trainer.strategy.help {strategy}
+"""
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Saves what `fit` was run with, into the folder that a logger makes for it."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Without a logger it would be the current folder, where the user's own files are.
+        if stage == "fit" and trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class SwarmCLI(LightningCLI):
+    """A LightningCLI whose strategy is `SwarmStrategy` unless another one is named.
+
+    Used as LightningCLI is: ``SwarmCLI(MyModel, MyData)`` in a script, or without classes. ``trainer_defaults`` with a
+    strategy comes before this one's. Needs jsonargparse: ``pip install "lightning-swarm[cli]"``.
+    """
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        if "strategy" not in self.trainer_defaults:
+            parser.set_defaults({"trainer.strategy": {"class_path": _CLASS_PATH}})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(_with_class_path(sys.argv[1:] if args is None else args))
+        else:
+            super().parse_arguments(parser, args)
+
+    @override
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """``--optimizer`` makes a new optimizer at each call: every stage steps one of its own."""
+        super()._add_configure_optimizers_method_to_model(subcommand)
+        if "configure_optimizers" not in vars(self.model):
+            return
+        parser = self._parser(subcommand)
+        optimizer, scheduler = self._chosen(parser._optimizers), self._chosen(parser._lr_schedulers)
+
+        def configure_optimizers(module: LightningModule) -> Any:
+            made: Any = instantiate_class(module.parameters(), optimizer)
+            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
+
+        update_wrapper(configure_optimizers, self.configure_optimizers)
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+    def _chosen(self, registered: Mapping[str, tuple[Any, str]]) -> Any:
+        """Class path and arguments of the one that the model does not make itself."""
+        for key, (kind, link_to) in registered.items():
+            if link_to == "AUTOMATIC":
+                chosen = self._get(self.config_init, key)
+                return chosen if isinstance(kind, tuple) else _global_add_class_path(kind, chosen)
+        return None
+
+
+def main() -> int:
+    """Run the command line. Returns the exit status."""
+    arguments = sys.argv[1:]
+    # Lightning's own parsers of these take seconds to build, and need jsonargparse.
+    if arguments and (arguments[0] in _TRAINER_COMMANDS or arguments[0] in ("-c", "--config")):
+        run = _run_trainer
+    else:
+        run = partial(_run_own, _parser().parse_args(arguments))
+    try:
+        return run()
+    except ConfigError as error:
+        print(f"lightning-swarm: error: {error}", file=sys.stderr)  # noqa: T201 - a command
+        return 2
+
+
+def _run_trainer() -> int:
+    _require_jsonargparse()
+    from jsonargparse import DefaultHelpFormatter
+
+    class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+        """Keeps the lines of descriptions."""
+
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
+    parsers: dict[str, dict[str, Any]] = {
+        name: {
+            "usage": f"lightning-swarm {name} --model CLASS --data CLASS [options], or --config FILE [options]",
+            "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
+            "formatter_class": Help,
+        }
+        for name, line in _TRAINER_COMMANDS.items()
+    }
+    SwarmCLI(save_config_callback=_SaveConfig, parser_kwargs={"prog": "lightning-swarm", **parsers})
+    return 0
+
+
+def _require_jsonargparse() -> None:
+    try:
+        importlib.metadata.version("jsonargparse")
+        importlib.metadata.version("docstring-parser")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            f"{', '.join(_TRAINER_COMMANDS)} need jsonargparse with its extra `signatures`, and {error.name} is not "
+            'installed. Run: pip install "lightning-swarm[cli]"'
+        ) from error
+
+
+def _with_class_path(arguments: Sequence[str]) -> list[str]:
+    """The strategy by its class where it is named by its short name: only a class can have further options.
+
+    So `--trainer.strategy=swarm --trainer.strategy.num_stages=2` works.
+    """
+    option, name = "--trainer.strategy", SwarmStrategy.strategy_name
+    given: list[str] = []
+    for argument in arguments:
+        if argument == f"{option}={name}":
+            given.append(f"{option}={_CLASS_PATH}")
+        else:
+            given.append(_CLASS_PATH if argument == name and given and given[-1] == option else argument)
+    return given
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-swarm",
+        description="Train one large PyTorch Lightning model on a swarm of slow, unequal machines.",
+        epilog="lightning-swarm COMMAND --help says more. The first one to try: lightning-swarm doctor",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name, line in _TRAINER_COMMANDS.items():
+        commands.add_parser(name, help=line, add_help=False)  # to be listed; SwarmCLI parses them
+
+    what = "Check whether this machine can be a peer: what is wrong, and what to do."
+    check = commands.add_parser("doctor", help=what, description=f"{what} Exit status 1 if something is wrong.")
+    check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
+    check.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
+
+    what = "Write a checkpoint's weights to a safetensors file."
+    export = commands.add_parser(
+        "export", help=what, description=f"{what} Nothing in the checkpoint is executed. OUT is overwritten."
+    )
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved")
+    export.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
+    return parser
+
+
+def _run_own(arguments: argparse.Namespace) -> int:
+    if arguments.command == "export":
+        num_tensors = export_safetensors(arguments.checkpoint, arguments.out)
+        print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
+        return 0
+    wrong = 0
+    for finding in doctor.examine(host=arguments.host, port=arguments.port):
+        print(_line(finding), flush=True)  # noqa: T201 - a command
+        wrong += not finding.ok
+    print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command
+    return 1 if wrong else 0
+
+
+def _line(finding: Finding) -> str:
+    line = f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}"
+    return line if finding.ok else f"{line}\n       -> {finding.remedy}"

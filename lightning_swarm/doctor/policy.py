@@ -1,0 +1,166 @@
+"""What is right and wrong with a machine, decided from what was found on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from packaging.specifiers import SpecifierSet
+
+SUPPORTED_PYTHON: Final = ">=3.11"
+SUPPORTED: Final[Mapping[str, str]] = {
+    "lightning": ">=2.5,<2.7",
+    "torch": ">=2.4",
+    "hivemind": ">=1.1.12,<1.2",
+    "numpy": "<2.4",
+}
+"""As in the package's own requirements, which pip does not enforce on what is installed later."""
+
+LEAST_FREE_BYTES: Final = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The outcome of one check.
+
+    Args:
+        check: What was looked at.
+        found: What is there.
+        remedy: What to do; None where nothing is wrong.
+    """
+
+    check: str
+    found: str
+    remedy: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong."""
+        return self.remedy is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """What is known of a folder.
+
+    Args:
+        path: Where it is.
+        purpose: What a swarm keeps there.
+        problem: Why no file can be written; None if one can.
+        free_bytes: Room on its disk; 0 if it could not be asked.
+    """
+
+    path: str
+    purpose: str
+    problem: str | None
+    free_bytes: int
+
+
+def check_python(version: str) -> Finding:
+    """The interpreter is new enough."""
+    fits = SpecifierSet(SUPPORTED_PYTHON).contains(version, prereleases=True)
+    remedy = None if fits else f"Use a Python {SUPPORTED_PYTHON}."
+    return Finding(check="Python", found=version, remedy=remedy)
+
+
+def check_version(package: str, version: str | None) -> Finding:
+    """An installed package is one that the swarm works with.
+
+    Args:
+        package: One of `SUPPORTED`.
+        version: The installed one; None if there is none.
+    """
+    supported = SUPPORTED[package]
+    install = f'Run: pip install "{package}{supported}"'
+    if version is None:
+        return Finding(check=package, found="not installed", remedy=install)
+    if not SpecifierSet(supported).contains(version, prereleases=True):
+        return Finding(check=package, found=f"{version}, but {supported} is needed", remedy=install)
+    return Finding(check=package, found=version)
+
+
+def check_binary(path: str | None, *, executable: bool) -> Finding:
+    """libp2p's daemon, which carries all connections, is there and can be run.
+
+    Args:
+        path: Where it is; None if it is nowhere.
+        executable: This user may run it.
+    """
+    reinstall = f'Run: pip install --force-reinstall --no-deps "hivemind{SUPPORTED["hivemind"]}"'
+    if path is None:
+        return Finding(check="daemon's file", found="hivemind was installed without its program p2pd", remedy=reinstall)
+    if not executable:
+        return Finding(check="daemon's file", found=f"{path} must not be run", remedy=f"Run: chmod +x {path}")
+    return Finding(check="daemon's file", found=path)
+
+
+def check_port(host: str, port: int, problem: str | None) -> Finding:
+    """This machine can listen.
+
+    Args:
+        host: The address.
+        port: The TCP port; 0 for any.
+        problem: Why it cannot; None if it can.
+    """
+    where = f"{host}, {f'port {port}' if port else 'any port'}"
+    if problem is None:
+        return Finding(check="port", found=f"{where}: free")
+    remedy = (
+        f"End the program that listens there (`ss -ltnp 'sport = :{port}'` names it), or take another port."
+        if port
+        else "Take an address of this machine: 127.0.0.1 for itself only, 0.0.0.0 for all of its networks."
+    )
+    return Finding(check="port", found=f"{where}: {problem}", remedy=remedy)
+
+
+def check_daemon(problem: str | None, start_s: float) -> Finding:
+    """The daemon starts.
+
+    Args:
+        problem: Why it did not; None if it did.
+        start_s: Seconds that this took.
+    """
+    if problem is None:
+        return Finding(check="daemon", found=f"starts in {start_s:.1f} s")
+    return Finding(
+        check="daemon",
+        found=f"does not start: {problem}",
+        remedy="Mend what is named above first. Else: a firewall or a container may forbid it to run or to listen.",
+    )
+
+
+def check_folder(folder: Folder) -> Finding:
+    """A folder can be written to and has room."""
+    check = f"folder for {folder.purpose}"
+    if folder.problem is not None:
+        return Finding(
+            check=check,
+            found=f"{folder.path}: {folder.problem}",
+            remedy=f"Make {folder.path} a folder that this user may write to.",
+        )
+    free = f"{folder.path}, {folder.free_bytes / (1 << 30):.1f} GiB free"
+    if folder.free_bytes < LEAST_FREE_BYTES:
+        return Finding(
+            check=check,
+            found=free,
+            remedy=f"Make room on the disk of {folder.path}: at least {LEAST_FREE_BYTES >> 30} GiB.",
+        )
+    return Finding(check=check, found=free)
+
+
+def check_threads(num_threads: int, num_cores: int) -> Finding:
+    """Threads do not outnumber the cores that this process may use.
+
+    Args:
+        num_threads: With which torch computes.
+        num_cores: That this process may run on.
+    """
+    found = f"{num_threads} on {num_cores} core{'s' if num_cores > 1 else ''}"
+    if num_threads <= num_cores:
+        return Finding(check="torch's threads", found=found)
+    return Finding(
+        check="torch's threads",
+        found=f"{found}: they wait for each other",
+        remedy=f"Run: export OMP_NUM_THREADS={num_cores} (divided by the number of peers on this machine)",
+    )
