@@ -136,11 +136,12 @@ def _run_trainer() -> int:
         name: {
             "usage": f"lightning-swarm {name} --model CLASS --data CLASS [options], or --config FILE [options]",
             "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
-            "formatter_class": Help,
         }
         for name, line in _TRAINER_COMMANDS.items()
     }
-    SwarmCLI(save_config_callback=_SaveConfig, parser_kwargs={"prog": "lightning-swarm", **parsers})
+    SwarmCLI(
+        save_config_callback=_SaveConfig, parser_kwargs={"prog": "lightning-swarm", "formatter_class": Help, **parsers}
+    )
     return 0
 
 

@@ -32,6 +32,7 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
     if target.suffix != ".safetensors":
         raise ConfigError(f"the exported file must end in .safetensors, got {target}. Name it {target}.safetensors.")
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -45,7 +46,7 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
     try:
         save_file(weights, partial, metadata)
         partial.replace(target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"{target} must be a file that can be written: {error}. Name a folder that exists and has room."
         ) from error

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -17,13 +18,13 @@ _MARK = "LIGHTNING_SWARM_TEST_RUN"
 
 
 class Run:
-    """`train.py` with some arguments, and all processes that come of it."""
+    """`train.py`, or another program, with some arguments, and all processes that come of it."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, program: Sequence[str] = (str(SCRIPT),)) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, arguments)],
+            [sys.executable, *program, *map(str, arguments)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
