@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_swarm import __version__, doctor
 from lightning_swarm.checkpoint.export import export_safetensors
+from lightning_swarm.config import Limits
 from lightning_swarm.doctor import Finding
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.strategy import SwarmStrategy
@@ -83,6 +84,15 @@ class SwarmCLI(LightningCLI):
             super().parse_arguments(parser, args)
 
     @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError:
+            # jsonargparse buries what a class says of its arguments in what it says of types.
+            _refuse(self._get(self.config, "trainer").get("strategy"))
+            raise
+
+    @override
     def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
         """``--optimizer`` makes a new optimizer at each call: every stage steps one of its own."""
         super()._add_configure_optimizers_method_to_model(subcommand)
@@ -105,6 +115,15 @@ class SwarmCLI(LightningCLI):
                 chosen = self._get(self.config_init, key)
                 return chosen if isinstance(kind, tuple) else _global_add_class_path(kind, chosen)
         return None
+
+
+def _refuse(strategy: Any) -> None:
+    """Raise the swarm's own error if it is its arguments that cannot work."""
+    if not isinstance(strategy, str) and strategy.get("class_path") == _CLASS_PATH:
+        given = strategy.as_dict().get("init_args", {})
+        limits = Limits(**given.pop("limits", {}))
+        of_lightning = ("accelerator", "checkpoint_io", "precision_plugin")
+        SwarmStrategy(limits=limits, **{name: value for name, value in given.items() if name not in of_lightning})
 
 
 def main() -> int:
@@ -135,6 +154,7 @@ def _run_trainer() -> int:
     parsers: dict[str, dict[str, Any]] = {
         name: {
             "usage": f"lightning-swarm {name} --model CLASS --data CLASS [options], or --config FILE [options]",
+            "formatter_class": Help,
             "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
         }
         for name, line in _TRAINER_COMMANDS.items()

@@ -151,9 +151,23 @@ def test_another_strategy_can_be_named() -> None:
     assert not isinstance(default.trainer.strategy, SwarmStrategy)
 
 
-def test_a_setting_that_cannot_work_is_refused_by_its_rule() -> None:
-    with pytest.raises(ValueError, match="`num_stages` must be a positive whole number or None, got 0"):
-        strategy_of("--trainer.strategy.num_stages=0")
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("num_stages=0", "`num_stages` must be a positive whole number or None, got 0. Leave it out"),
+        ("limits.call_timeout=-1", "`Limits.call_timeout` must be a number of at least 0.001, got -1.0. Leave it out"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_its_rule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, rule: str
+) -> None:
+    assert command(monkeypatch, "fit", *MODEL, *QUIET, f"--trainer.strategy.{option}") == 2
+    assert f"lightning-swarm: error: {rule}" in capsys.readouterr().err
+
+
+def test_an_error_of_the_model_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="negative dimension"):
+        command(monkeypatch, "fit", *MODEL, *QUIET, "--model.width=-1")
 
 
 # ---------------------------------------------------------------------- help and configuration
