@@ -153,7 +153,7 @@ def _run_trainer() -> int:
         sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
     parsers: dict[str, dict[str, Any]] = {
         name: {
-            "usage": f"lightning-swarm {name} --model CLASS --data CLASS [options], or --config FILE [options]",
+            "usage": f"lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]",
             "formatter_class": Help,
             "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
         }

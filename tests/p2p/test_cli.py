@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -78,9 +79,9 @@ def test_fit_from_a_file_leaves_an_ordinary_checkpoint(tmp_path: Path, monkeypat
     assert saved["global_step"] == 3
 
     monkeypatch.syspath_prepend(tmp_path)
-    import their_project
-
-    L.seed_everything(1)
+    their_project = importlib.import_module("their_project")
+    sys.modules.pop("their_project")
+    torch.manual_seed(1)
     plain = their_project.Net(width=6)
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=1, precision="64-true", logger=False, enable_checkpointing=False,
@@ -90,4 +91,3 @@ def test_fit_from_a_file_leaves_an_ordinary_checkpoint(tmp_path: Path, monkeypat
     assert saved["state_dict"].keys() == plain.state_dict().keys()
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(saved["state_dict"][name], tensor, rtol=1e-12, atol=1e-12)
-    monkeypatch.delitem(sys.modules, "their_project")

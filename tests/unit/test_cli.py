@@ -224,7 +224,7 @@ def test_help_of_a_command_begins_with_an_example(
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, name, "--help")
     usage, _, said = capsys.readouterr().out.partition("\n\n")
-    assert usage == f"usage: lightning-swarm {name} --model CLASS --data CLASS [options], or --config FILE [options]"
+    assert usage == f"usage: lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]"
     assert f"\n    lightning-swarm {name} --config run.yaml\n" in said.partition("options:")[0]
     assert "--ckpt_path" in said
 
