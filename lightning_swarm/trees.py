@@ -157,3 +157,22 @@ def _tensor_at(children: list[Any], tensors: Sequence[Tensor], missing: set[int]
         )
     missing.remove(children[0])
     return tensors[children[0]]
+
+
+def placed(present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[Tensor]]:
+    """Put tensors that came without the places of the missing ones where they belong.
+
+    Args:
+        present: For each place, whether a tensor came for it.
+        tensors: Those that came, in order; more may follow.
+
+    Returns:
+        The tensors at their places, `None` elsewhere; and the tensors that are left over.
+
+    Raises:
+        ProtocolError: Fewer came than were announced.
+    """
+    if sum(present) > len(tensors):
+        raise ProtocolError(f"{sum(present)} tensors were announced, {len(tensors)} came")
+    remaining = iter(tensors)
+    return [next(remaining) if flag else None for flag in present], list(remaining)

@@ -25,6 +25,7 @@ from lightning_swarm.errors import (
 )
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.policy import Charge, StageRouter
+from lightning_swarm.server.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types import (
@@ -89,11 +90,6 @@ class Passage:
     weight: float
     _route: list[Charge] = field(default_factory=list)
 
-    @property
-    def route(self) -> tuple[PeerId, ...]:
-        """The peer at each stage."""
-        return tuple(charge.peer for charge in self._route)
-
     # ------------------------------------------------------------------ forward
 
     async def forward(self) -> tuple[Computed, tuple[Tensor, ...]]:
@@ -144,14 +140,14 @@ class Passage:
         structure, tensors = trees.flatten((None if stage else self.inputs, self.extras[stage]))
         request = ForwardRequest(key=self.key, stage_index=stage, mode=self.mode, source=source, structure=structure)
         try:
-            await self.link.send(self._route[stage].peer, "stage.forward", request, tensors)
+            await self.link.send(self._route[stage].peer, FORWARD, request, tensors)
         except Busy:
             return False
         return True
 
     async def _cancel(self, stage: int, direction: Direction) -> None:
         request = CancelRequest(key=self.key, stage_index=stage, direction=direction)
-        await self.link.send(self._route[stage].peer, "stage.cancel", request, ())
+        await self.link.send(self._route[stage].peer, CANCEL, request, ())
 
     # ------------------------------------------------------------------ backward
 
@@ -168,9 +164,7 @@ class Passage:
         if not self.mode.input_grad:
             return None
         message = await self.link.tickets.fetch(self._ticket(0, "backward"), timeout=self.link.timeout)
-        flags = decode(message.body, Computed).flags
-        remaining = iter(message.tensors)
-        return [next(remaining) if flag else None for flag in flags]
+        return trees.placed(decode(message.body, Computed).flags, message.tensors)[0]
 
     async def _settle(self, stage: int, gradients: Sequence[Tensor | None]) -> None:
         """Wait for a stage's receipt; send its call again when what it needs was dropped to save memory."""
@@ -229,7 +223,7 @@ class Passage:
             present=present,
             recompute=again,
         )
-        await self.link.send(self._route[stage].peer, "stage.backward", request, tensors)
+        await self.link.send(self._route[stage].peer, BACKWARD, request, tensors)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         return Ticket(peer_id=self._route[stage].peer, name=self.key.name(stage, direction))

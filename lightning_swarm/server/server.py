@@ -252,7 +252,7 @@ class Server:
             raise ProtocolError(
                 f"a backward must belong to a forward with gradients of the open step {stage.version}: {request.key}"
             )
-        _, rest = _optional(request.present, message.tensors)
+        _, rest = trees.placed(request.present, message.tensors)
         if request.recompute is not None:
             _input_tree(request.recompute.structure, rest, request.recompute.source)
         elif rest:
@@ -263,11 +263,11 @@ class Server:
 
     async def _backward(self, name: str, stage: Stage, request: BackwardRequest, tensors: tuple[Tensor, ...]) -> None:
         key, mode = request.key, request.mode
-        gradients, rest = _optional(request.present, tensors)
+        gradients, rest = trees.placed(request.present, tensors)
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
         if request.source is not None:
             message = await self._fetch(request.source)
-            gradients, _ = _optional(decode(message.body, Computed).flags, message.tensors)
+            gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
         receipt = False
 
         def compute() -> list[Tensor | None]:
@@ -427,11 +427,3 @@ def _state(stage: Stage, request: StateRequest) -> Message:
         structure=structure,
     )
     return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
-
-
-def _optional(present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-    """The tensors at their places, None elsewhere; and the tensors that are left over."""
-    if sum(present) > len(tensors):
-        raise ProtocolError(f"{sum(present)} tensors were announced, {len(tensors)} came")
-    remaining = iter(tensors)
-    return [next(remaining) if flag else None for flag in present], list(remaining)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_swarm.errors import ConfigError, ProtocolError
-from lightning_swarm.trees import MAX_DEPTH, flatten, unflatten
+from lightning_swarm.trees import MAX_DEPTH, flatten, placed, unflatten
 
 
 class Pair(NamedTuple):
@@ -168,3 +168,14 @@ def test_a_hostile_structure_is_refused(structure: Any, words: str) -> None:
     assert words in str(error.value)
     assert "refused" in str(error.value)
     assert len(str(error.value)) < 300
+
+
+def test_tensors_go_to_the_places_that_were_announced() -> None:
+    first, second, more = torch.tensor(1), torch.tensor(2), torch.tensor(3)
+    found, rest = placed([True, False, True], (first, second, more))
+    assert found[0] is first
+    assert found[1] is None
+    assert found[2] is second
+    assert list(rest) == [more]
+    with pytest.raises(ProtocolError, match="2 tensors were announced, 1 came"):
+        placed([True, False, True], (first,))
