@@ -35,7 +35,7 @@ class RunSpec:
     """What the starter of a run decides.
 
     Args:
-        num_stages: Into how many stages the model is cut.
+        ranges: The blocks of each stage.
         num_servers: How many servers to wait for.
         seed: Of all random draws in the stages.
         gradient_clip_norm: Over all stages; None does not clip.
@@ -46,7 +46,7 @@ class RunSpec:
         total_steps: For schedules that servers build.
     """
 
-    num_stages: int
+    ranges: Sequence[range]
     num_servers: int
     seed: int
     gradient_clip_norm: float | None
@@ -144,13 +144,12 @@ class Peer:
                 check=check,
             )
         )
-        ranges = choose_ranges(blocks, spec.num_stages, self._config.split)
-        stages = model.cut(ranges)
-        self.manifest = self._manifest(spec, model, ranges, self._own_first(servers))
+        stages = model.cut(spec.ranges)
+        self.manifest = self._manifest(spec, model, self._own_first(servers))
         self.runtime.run(membership.admit(self.transport, self.manifest, stages, timeout=limits.start_timeout))
         return self._session(self.manifest, stages, blocks, device)
 
-    def _manifest(self, spec: RunSpec, model: Model, ranges: Sequence[range], servers: list[Member]) -> Manifest:
+    def _manifest(self, spec: RunSpec, model: Model, servers: list[Member]) -> Manifest:
         return Manifest(
             protocol_version=PROTOCOL_VERSION,
             run_id=self._config.run_id,
@@ -167,7 +166,7 @@ class Peer:
             trains=spec.trains,
             max_steps=spec.max_steps,
             total_steps=spec.total_steps,
-            stages=model.describe(ranges, membership.assign(spec.num_stages, servers)),
+            stages=model.describe(spec.ranges, membership.assign(len(spec.ranges), servers)),
         )
 
     def _own_first(self, servers: list[Member]) -> list[Member]:

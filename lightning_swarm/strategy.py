@@ -197,8 +197,9 @@ class SwarmStrategy(Strategy):
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
         num_stages = self.config.num_stages or len(self._devices)
-        model.cut(choose_ranges(self._blocks, num_stages, self.config.split))  # refused here, before anyone is asked
-        self._session = self._start_run(trainer, model, num_stages)
+        ranges = choose_ranges(self._blocks, num_stages, self.config.split)
+        model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
+        self._session = self._start_run(trainer, model, ranges)
         pipeline = self._session.pipeline
         self._guards = guard(self._blocks.modules)
         root = self._blocks.root
@@ -209,7 +210,7 @@ class SwarmStrategy(Strategy):
             self._stale = True
             self._take_steps(trainer, self._session)
 
-    def _start_run(self, trainer: Trainer, model: Model, num_stages: int) -> Session:
+    def _start_run(self, trainer: Trainer, model: Model, ranges: Sequence[range]) -> Session:
         assert self.peer is not None
         assert self._blocks is not None
         if self.config.role == "auto":
@@ -218,7 +219,7 @@ class SwarmStrategy(Strategy):
         clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
         by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         spec = RunSpec(
-            num_stages=num_stages,
+            ranges=ranges,
             num_servers=self._num_servers,
             seed=torch.initial_seed() % (1 << 62),
             gradient_clip_norm=clip_at if by_norm else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class InMemoryStrategy(SwarmStrategy):
         self._copies = [_copy(module) for _ in self.peers[1:]]
 
     @override
-    def _start_run(self, trainer: Trainer, model: Model, num_stages: int) -> Session:
+    def _start_run(self, trainer: Trainer, model: Model, ranges: Sequence[range]) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=True):
             module.trainer = trainer
             # Other processes would draw from generators of their own.
@@ -81,7 +81,7 @@ class InMemoryStrategy(SwarmStrategy):
             module.to(self.root_device)
             _poison(module)
             peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
-        session = super()._start_run(trainer, model, num_stages)
+        session = super()._start_run(trainer, model, ranges)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 
