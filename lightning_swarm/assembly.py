@@ -117,7 +117,7 @@ class Peer:
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over."""
         assert self.server is not None
-        self.runtime.run(self.server.left.wait())
+        self.runtime.run(self.server.admission.left.wait())
 
     # ------------------------------------------------------------------ the starter
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
-from lightning_swarm.server.server import ADMIT, LEAVE, LOAD
+from lightning_swarm.server import ADMIT, LEAVE, LOAD
 from lightning_swarm.tasks import gather
 from lightning_swarm.types import Manifest, Member, StageState, Wire, decode, encode
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
-from lightning_swarm.server.server import LOAD, STATE
+from lightning_swarm.server import LOAD, STATE
 from lightning_swarm.tasks import gather
 from lightning_swarm.types import Manifest, StageState, StateRequest, decode, encode
 

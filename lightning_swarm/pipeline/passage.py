@@ -25,7 +25,7 @@ from lightning_swarm.errors import (
 )
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.policy import Charge, StageRouter
-from lightning_swarm.server.server import BACKWARD, CANCEL, FORWARD
+from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types import (

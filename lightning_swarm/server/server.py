@@ -15,17 +15,17 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, InputMissing, ProtocolError, StageError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.randomness import key_seed
+from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
+from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.voting import Voter
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types import (
-    PROTOCOL_VERSION,
     BackwardRequest,
     CallKey,
     CallReport,
@@ -33,10 +33,6 @@ from lightning_swarm.types import (
     CancelRequest,
     Computed,
     ForwardRequest,
-    Manifest,
-    Member,
-    StageState,
-    StateRequest,
     Ticket,
     check_trainer,
     decode,
@@ -46,17 +42,9 @@ from lightning_swarm.types import (
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-ADMIT = "server.admit"
-LOAD = "server.load"
-LEAVE = "server.leave"
-FORWARD = "stage.forward"
-BACKWARD = "stage.backward"
-CANCEL = "stage.cancel"
-STATE = "stage.state"
-
 
 class Server:
-    """Answers the calls of the data plane; `Stepping` answers those of the steps.
+    """Answers the calls of the data plane; `Stepping` answers those of the steps, `Admission` those around them.
 
     Args:
         transport: Its network.
@@ -80,35 +68,26 @@ class Server:
         connect: Callable[[], Awaitable[None]],
     ) -> None:
         self._transport = transport
-        self._connect = connect
         self._tickets = tickets
         self._executor = executor
-        self._model = model
         self._limits = limits
         self._tasks = TaskOwner()
         self._calls: dict[str, asyncio.Task[None]] = {}
-        self._boot_id = boot_id
-        self._admission = asyncio.Lock()
-        self._manifest: Manifest | None = None
-        self._loaded: set[int] = set()  # stages that have their initial weights
-        self._coordinator: Coordinator | None = None
-        self.left = asyncio.Event()
         self.cache = Cache(limits.cache_bytes)
         self.num_forwards = 0
         self.stepping = Stepping(
             transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._forget_step
         )
+        self.admission = Admission(
+            transport, executor, model, self.stepping, boot_id=boot_id, limits=limits, connect=connect
+        )
         self.voter = Voter()
-        self.voter.serve(transport, lambda peer: self._manifest is not None and peer == self._manifest.coordinator)
-        transport.handle_call(ADMIT, self._handle_admit)
-        transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
-        transport.handle_call(LEAVE, self._handle_leave)
+        self.voter.serve(transport, self.admission.led_by)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
         transport.handle_call(FORWARD, self._handle_forward_call)
         transport.handle_call(BACKWARD, self._handle_backward_call)
         transport.handle_call(CANCEL, self._handle_cancel)
-        transport.handle_stream(STATE, self._handle_state, max_bytes=0)
 
     async def start(self) -> None:
         """Begin to answer."""
@@ -117,70 +96,10 @@ class Server:
     async def close(self) -> None:
         """Stop computing. Raises what a task of this server raised."""
         try:
-            if self._coordinator is not None:
-                await self._coordinator.close()
+            await self.admission.close()
         finally:
             self._executor.close()
             await self._tasks.close()
-
-    # ------------------------------------------------------------------ entering and leaving the run
-
-    async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
-        manifest = decode(body, Manifest)
-        async with self._admission:  # one after the other: the second finds this peer in the run
-            await self._admit(caller, manifest)
-        return b""
-
-    async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
-        if manifest.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
-                "Install the same version of lightning_swarm on all peers."
-            )
-        if self._manifest is not None:
-            raise ProtocolError(f"this peer is in run {self._manifest.run_id!r} already")
-        if caller != manifest.lead:
-            raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
-        me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
-        named = {member for stage in manifest.stages for member in stage.roster if member.peer_id == me.peer_id}
-        if named - {me}:
-            raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
-        served = [index for index, stage in enumerate(manifest.stages) if me in stage.roster]
-        stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
-        await self._connect()
-        self._manifest = manifest
-        self.stepping.begin(manifest, stages)
-        if manifest.coordinator == me.peer_id:
-            self._coordinator = Coordinator(self._transport, manifest, timeout=self._limits.call_timeout)
-            await self._coordinator.start()
-
-    async def _handle_load(self, caller: PeerId, message: Message) -> Message:
-        """The initial weights of a stage, from the starter. Nobody else's are ever used."""
-        if caller != self._run().lead:
-            raise ProtocolError(f"weights come from the lead {self._run().lead}, not from {caller}")
-        state = decode(message.body, StageState)
-        stage = self.stepping.stage(state.stage_index)
-        stage.check_version(state.step)
-        if state.step != self._run().first_step or (stage.index in self._loaded) != state.optimizer:
-            raise ProtocolError(
-                f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
-                "the first step; from then on records change them"
-            )
-        if state.optimizer:
-            values = trees.unflatten(state.structure, list(message.tensors))
-            await self._executor.submit((-1,), lambda: stage.load_optimizer_state(_named(state.names, values)))
-        else:
-            await self._executor.submit((-1,), lambda: stage.load_weights(_named(state.names, message.tensors)))
-            self._loaded.add(stage.index)
-        return Message()
-
-    async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
-        if self._manifest is not None and caller != self._manifest.lead:
-            raise ProtocolError(f"the lead {self._manifest.lead} ends the run, not {caller}")
-        if body:
-            raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
-        self.left.set()
-        return b""
 
     # ------------------------------------------------------------------ forward
 
@@ -188,7 +107,7 @@ class Server:
         return (await self._handle_forward(caller, Message(body))).body
 
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
-        check_trainer(self._run(), caller)
+        check_trainer(self.admission.run, caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         inputs, extras = _input_tree(request.structure, message.tensors, request.source)
@@ -205,7 +124,9 @@ class Server:
         key = request.key
         inputs, wants_grad = await self._inputs(request.source, inputs, mode.input_grad)
         await self.stepping.reached(key.step)
-        seed = key_seed(self._run().seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation))
+        seed = key_seed(
+            self.admission.run.seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation)
+        )
 
         def compute() -> Forwarded:
             stage.check_version(key.step)
@@ -245,7 +166,7 @@ class Server:
         return (await self._handle_backward(caller, Message(body))).body
 
     async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
-        check_trainer(self._run(), caller)
+        check_trainer(self.admission.run, caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         if request.key.evaluation or request.key.step != stage.version or not request.mode.grad:
@@ -299,13 +220,13 @@ class Server:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
         inputs, extras = _input_tree(request.recompute.structure, tensors, request.recompute.source)
         inputs, wants_grad = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
-        seed = key_seed(self._run().seed, key.step, key.first, key.index, key.call, stage.index, 0)
+        seed = key_seed(self.admission.run.seed, key.step, key.first, key.index, key.call, stage.index, 0)
         return Kept(inputs, extras, wants_grad, request.mode, seed)
 
-    # ------------------------------------------------------------------ cancelling, reading
+    # ------------------------------------------------------------------ cancelling
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
-        check_trainer(self._run(), caller)
+        check_trainer(self.admission.run, caller)
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction)
@@ -320,29 +241,17 @@ class Server:
         added, _ = await self._executor.submit((-1,), lambda: self.stepping.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
-    async def _handle_state(self, caller: PeerId, message: Message) -> Message:
-        check_trainer(self._run(), caller)
-        request = decode(message.body, StateRequest)
-        await self.stepping.reached(request.step)
-        stage = self.stepping.stage(request.stage_index)
-        # On the compute thread, so that it falls between two records.
-        message, _ = await self._executor.submit((-1,), lambda: _state(stage, request))
-        return message
-
     # ------------------------------------------------------------------ parts
 
-    def _run(self) -> Manifest:
-        if self._manifest is None:
-            raise ProtocolError("this peer was not admitted to a run yet")
-        return self._manifest
-
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
-        if key.generation != self._run().generation:
-            raise ProtocolError(f"the run generation is {self._run().generation}, got a call of {key.generation}")
+        if key.generation != self.admission.run.generation:
+            raise ProtocolError(
+                f"the run generation is {self.admission.run.generation}, got a call of {key.generation}"
+            )
         if not key.evaluation and key.attempt != self.stepping.attempt:
             raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
         stage = self.stepping.stage(stage_index)
-        if stage_index not in self._loaded:
+        if stage_index not in self.admission.loaded:
             raise ProtocolError(f"stage {stage_index} has no weights yet")
         if key.step < stage.version:
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
@@ -401,29 +310,3 @@ def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
         raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
     return tree
-
-
-def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
-    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
-        raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
-    return dict(zip(names, values, strict=True))
-
-
-def _state(stage: Stage, request: StateRequest) -> Message:
-    stage.check_version(request.step)
-    structure: trees.Structure = None
-    if request.optimizer:
-        state = stage.optimizer_state()
-        structure, tensors = trees.flatten(list(state.values()))
-    else:
-        state = stage.weights()
-        tensors = list(state.values())
-    # Shared, not copied: the lead reads, and no record is applied meanwhile.
-    reply = StageState(
-        stage_index=stage.index,
-        step=request.step,
-        optimizer=request.optimizer,
-        names=list(state),
-        structure=structure,
-    )
-    return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))

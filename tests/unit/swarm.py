@@ -17,9 +17,10 @@ from lightning_swarm.config import Limits
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import StageModule, find_blocks
+from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
-from lightning_swarm.server.server import BACKWARD, CANCEL, FORWARD, Server
+from lightning_swarm.server.server import Server
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.tickets import TicketStore
@@ -158,7 +159,7 @@ class Swarm:
 
     @property
     def coordinator(self) -> Coordinator:
-        coordinator = self.servers[self.manifest.coordinator]._coordinator
+        coordinator = self.servers[self.manifest.coordinator].admission.coordinator
         assert coordinator is not None
         return coordinator
 
@@ -186,8 +187,8 @@ class Swarm:
         for name, server in self.servers.items():
             stepping = server.stepping
             state[name] = (
-                server._manifest,
-                server.left.is_set(),
+                server.admission._manifest,
+                server.admission.left.is_set(),
                 stepping.version,
                 stepping.attempt,
                 stepping._averaged,
@@ -202,8 +203,10 @@ class Swarm:
                     stage.fingerprint(),
                     (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
                 )
-            if server._coordinator is not None:
-                state["books"] = copy.deepcopy((server._coordinator._open, server._coordinator._hyperparameters))
+            if server.admission.coordinator is not None:
+                state["books"] = copy.deepcopy(
+                    (server.admission.coordinator._open, server.admission.coordinator._hyperparameters)
+                )
         return state
 
     # ------------------------------------------------------------------ one microbatch, by hand

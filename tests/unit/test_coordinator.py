@@ -13,7 +13,7 @@ from msgspec.structs import replace as replaced
 from lightning_swarm import trees
 from lightning_swarm.errors import PeerError, ProtocolError, StepError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
-from lightning_swarm.server.server import BACKWARD
+from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor

@@ -15,7 +15,7 @@ import torch
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
+from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types import (

@@ -157,7 +157,7 @@ def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     swarm.network.kill(PeerId("b"))
     swarm.run(dismiss(swarm.trainer, swarm.manifest, timeout=1.0))
-    assert [server.left.is_set() for server in swarm.servers.values()] == [True, False, True]
+    assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
 
 
 def test_a_server_that_is_gone_fails_the_admission(make_swarm: MakeSwarm) -> None:

@@ -15,7 +15,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.pipeline.passage import Link, Passage
 from lightning_swarm.pipeline.policy import StageRouter
-from lightning_swarm.server.server import FORWARD
+from lightning_swarm.server import FORWARD
 from lightning_swarm.tasks import gather
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, rows

@@ -23,8 +23,8 @@ from lightning_swarm.errors import (
     TicketGone,
 )
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
 from lightning_swarm.server.executor import InlineExecutor, Priority
-from lightning_swarm.server.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
 from lightning_swarm.types import (
     CancelRequest,
     ForwardRequest,
@@ -495,9 +495,9 @@ def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
         swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ends the run"):
         swarm.run(stranger.call(A, LEAVE, b"", timeout=1.0))
-    assert not swarm.servers[A].left.is_set()
+    assert not swarm.servers[A].admission.left.is_set()
     swarm.run(swarm.trainer.call(A, LEAVE, b"", timeout=1.0))
-    assert swarm.servers[A].left.is_set()
+    assert swarm.servers[A].admission.left.is_set()
 
 
 def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:

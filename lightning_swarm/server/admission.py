@@ -1,0 +1,178 @@
+"""How a server enters a run and leaves it, and how the state of its stages comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from lightning_swarm import trees
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.server import ADMIT, LEAVE, LOAD, STATE
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.model import Model
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.steps.coordinator import Coordinator
+from lightning_swarm.types import (
+    PROTOCOL_VERSION,
+    Manifest,
+    Member,
+    StageState,
+    StateRequest,
+    check_trainer,
+    decode,
+    encode,
+)
+
+
+class Admission:
+    """A server's place in the run.
+
+    Args:
+        transport: Its network.
+        executor: Computes.
+        model: Its copy of the model.
+        stepping: Gets the stages.
+        boot_id: Of this process's life.
+        limits: Bounds.
+        connect: Makes the run's other servers reachable.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        executor: Executor,
+        model: Model,
+        stepping: Stepping,
+        *,
+        boot_id: int,
+        limits: Limits,
+        connect: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._transport = transport
+        self._executor = executor
+        self._model = model
+        self._stepping = stepping
+        self._boot_id = boot_id
+        self._limits = limits
+        self._connect = connect
+        self._one_by_one = asyncio.Lock()
+        self._manifest: Manifest | None = None
+        self.loaded: set[int] = set()  # stages that have their initial weights
+        self.coordinator: Coordinator | None = None
+        self.left = asyncio.Event()
+        transport.handle_call(ADMIT, self._handle_admit)
+        transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
+        transport.handle_call(LEAVE, self._handle_leave)
+        transport.handle_stream(STATE, self._handle_state, max_bytes=0)
+
+    @property
+    def run(self) -> Manifest:
+        """The run that this server is in."""
+        if self._manifest is None:
+            raise ProtocolError("this peer was not admitted to a run yet")
+        return self._manifest
+
+    def led_by(self, peer: PeerId) -> bool:
+        """Whether `peer` coordinates the run that this server is in."""
+        return self._manifest is not None and peer == self._manifest.coordinator
+
+    async def close(self) -> None:
+        """Stop coordinating, if this server does. Raises what a task of it raised."""
+        if self.coordinator is not None:
+            await self.coordinator.close()
+
+    async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
+        manifest = decode(body, Manifest)
+        async with self._one_by_one:  # one after the other: the second finds this peer in the run
+            await self._admit(caller, manifest)
+        return b""
+
+    async def _admit(self, caller: PeerId, manifest: Manifest) -> None:
+        if manifest.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
+                "Install the same version of lightning_swarm on all peers."
+            )
+        if self._manifest is not None:
+            raise ProtocolError(f"this peer is in run {self._manifest.run_id!r} already")
+        if caller != manifest.lead:
+            raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
+        me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
+        named = {member for stage in manifest.stages for member in stage.roster if member.peer_id == me.peer_id}
+        if named - {me}:
+            raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
+        served = [index for index, stage in enumerate(manifest.stages) if me in stage.roster]
+        stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
+        await self._connect()
+        self._manifest = manifest
+        self._stepping.begin(manifest, stages)
+        if manifest.coordinator == me.peer_id:
+            self.coordinator = Coordinator(self._transport, manifest, timeout=self._limits.call_timeout)
+            await self.coordinator.start()
+
+    async def _handle_load(self, caller: PeerId, message: Message) -> Message:
+        """The initial weights of a stage, from the starter. Nobody else's are ever used."""
+        if caller != self.run.lead:
+            raise ProtocolError(f"weights come from the lead {self.run.lead}, not from {caller}")
+        state = decode(message.body, StageState)
+        stage = self._stepping.stage(state.stage_index)
+        stage.check_version(state.step)
+        if state.step != self.run.first_step or (stage.index in self.loaded) != state.optimizer:
+            raise ProtocolError(
+                f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
+                "the first step; from then on records change them"
+            )
+        if state.optimizer:
+            values = trees.unflatten(state.structure, list(message.tensors))
+            await self._executor.submit((-1,), lambda: stage.load_optimizer_state(_named(state.names, values)))
+        else:
+            await self._executor.submit((-1,), lambda: stage.load_weights(_named(state.names, message.tensors)))
+            self.loaded.add(stage.index)
+        return Message()
+
+    async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
+        if self._manifest is not None and caller != self._manifest.lead:
+            raise ProtocolError(f"the lead {self._manifest.lead} ends the run, not {caller}")
+        if body:
+            raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
+        self.left.set()
+        return b""
+
+    async def _handle_state(self, caller: PeerId, message: Message) -> Message:
+        check_trainer(self.run, caller)
+        request = decode(message.body, StateRequest)
+        await self._stepping.reached(request.step)
+        stage = self._stepping.stage(request.stage_index)
+        # On the compute thread, so that it falls between two records.
+        message, _ = await self._executor.submit((-1,), lambda: _state(stage, request))
+        return message
+
+
+def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
+        raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
+    return dict(zip(names, values, strict=True))
+
+
+def _state(stage: Stage, request: StateRequest) -> Message:
+    stage.check_version(request.step)
+    structure: trees.Structure = None
+    if request.optimizer:
+        state = stage.optimizer_state()
+        structure, tensors = trees.flatten(list(state.values()))
+    else:
+        state = stage.weights()
+        tensors = list(state.values())
+    # Shared, not copied: the lead reads, and no record is applied meanwhile.
+    reply = StageState(
+        stage_index=stage.index,
+        step=request.step,
+        optimizer=request.optimizer,
+        names=list(state),
+        structure=structure,
+    )
+    return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
