@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_swarm import membership, partition
+from lightning_swarm import hello, membership, partition
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import Directory, Transport
@@ -86,6 +86,7 @@ class Peer:
         self._config = config
         self._rng = rng
         self.boot_id = secrets.randbits(62)
+        hello.answer(transport)
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
         self.manifest: Manifest | None = None

@@ -27,6 +27,7 @@ from lightning_swarm.checkpoint.export import export_safetensors
 from lightning_swarm.config import Limits
 from lightning_swarm.doctor import Finding
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.network.addresses import Address
 from lightning_swarm.strategy import SwarmStrategy
 
 _CLASS_PATH: Final = "lightning_swarm.SwarmStrategy"
@@ -206,6 +207,13 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("doctor", help=what, description=f"{what} Exit status 1 if something is wrong.")
     check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
     check.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
+    check.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT/ID",
+        help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
+    )
 
     what = "Write a checkpoint's weights to a safetensors file."
     export = commands.add_parser(
@@ -222,7 +230,8 @@ def _run_own(arguments: argparse.Namespace) -> int:
         print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
         return 0
     wrong = 0
-    for finding in doctor.examine(host=arguments.host, port=arguments.port):
+    addresses = [Address.parse(text) for text in arguments.peer]
+    for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
         print(_line(finding), flush=True)  # noqa: T201 - a command
         wrong += not finding.ok
     print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command

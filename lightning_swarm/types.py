@@ -24,6 +24,7 @@ NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 TicketName = Annotated[str, msgspec.Meta(max_length=512)]
+ShortText = Annotated[str, msgspec.Meta(max_length=100)]
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -352,6 +353,14 @@ def check_trainer(manifest: Manifest, caller: PeerId) -> None:
     """
     if caller not in manifest.trainers:
         raise ProtocolError(f"{caller} is no trainer of run {manifest.run_id!r}; its trainers are {manifest.trainers}")
+
+
+class Greeting(Wire, frozen=True):
+    """What a peer says of itself to whoever asks."""
+
+    protocol_version: int
+    versions: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=16)]  # of Python and of what matters here
+    unix_time_s: Seconds
 
 
 class StateRequest(Wire, frozen=True):

@@ -1,4 +1,4 @@
-"""Can this machine be a peer? Looks at everything that can be seen without another one.
+"""Can this machine be a peer? Looks at everything that can be seen here, and at peers that it is to reach.
 
 `policy` decides what is wrong; here is only how it is found out.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -14,11 +13,14 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from lightning_swarm.doctor import policy
+from lightning_swarm import hello
+from lightning_swarm.doctor import peers, policy
 from lightning_swarm.doctor.policy import Finding, Folder
+from lightning_swarm.hello import installed_version
+from lightning_swarm.network.addresses import Address
 
 __all__ = ["Finding", "examine"]
 
@@ -26,12 +28,13 @@ _SOCKETS = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
 _START_TIMEOUT_S = 30.0
 
 
-def examine(*, host: str = "127.0.0.1", port: int = 0) -> Iterator[Finding]:
-    """Check this machine, the cheap things first.
+def examine(*, host: str = "127.0.0.1", port: int = 0, addresses: Sequence[Address] = ()) -> Iterator[Finding]:
+    """Check this machine, the cheap things first, and the way to other peers.
 
     Args:
         host: The address to listen on.
         port: The TCP port; 0 for any.
+        addresses: Of running peers.
     """
     yield policy.check_python(platform.python_version())
     versions = [policy.check_version(name, installed_version(name)) for name in policy.SUPPORTED]
@@ -48,16 +51,32 @@ def examine(*, host: str = "127.0.0.1", port: int = 0) -> Iterator[Finding]:
     listening = policy.check_port(host, port, try_port(host, port))
     yield listening
     # Where it cannot start, the reason has been said.
-    if all(finding.ok for finding in (*versions, binary, listening)):
-        yield policy.check_daemon(*try_daemon(host, port))
+    startable = all(finding.ok for finding in (*versions, binary))
+    if startable and listening.ok:
+        daemon_starts = policy.check_daemon(*try_daemon(host, port))
+        yield daemon_starts
+        startable = daemon_starts.ok
+    yield from _examine_peers(addresses, with_daemon=startable)
 
 
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, which is not imported."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _examine_peers(addresses: Sequence[Address], *, with_daemon: bool) -> Iterator[Finding]:
+    answering = []
+    for address in addresses:
+        dialed = peers.knock(address)
+        if dialed.obstacle is None and with_daemon:
+            answering.append(address)
+        else:
+            yield policy.check_reach(dialed)
+    if not answering:
+        return
+    here = hello.own_greeting(0.0)
+    for dialed, meeting in peers.meet(answering):
+        yield policy.check_reach(dialed, meeting.round_trip_s if meeting else None)
+        if meeting is not None:
+            there = meeting.greeting
+            yield policy.check_protocol(dialed.address, here.protocol_version, there.protocol_version)
+            yield policy.compare_versions(dialed.address, here.versions, there.versions)
+            yield policy.check_clock(dialed.address, meeting.ahead_s, meeting.round_trip_s)
 
 
 def find_daemon() -> Path | None:

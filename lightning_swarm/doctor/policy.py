@@ -1,9 +1,10 @@
-"""What is right and wrong with a machine, decided from what was found on it."""
+"""What is right and wrong with a machine and its way to others, decided from what was found."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final
 
 from packaging.specifiers import SpecifierSet
@@ -18,6 +19,9 @@ SUPPORTED: Final[Mapping[str, str]] = {
 """As in the package's own requirements, which pip does not enforce on what is installed later."""
 
 LEAST_FREE_BYTES: Final = 1 << 30
+
+MOST_SKEW_S: Final = 3.0
+"""hivemind lets nobody into its DHT whose clock is farther off: announcements expire by wall clock."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,3 +168,121 @@ def check_threads(num_threads: int, num_cores: int) -> Finding:
         found=f"{found}: they wait for each other",
         remedy=f"Run: export OMP_NUM_THREADS={num_cores} (divided by the number of peers on this machine)",
     )
+
+
+# ---------------------------------------------------------------------- other peers
+
+
+class Obstacle(Enum):
+    """What stands between this machine and a peer: what is wrong, and what to do."""
+
+    NAME = ("its name does not resolve", "Check the spelling, or give its IP address.")
+    REFUSED = (
+        "its machine refuses the connection",
+        "Check that the peer still runs, and its port. Without `listen` only its own machine can reach it.",
+    )
+    SILENCE = (
+        "it does not answer",
+        "Check that the peer still runs, and that the firewalls on the way (a cloud's too) let its port through.",
+    )
+    ROUTE = ("there is no way to it", "Check the address, and this machine's network.")
+    PROTOCOL = ("what listens there is no peer", "Check the port: another program has it.")
+    IDENTITY = (
+        "another peer than the address says listens there",
+        "Copy the address again: a peer that was started anew has another id, unless it has an `identity_path`.",
+    )
+    STRANGER = (
+        "it is a libp2p peer, but none of lightning_swarm that this one understands",
+        "Install the same version of lightning_swarm here and there.",
+    )
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what = what
+        self.remedy = remedy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialed:
+    """How far an attempt to reach a peer got.
+
+    Args:
+        address: Host and port of whom it was for.
+        obstacle: What ended it; None if nothing did.
+        detail: What the system said.
+    """
+
+    address: str
+    obstacle: Obstacle | None = None
+    detail: str = ""
+
+
+def check_reach(dialed: Dialed, round_trip_s: float | None = None) -> Finding:
+    """A peer can be reached.
+
+    Args:
+        dialed: How far it went.
+        round_trip_s: Of the quickest question and answer; None if nobody was asked.
+    """
+    check = f"peer {dialed.address}"
+    if dialed.obstacle is not None:
+        said = f" ({' '.join(dialed.detail.split())})" if dialed.detail else ""
+        return Finding(check=check, found=f"{dialed.obstacle.what}{said}", remedy=dialed.obstacle.remedy)
+    if round_trip_s is None:
+        return Finding(check=check, found="libp2p answers there; who it is needs a daemon here")
+    return Finding(check=check, found=f"reachable, round trip {round_trip_s * 1e3:.1f} ms")
+
+
+def check_clock(address: str, ahead_s: float, round_trip_s: float) -> Finding:
+    """The clocks here and there agree.
+
+    Args:
+        address: The peer's.
+        ahead_s: By how much its clock is ahead of the one here.
+        round_trip_s: Half of it is how well that is known.
+    """
+    way = "ahead of" if ahead_s > 0 else "behind"
+    found = f"{address} is {abs(ahead_s):.2f} s {way} this machine"
+    if abs(ahead_s) <= MOST_SKEW_S + round_trip_s / 2:
+        return Finding(check="clock", found=found)
+    return Finding(
+        check="clock",
+        found=f"{found}, at most {MOST_SKEW_S:g} s are allowed",
+        remedy="Set the clock that is wrong, here or there. Run: sudo timedatectl set-ntp true "
+        "(on macOS: sudo sntp -sS pool.ntp.org)",
+    )
+
+
+def check_protocol(address: str, here: int, there: int) -> Finding:
+    """A peer speaks as this one does.
+
+    Args:
+        address: The peer's.
+        here: Protocol version of this package.
+        there: Of the peer's.
+    """
+    if here == there:
+        return Finding(check="protocol", found=f"version {here} here and at {address}")
+    return Finding(
+        check="protocol",
+        found=f"version {here} here, {there} at {address}",
+        remedy="Install the same version of lightning_swarm on both sides.",
+    )
+
+
+def compare_versions(address: str, here: Mapping[str, str], there: Mapping[str, str]) -> Finding:
+    """What else is installed may differ; it is said, because numbers then agree up to rounding only.
+
+    Args:
+        address: The peer's.
+        here: Versions by package.
+        there: Those of the peer.
+    """
+    names = [*here, *(name for name in there if name not in here)]
+    others = [
+        f"{name} {here.get(name, 'none')} here, {there.get(name, 'none')} there"
+        for name in names
+        if here.get(name) != there.get(name)
+    ]
+    same = ", ".join(f"{name} {version}" for name, version in here.items())
+    found = f"differ, which works: {'; '.join(others)}" if others else f"{same}, as here"
+    return Finding(check=f"versions at {address}", found=found)

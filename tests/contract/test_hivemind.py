@@ -6,13 +6,14 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import msgpack
 import pytest
 import torch
 
+from lightning_swarm.doctor import policy
 from lightning_swarm.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId
 from tests.contract.world import HivemindWorld, Peer
@@ -253,3 +254,29 @@ def test_everything_works_on_a_plain_asyncio_loop() -> None:
             await asyncio.wait_for(peer.transport._p2p._child.wait(), LONG_S)  # type: ignore[attr-defined]
 
     asyncio.run(go())
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+def test_the_doctor_allows_the_skew_that_hivemind_does() -> None:
+    from hivemind.utils import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+    assert policy.MOST_SKEW_S == MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+
+def test_a_peer_whose_clock_is_wrong_is_not_let_in_and_told_why(
+    world: HivemindWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = engine.DHTProtocol.rpc_ping
+
+    @wraps(answer)  # hivemind reads its annotations
+    async def skewed(self: Any, request: Any, context: Any) -> Any:
+        response = await answer(self, request, context)
+        response.dht_time += 100.0
+        return response
+
+    monkeypatch.setattr(engine.DHTProtocol, "rpc_ping", skewed)
+    known = world.another()
+    with pytest.raises(Unreachable, match=r"clocks must agree.* within 3 seconds .*`lightning-swarm doctor --peer"):
+        world.another(known)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_swarm import membership, trees
+from lightning_swarm import hello, membership, trees
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
 from lightning_swarm.network import Message, PeerId
@@ -146,6 +146,7 @@ class Swarm:
             nn.init.constant_(parameter, float("nan"))
         model = Model(module, find_blocks(module, None), lambda _: optimizer(module), torch.device("cpu"), keep=False)
         transport = self.network.transport(name)
+        hello.answer(transport, now=lambda: 1000.0)
         tickets = TicketStore(transport, max_bytes=1 << 30)
 
         async def connect() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,15 @@ import pytest
 from packaging.requirements import Requirement
 
 from lightning_swarm import cli, doctor
-from lightning_swarm.doctor import policy
-from lightning_swarm.doctor.policy import Finding, Folder
+from lightning_swarm.doctor import peers, policy
+from lightning_swarm.doctor.policy import Dialed, Finding, Folder, Obstacle
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.addresses import Address
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 GIB = 1 << 30
+PEER = "203.0.113.7:31337"
+HERE = {"torch": "2.13.0", "lightning": "2.6.6"}
 
 
 def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
@@ -37,6 +42,14 @@ def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
         policy.check_daemon(None, 0.3),
         policy.check_threads(2, 2),
         folder(free_bytes=policy.LEAST_FREE_BYTES),
+        policy.check_reach(Dialed(address=PEER), 0.02),
+        policy.check_reach(Dialed(address=PEER)),
+        policy.check_clock(PEER, policy.MOST_SKEW_S, 0.0),
+        policy.check_clock(PEER, -policy.MOST_SKEW_S, 0.0),
+        policy.check_clock(PEER, 3.9, 2.0),  # so slow an answer does not tell 3.9 from 2.9
+        policy.check_protocol(PEER, 1, 1),
+        policy.compare_versions(PEER, HERE, HERE),
+        policy.compare_versions(PEER, HERE, {}),
     ],
     ids=repr,
 )
@@ -59,6 +72,9 @@ def test_nothing_is_wrong_with_a_good_machine(finding: Finding) -> None:
         (policy.check_port("203.0.113.7", 0, "no such address"), "any port: no such address", "0.0.0.0 for all"),
         (policy.check_daemon("Unreachable: no", 30.0), "does not start: Unreachable: no", "firewall"),
         (policy.check_threads(8, 2), "8 on 2 cores: they wait", "OMP_NUM_THREADS=2"),
+        (policy.check_clock(PEER, 3.01, 0.0), f"{PEER} is 3.01 s ahead of this machine, at most 3 s", "set-ntp true"),
+        (policy.check_clock(PEER, -3600.0, 0.1), "is 3600.00 s behind this machine, at most 3 s", "set-ntp true"),
+        (policy.check_protocol(PEER, 1, 2), f"version 1 here, 2 at {PEER}", "same version of lightning_swarm"),
         (folder(problem="Permission denied"), "/data: Permission denied", "may write to"),
         (folder(free_bytes=policy.LEAST_FREE_BYTES - 1), "/data, 1.0 GiB free", "at least 1 GiB"),
     ],
@@ -68,6 +84,20 @@ def test_a_fault_is_named_with_its_remedy(finding: Finding, found: str, remedy: 
     assert not finding.ok
     assert found in finding.found
     assert remedy in str(finding.remedy)
+
+
+@pytest.mark.parametrize("obstacle", Obstacle)
+def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -> None:
+    finding = policy.check_reach(Dialed(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
+    assert finding.check == f"peer {PEER}"
+    assert finding.found == f"{obstacle.what} (so it said)"
+    assert finding.remedy == obstacle.remedy
+    assert len({one.what for one in Obstacle}) == len({one.remedy for one in Obstacle}) == len(Obstacle)
+
+
+def test_versions_that_differ_are_named() -> None:
+    found = policy.compare_versions(PEER, HERE, {"torch": "2.9.0", "lightning": "2.6.6", "x": "1"}).found
+    assert found == "differ, which works: torch 2.13.0 here, 2.9.0 there; x none here, 1 there"
 
 
 def test_supported_versions_are_those_of_the_package() -> None:
@@ -117,6 +147,64 @@ def test_the_daemon_comes_with_hivemind(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_package_is_found_by_its_version() -> None:
     assert doctor.installed_version("torch") is not None
     assert doctor.installed_version("lightning-swarm-without-such-a-package") is None
+
+
+def knock(port: int, host: str = "127.0.0.1") -> Obstacle | None:
+    return peers.knock(Address(host, port, PeerId("x")), timeout=0.2).obstacle
+
+
+def test_a_port_where_nobody_or_somebody_else_listens(taken: int) -> None:
+    assert knock(taken) is Obstacle.PROTOCOL  # it takes the connection and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        freed = server.getsockname()[1]
+    assert knock(freed) is Obstacle.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("says", "obstacle"),
+    [
+        (b"\x13/multistream/1.0.0\n", None),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", Obstacle.PROTOCOL),
+        (b"", Obstacle.PROTOCOL),
+    ],
+    ids=["libp2p", "http", "hangs up"],
+)
+def test_what_listens_is_told_by_its_first_words(says: bytes, obstacle: Obstacle | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(says)
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        assert knock(server.getsockname()[1]) is obstacle
+        speaker.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "obstacle"),
+    [
+        (TimeoutError(), Obstacle.SILENCE),
+        (OSError("no route to host"), Obstacle.ROUTE),
+        (ConnectionRefusedError(), Obstacle.REFUSED),
+    ],
+)
+def test_no_way_to_a_machine(monkeypatch: pytest.MonkeyPatch, error: OSError, obstacle: Obstacle) -> None:
+    def connect(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(peers.socket, "create_connection", connect)
+    assert knock(1) is obstacle
+
+
+def test_a_name_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: object, **__: object) -> None:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(peers.socket, "getaddrinfo", resolve)
+    assert knock(1, "nobody.example") is Obstacle.NAME
 
 
 # ---------------------------------------------------------------------- as a command
@@ -182,6 +270,25 @@ def test_other_faults_fail_the_command(
         else "WRONG  daemon's file: hivemind was installed without its program p2pd"
     ]
     assert daemons == []
+
+
+def test_without_a_daemon_a_peer_is_knocked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(doctor, "find_daemon", lambda: None)
+    monkeypatch.setattr(peers, "knock", lambda address: Dialed(address=address.place))
+    assert run(monkeypatch, "--peer", f"{PEER}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR") == 1
+    said = capsys.readouterr().out
+    assert f"ok     peer {PEER}: libp2p answers there; who it is needs a daemon here" in said
+    assert said.endswith("1 to mend.\n")
+
+
+def test_a_peer_that_is_no_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--peer", PEER) == 2
+    assert (
+        f"must be host:port/id (or /ip4/…/tcp/…/p2p/<id>), as the peer itself prints it, got '{PEER}'"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_daemon_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:

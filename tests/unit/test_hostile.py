@@ -14,6 +14,7 @@ import torch
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError, SwarmError
+from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
@@ -150,6 +151,7 @@ def cancelling(swarm: Swarm) -> CancelRequest:
 
 
 SAMPLES = [
+    Sample(CALL, HELLO, lambda _: Message()),
     Sample(CALL, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
     Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
@@ -369,7 +371,7 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 @every_sample
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
-    if sample.method in (WAIT_METHOD, FETCH_METHOD):  # any server may be the next stage's
+    if sample.method in (HELLO, WAIT_METHOD, FETCH_METHOD):  # for anyone; any server may be the next stage's
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")

@@ -32,7 +32,7 @@ with _process_settings_kept():
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # ships no types
     from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]  # ships no types
     from hivemind.dht.node import DHTNode
-    from hivemind.dht.protocol import DHTProtocol
+    from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
@@ -60,6 +60,7 @@ __all__ = [
     "PeerID",
     "RecordValidatorBase",
     "StreamInfo",
+    "ValidationError",
     "p2pd_pb2",
     "read_pbmsg_safe",
     "write_pbmsg",

@@ -13,7 +13,7 @@ from typing import Final
 from lightning_swarm.errors import DeadlineExceeded, Unreachable
 from lightning_swarm.network import Directory, PeerId
 from lightning_swarm.network.base import BaseTransport, check_record
-from lightning_swarm.network.hivemind._engine import DHTID, P2P, DHTNode, DHTProtocol
+from lightning_swarm.network.hivemind._engine import DHTID, P2P, DHTNode, DHTProtocol, ValidationError
 from lightning_swarm.network.hivemind.records import Announcement, GuardedSerializer, PlainRecordsOnly, pack, unpack
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,13 @@ class HivemindDirectory(Directory):
             raise DeadlineExceeded(f"The initial peers did not answer within {_TIMEOUT_S:g} s.") from error
         except RuntimeError as error:
             raise Unreachable(f"None of the initial peers answers ({', '.join(initial_peers)}): {error}.") from error
+        except ValidationError as error:
+            raise Unreachable(
+                "Peers must reach each other, and their clocks must agree; the initial peers "
+                f"({', '.join(initial_peers)}) say: {' '.join(str(error).split())}. "
+                "`lightning-swarm doctor --peer ADDRESS` compares clocks; else open this peer's port in its firewall "
+                "and set `listen` to an address that others reach."
+            ) from error
         return cls(transport, node)
 
     async def announce(self, key: str, value: bytes, *, ttl_s: float) -> None:

@@ -1,0 +1,85 @@
+"""`lightning-swarm doctor` as it is typed, on machines with something wrong: each fault was planted here."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_swarm import hello
+from lightning_swarm.doctor import policy
+from lightning_swarm.network import hivemind
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.runtime import ThreadRuntime
+from tests.p2p.processes import Run
+
+# Cold starts of peers in this file: none. The doctor is no peer, and those it looks at live in this process.
+
+AHEAD_S = 100.0
+NOBODY = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+
+
+@pytest.fixture
+def skewed_peer() -> Iterator[Address]:
+    """A running peer whose clock is wrong."""
+    with contextlib.closing(ThreadRuntime("peer")) as runtime:
+        transport, directory = runtime.run(hivemind.start())
+
+        async def serve() -> str:
+            hello.answer(transport, now=lambda: time.time() + AHEAD_S)
+            return (await transport.addresses())[0]
+
+        try:
+            yield Address.parse(runtime.run(serve()))
+        finally:
+            runtime.run(directory.close())
+            runtime.run(transport.close())
+
+
+def doctor(*arguments: object) -> list[str]:
+    """Its lines; something is wrong in each of these tests."""
+    run = Run("doctor", *arguments, program=["-m", "lightning_swarm"])
+    try:
+        assert run.wait(60.0) == 1, "".join(run.output)
+        assert run.survivors() == []
+    finally:
+        run.end()
+    return [line.rstrip("\n") for line in run.output]
+
+
+def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer: Address) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as blocking, socket.create_server(("127.0.0.1", 0)) as freed:
+        taken, free = (server.getsockname()[1] for server in (blocking, freed))
+        freed.close()
+        addresses = [skewed_peer, f"127.0.0.1:{free}/{NOBODY}", f"{skewed_peer.place}/{NOBODY}"]
+        lines = doctor("--port", taken, *(part for address in addresses for part in ("--peer", address)))
+    wrong = {line: lines[number + 1] for number, line in enumerate(lines) if line.startswith("WRONG")}
+    port, refused, clock, other = wrong
+    assert f"port: 127.0.0.1, port {taken}: [Errno 98] Address already in use" in port
+    assert "-> End the program that listens there" in wrong[port]
+    assert f"peer 127.0.0.1:{free}: its machine refuses the connection" in refused
+    assert f"ok     peer {skewed_peer.place}: reachable, round trip " in "\n".join(lines)
+    [ahead_s] = re.findall(rf"clock: {skewed_peer.place} is (\S+) s ahead of this machine, at most 3 s", clock)
+    assert float(ahead_s) == pytest.approx(AHEAD_S, abs=policy.MOST_SKEW_S)
+    assert "-> Set the clock that is wrong" in wrong[clock]
+    assert f"peer {skewed_peer.place}: another peer than the address says listens there" in other
+    assert f"remote key matches {skewed_peer.peer_id}" in other
+    assert lines[-1] == "4 to mend."
+
+
+def test_a_missing_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hivemind that was installed without its program stands in front of the real one."""
+    (tmp_path / "hivemind").mkdir()
+    (tmp_path / "hivemind" / "__init__.py").write_text("raise RuntimeError('it is not to be imported')\n")
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    lines = doctor()
+    [wrong] = [number for number, line in enumerate(lines) if line.startswith("WRONG")]
+    assert lines[wrong] == "WRONG  daemon's file: hivemind was installed without its program p2pd"
+    assert "--force-reinstall" in lines[wrong + 1]
+    assert lines[-1] == "1 to mend."

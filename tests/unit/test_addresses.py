@@ -1,0 +1,52 @@
+"""Addresses as people write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.network.addresses import Address
+
+ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+
+
+@pytest.mark.parametrize(
+    ("text", "short", "maddr"),
+    [
+        (f"203.0.113.7:31337/{ID}", None, f"/ip4/203.0.113.7/tcp/31337/p2p/{ID}"),
+        (f"[2001:db8::7]:80/{ID}", None, f"/ip6/2001:db8::7/tcp/80/p2p/{ID}"),
+        (f"swarm.example.org:1/{ID}", None, f"/dns/swarm.example.org/tcp/1/p2p/{ID}"),
+        (f"/ip4/127.0.0.1/tcp/5/p2p/{ID}", f"127.0.0.1:5/{ID}", f"/ip4/127.0.0.1/tcp/5/p2p/{ID}"),
+        (f"/ip6/::1/tcp/65535/p2p/{ID}", f"[::1]:65535/{ID}", f"/ip6/::1/tcp/65535/p2p/{ID}"),
+        (f"/dns4/localhost/tcp/5/p2p/{ID}", f"localhost:5/{ID}", f"/dns/localhost/tcp/5/p2p/{ID}"),
+    ],
+)
+def test_an_address_is_written_in_two_ways(text: str, short: str | None, maddr: str) -> None:
+    address = Address.parse(text)
+    assert str(address) == (short or text)
+    assert address.maddr == maddr
+    assert Address.parse(address.maddr) == Address.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "203.0.113.7:31337",
+        "203.0.113.7:31337/",
+        f"203.0.113.7/{ID}",
+        f"203.0.113.7:0/{ID}",
+        f"203.0.113.7:65536/{ID}",
+        f"203.0.113.7:31337/{ID[:20]}...",
+        f"203.0.113.7:31337/{ID[:-1]}0",
+        f"2001:db8::7:80/{ID}",
+        f"/ip4/127.0.0.1/udp/5/p2p/{ID}",
+        f" 203.0.113.7:31337/{ID}",
+        "train.py",
+    ],
+)
+def test_what_is_no_address_is_refused_with_the_form_of_one(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be host:port/id") as refusal:
+        Address.parse(text)
+    assert repr(text) in str(refusal.value)
+    assert "Copy the whole of it" in str(refusal.value)
