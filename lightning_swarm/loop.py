@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, StepError
 from lightning_swarm.rules import hyperparameters
+from lightning_swarm.scaling import LossScale
 from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class SwarmOptimization(_AutomaticOptimization):
         super().__init__(trainer)
         self._session = session
         self._target_batch_size = target_batch_size
+        self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
         self._trained = self._requiring_grad()
@@ -52,7 +54,7 @@ class SwarmOptimization(_AutomaticOptimization):
             )
         self._check_frozen()
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
-        self._session.begin_batch(num_samples)
+        self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
         closure = self._make_closure(kwargs, optimizer, batch_idx)
         try:
             closure()
@@ -91,8 +93,13 @@ class SwarmOptimization(_AutomaticOptimization):
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        if record.outcome == "skip":
-            _log.warning("Step %d was skipped in all stages: its gradient was not finite.", record.step)
+        skipped = record.outcome == "skip"
+        if skipped:
+            # Scaled gradients are expected to overflow now and then: that is how the scale is found.
+            level = logging.INFO if self._scale.adapts else logging.WARNING
+            _log.log(level, "Step %d was skipped in all stages: its gradient was not finite.", record.step)
+        if record.closing.counted:
+            self._scale.update(skipped=skipped)
 
     def _must_close(self) -> bool:
         """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch."""

@@ -18,7 +18,7 @@ from lightning_swarm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+_PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")

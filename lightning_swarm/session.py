@@ -31,9 +31,9 @@ class Session:
         """Records that were applied so far."""
         return self._steps.version
 
-    def begin_batch(self, num_samples: int) -> None:
-        """Get a place in the open step for the batch in hand."""
-        grant = self._runtime.run(self._steps.grant(num_samples))
+    def begin_batch(self, num_samples: int, *, gradient_scale: float) -> None:
+        """Get a place in the open step for the batch in hand, whose loss will be multiplied by `gradient_scale`."""
+        grant = self._runtime.run(self._steps.grant(num_samples, gradient_scale))
         self.pipeline.version = self._steps.version
         self.pipeline.batch = BatchInHand(grant)
 

@@ -174,6 +174,7 @@ class GrantRequest(Wire, frozen=True):
 
     step: Count  # the weight version that the trainer knows
     num_samples: NumSamples
+    gradient_scale: Positive = 1.0  # what it multiplies its losses by; one for all batches of a step
 
 
 class Grant(Wire, frozen=True):
@@ -269,6 +270,7 @@ class Closing(Wire, frozen=True):
     num_samples: Count
     total_weight: Positive
     stages: list[StageClosing]
+    gradient_scale: Positive = 1.0  # the sums are gradients times this; the mean is not
 
 
 class PartNorm(Wire, frozen=True):

@@ -205,7 +205,9 @@ class Stepping:
             tickets=self._tickets,
             timeout=self._timeout,
         )
-        return mean, PartNorm(stage_index=index, squared_norm=squared_norm)
+        # Here, and not in what travels: the scale is what keeps small gradients in the range of a narrow format.
+        scale = closing.gradient_scale
+        return mean.div_(scale), PartNorm(stage_index=index, squared_norm=squared_norm / scale / scale)
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)

@@ -39,10 +39,10 @@ class StepClient:
         self._timeout = timeout
         self.version = manifest.first_step  # of the newest weights that this trainer knows of
 
-    async def grant(self, num_samples: int) -> Grant:
+    async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
         """A place in the open step; waits for the next step when this one is full."""
         while True:
-            request = encode(GrantRequest(step=self.version, num_samples=num_samples))
+            request = encode(GrantRequest(step=self.version, num_samples=num_samples, gradient_scale=gradient_scale))
             reply = decode(await self._ask(GRANT, request), GrantReply)
             if reply.grant is not None:
                 return reply.grant

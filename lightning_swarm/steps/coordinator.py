@@ -89,7 +89,7 @@ class Coordinator:
         if self._manifest.max_steps is not None and step.step >= self._manifest.max_steps:
             raise ProtocolError(f"the run ends after step {self._manifest.max_steps - 1}; no step opens beyond it")
         lease = next(self._leases)
-        place = step.grant(lease, caller, request.num_samples)
+        place = step.grant(lease, caller, request.num_samples, request.gradient_scale)
         if place is None:
             return encode(GrantReply(wait=Wait(step=step.step)))
         target = self._manifest.target_batch_size
@@ -208,6 +208,7 @@ class Coordinator:
                 )
                 for roster, stage in zip(self._roster, ledgers, strict=True)
             ],
+            gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
 
     async def _average(self, closing: Closing) -> float:

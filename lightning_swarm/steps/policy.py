@@ -41,6 +41,7 @@ class OpenStep:
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _next_first: int = 0
     close_asked: bool = False
+    gradient_scale: float | None = None  # settled by the first grant
     _window: float | None = None
 
     @property
@@ -59,12 +60,20 @@ class OpenStep:
         """Whether all that was granted is through, and nothing more will be granted."""
         return self.closing and all(batch.completed is not None for batch in self._batches.values())
 
-    def grant(self, lease: int, trainer: PeerId, num_samples: int) -> tuple[int, float] | None:
+    def grant(
+        self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0
+    ) -> tuple[int, float] | None:
         """Position of the batch's first sample and its weight; None when the step is full."""
         if num_samples < 1:
             raise ProtocolError(f"a batch must have at least one sample, got {num_samples}")
         if self.closing:
             return None
+        if self.gradient_scale not in (None, gradient_scale):
+            raise ProtocolError(
+                f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
+                f"got a batch at {gradient_scale:g}"
+            )
+        self.gradient_scale = gradient_scale
         first = self._next_first
         self._next_first += num_samples
         weight = 1.0 if self.target_batch_size is None else float(num_samples)

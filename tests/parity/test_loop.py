@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -408,10 +407,6 @@ class NoChain(DigitsMLP):
         return F.cross_entropy(self.outside(self.net(batch[0])), batch[1])
 
 
-def half_precision() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
-
-
 Case = tuple[Callable[[], L.LightningModule], dict[str, Any], dict[str, Any], str]
 """A module, arguments of the Trainer and of the strategy, and what the error says: rule, value, remedy."""
 
@@ -426,7 +421,6 @@ AT_ONCE: dict[str, Case] = {
     "own optimizer_step": (StepsItself, {}, {}, r"`optimizer_step` must be .*StepsItself overrides it.*Remove"),
     "own clipping": (ClipsItself, {}, {}, r"`configure_gradient_clipping` must be .*ClipsItself overrides it.*Remove"),
     "several nodes": (DigitsMLP, {"num_nodes": 2}, {}, r"`num_nodes` must be 1.*got 2.*Leave it out"),
-    "float16": (DigitsMLP, {"plugins": half_precision}, {}, r"`precision` must be one of .*bf16-mixed.*got '16-mixed'"),
     "float16 weights": (DigitsMLP, {"precision": "16-true"}, {}, r"`precision` must be one of .*got '16-true'"),
     "two rules for a step's end": (
         DigitsMLP,

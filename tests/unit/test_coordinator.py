@@ -51,6 +51,16 @@ def test_places_follow_one_another() -> None:
     assert step.total_weight == 3.0
 
 
+def test_gradients_of_one_step_have_one_scale() -> None:
+    step = OpenStep(0, 10)
+    assert step.grant(1, LEAD, 4, 1024.0) == (0, 4.0)
+    with pytest.raises(ProtocolError, match="at the scale 1024, got a batch at 512"):
+        step.grant(2, OTHER, 4, 512.0)
+    assert (step.num_granted, step.gradient_scale) == (4, 1024.0)
+    assert step.grant(2, OTHER, 6, 1024.0) == (4, 6.0)
+    assert step.grant(3, OTHER, 4, 512.0) is None, "a full step is for nobody to wait with another scale"
+
+
 def test_a_step_is_full_when_its_target_is_granted() -> None:
     step = OpenStep(0, 10)
     assert step.grant(1, LEAD, 6) == (0, 6.0)

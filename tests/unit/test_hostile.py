@@ -168,7 +168,7 @@ SAMPLES = [
     Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
     Sample(CALL, PROPOSE, plain(lambda s: Proposal(term=(1, A), record=record(s))), caller=A, phase="averaged"),
-    Sample(CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2)), target=A),
+    Sample(CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, gradient_scale=1.0)), target=A),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(CALL, RECORD, plain(lambda _: RecordRequest(step=0)), target=A),
 ]
@@ -217,7 +217,16 @@ def no_messages(body: bytes) -> Iterator[bytes]:
     yield from map(msgspec.msgpack.encode, ([], 0, "x", b"x", None, True, [1, 2], {"unknown": 1}))
     fields = msgspec.msgpack.decode(body)
     yield msgspec.msgpack.encode({**fields, "unknown": 1})
-    defaults = {"evaluation", "input_grad", "autocast", "default_dtype", "deterministic", "anomaly", "recompute"}
+    defaults = {
+        "gradient_scale",
+        "evaluation",
+        "input_grad",
+        "autocast",
+        "default_dtype",
+        "deterministic",
+        "anomaly",
+        "recompute",
+    }
     for path, value in paths(fields):
         if path[0] in ("structure", "hyperparameters") or path[:2] == ("recompute", "structure"):
             continue  # free form
