@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_swarm import checkpoint as checkpoints
@@ -28,7 +27,8 @@ from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
-from lightning_swarm.partition import Blocks, find_blocks, guard
+from lightning_swarm.partition import Blocks, find_blocks
+from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
@@ -46,8 +46,8 @@ class SwarmStrategy(Strategy):
 
     Args:
         num_stages: Into how many stages the model is cut. None: one for each device.
-        pipeline: Dotted name of the submodule to cut. None: the blocks that the LightningModule's
-            `configure_stages()` returns, else the one `Sequential` that holds all parameters.
+        pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
+            LightningModule's `configure_stages()` returns, else the one `Sequential` that holds all parameters.
         split: How the cut is balanced, or the names of the blocks where stages begin.
         microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy.
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
@@ -105,8 +105,7 @@ class SwarmStrategy(Strategy):
         self._session: Session | None = None
         self._blocks: Blocks | None = None
         self._loop: SwarmOptimization | None = None
-        self._guards: list[RemovableHandle] = []
-        self._own_forward: dict[str, Any] = {}  # the root's, if it has one of its own beside its class's
+        self._interception: Interception | None = None
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._stale = False  # the module's weights are older than what the swarm made of them
 
@@ -200,12 +199,7 @@ class SwarmStrategy(Strategy):
         ranges = choose_ranges(self._blocks, num_stages, self.config.split)
         model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, ranges)
-        pipeline = self._session.pipeline
-        self._guards = guard(self._blocks.modules)
-        root = self._blocks.root
-        self._own_forward = {name: value for name, value in root.__dict__.items() if name == "forward"}
-        # A function, not a method: copies of the module (deepcopy) share it.
-        root.forward = lambda *args, **extras: pipeline(*args, **extras)  # noqa: PLW0108
+        self._interception = Interception(self._blocks, self._session.pipeline)
         if fitting:
             self._stale = True
             self._take_steps(trainer, self._session)
@@ -404,12 +398,9 @@ class SwarmStrategy(Strategy):
 
     def leave(self) -> None:
         """End the run and this machine's peers. Twice is fine."""
-        while self._guards:
-            self._guards.pop().remove()
-        if self._blocks is not None:
-            self._blocks.root.__dict__.pop("forward", None)
-            self._blocks.root.__dict__.update(self._own_forward)
-        self._session, self._blocks, self._restored_step = None, None, None
+        if self._interception is not None:
+            self._interception.remove()
+        self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
         peer, self.peer = self.peer, None
         began = peer is not None and peer.manifest is not None
         try:

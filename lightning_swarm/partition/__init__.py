@@ -1,7 +1,7 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
 from lightning_swarm.partition.blocks import Blocks, find_blocks
-from lightning_swarm.partition.guard import computing, guard
+from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
 from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, cut, parameter_costs
 
@@ -15,6 +15,7 @@ __all__ = [
     "cut",
     "find_blocks",
     "guard",
+    "is_computing",
     "named",
     "parameter_costs",
 ]

@@ -11,8 +11,8 @@ from lightning_swarm.nn import Sequential
 
 _HOOK: Final = "configure_stages"
 _REMEDY: Final = (
-    "Put the model into one `torch.nn.Sequential`, or name one with `pipeline=...`, or define "
-    "`configure_stages(self)` that returns the blocks in order."
+    "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
+    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order."
 )
 _MAX_NAMED: Final = 5
 
@@ -22,7 +22,7 @@ class Blocks:
     """The chain of blocks that is cut into stages.
 
     Attributes:
-        root: The module whose forward the chain replaces.
+        root: The module whose forward the chain replaces, or the list whose blocks are called one by one.
         root_name: Its dotted name in the model; empty for the model itself.
         names: One unique name for each block.
         modules: The blocks. They need not be registered under these names, only their parameters must be.
@@ -33,14 +33,20 @@ class Blocks:
     names: tuple[str, ...]
     modules: tuple[nn.Module, ...]
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a forward of the user's own calls the blocks, because the root is a list and has none."""
+        return isinstance(self.root, nn.ModuleList)
+
 
 def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
     """Find what is to be cut.
 
     Args:
         model: The LightningModule, configured; its parameters may be on meta.
-        pipeline: The dotted name of the submodule to cut. `None`: the model's own forward if it defines
-            ``configure_stages``, else the one ``Sequential`` that holds all its parameters.
+        pipeline: The dotted name of the submodule to cut: a ``Sequential``, or a ``ModuleList`` that the model's own
+            forward goes through. `None`: the model's own forward if it defines ``configure_stages``, else the one
+            ``Sequential`` that holds all its parameters.
 
     Raises:
         ConfigError: There is no such submodule, or no one way to read the model as a chain of blocks.
@@ -50,12 +56,13 @@ def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
         return _configured(model, name, root)
     if pipeline is None:
         name, root = _only_sequential(model)
-    elif not isinstance(root, nn.Sequential):
+    elif not isinstance(root, nn.Sequential | nn.ModuleList):
         raise ConfigError(
-            f"`pipeline` must name a `torch.nn.Sequential` (or the model must define `configure_stages`), "
-            f"but {name!r} is a {type(root).__name__}. " + _remedy_for(root, name, model)
+            f"`pipeline` must name a `torch.nn.Sequential` or a `torch.nn.ModuleList` (or the model must define "
+            f"`configure_stages`), but {name!r} is a {type(root).__name__}. " + _choices(model)
         )
-    _refuse_own_forward(root, name)
+    if isinstance(root, nn.Sequential):
+        _refuse_own_forward(root, name)
     return _checked(_children_of(root, root, name))
 
 
@@ -101,6 +108,12 @@ def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
 
 
 def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
+    if isinstance(root, nn.ModuleList):
+        raise ConfigError(
+            f"`{_HOOK}` says by which blocks a forward is replaced, and a `ModuleList` has none: got "
+            f"`pipeline={name!r}` with `{_HOOK}` in {type(model).__name__}. Name the module that runs the blocks, or "
+            "remove one of the two."
+        )
     result: object = getattr(model, _HOOK)()
     if isinstance(result, nn.ModuleDict | nn.ModuleList | nn.Sequential):
         return _checked(_children_of(result, root, name))
@@ -133,22 +146,15 @@ def _checked(blocks: Blocks) -> Blocks:
     return blocks
 
 
-def _remedy_for(module: nn.Module, name: str, model: nn.Module) -> str:
-    if isinstance(module, nn.ModuleList):
-        return (
-            "A `ModuleList` does not say how its modules are called: wrap them in a `torch.nn.Sequential`, or define "
-            f"`configure_stages(self)` that returns `[*self.{name}]` with what runs before and after."
-        )
-    return _choices(model)
-
-
 def _choices(model: nn.Module) -> str:
-    names = [name for name, module in model.named_modules() if name and isinstance(module, nn.Sequential)]
+    kinds = nn.Sequential | nn.ModuleList
+    names = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
     if not names:
-        return f"The model has no `Sequential`. {_REMEDY}"
+        return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"
     more = ", ..." if len(names) > _MAX_NAMED else ""
     return (
-        f"Choose one of its `Sequential`s ({', '.join(names[:_MAX_NAMED])}{more}), or define `configure_stages(self)`."
+        f"Choose one of its `Sequential`s and `ModuleList`s ({', '.join(names[:_MAX_NAMED])}{more}), or define "
+        f"`{_HOOK}(self)`."
     )
 
 

@@ -25,9 +25,23 @@ def computing() -> Iterator[None]:
         _computing.reset(token)
 
 
-def guard(blocks: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Refuse every call of the blocks' parts with parameters outside of `computing`, until the handles are removed."""
+def is_computing() -> bool:
+    """Whether a stage computes here."""
+    return _computing.get()
+
+
+def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
+    """Refuse every call of the blocks' parts with parameters outside of `computing`, until the handles are removed.
+
+    Args:
+        blocks: Of the pipeline.
+        callable_blocks: The blocks themselves may be called: something else stands in for their forward.
+    """
+    blocks = list(blocks)
     parts = {id(part): part for block in blocks for part in block.modules() if any(True for _ in part._parameters)}
+    if callable_blocks:
+        for block in blocks:
+            parts.pop(id(block), None)
     return [part.register_forward_pre_hook(_refuse) for part in parts.values()]
 
 

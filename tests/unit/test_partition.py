@@ -163,6 +163,18 @@ def test_the_outermost_sequential_is_taken_however_deep() -> None:
     assert find_blocks(model, "wrapper.body.0").names == ("0", "1")
 
 
+def test_a_named_list_is_cut_block_by_block() -> None:
+    model = nn.ModuleDict({"inner": Loose()})
+    blocks = find_blocks(model, "inner.layers")
+
+    assert blocks.one_by_one
+    assert (blocks.root_name, blocks.names) == ("inner.layers", ("0", "1", "2"))
+    assert blocks.modules == tuple(model["inner"].layers)
+    assert not find_blocks(Staged(), None).one_by_one
+    with pytest.raises(ConfigError, match="at least one block, got none in 'empty'"):
+        find_blocks(nn.ModuleDict({"empty": nn.ModuleList()}), "empty")
+
+
 def test_a_block_that_appears_twice_is_called_twice() -> None:
     shared = nn.Linear(2, 2)
     model = nn.Sequential(shared, nn.ReLU(), shared)
@@ -194,9 +206,10 @@ def test_configure_stages_may_name_its_blocks() -> None:
         (Loose(), None, ["one `torch.nn.Sequential`", "got none in Loose", "define `configure_stages"]),
         (nn.Module(), None, ["must have parameters", "got Module without any", "Create its layers"]),
         (Net(), "net.9", ["dotted name of a submodule of Net", "got 'net.9'", "Choose one", "net"]),
-        (Loose(), "nothing", ["got 'nothing'", "has no `Sequential`", "configure_stages"]),
-        (Loose(), "layers", ["'layers' is a ModuleList", "wrap them in a `torch.nn.Sequential`", "[*self.layers]"]),
-        (Net(), "loss", ["'loss' is a MSELoss", "Choose one of its `Sequential`s (net)"]),
+        (Loose(), "nothing", ["got 'nothing'", "Choose one of", "`ModuleList`s (layers)", "configure_stages"]),
+        (nn.Linear(2, 2), "bias", ["got 'bias'", "neither a `Sequential` nor a `ModuleList`", "with `pipeline=...`"]),
+        (Net(), "loss", ["'loss' is a MSELoss", "Choose one of its `Sequential`s and `ModuleList`s (net)"]),
+        (Staged(), "layers", ["a `ModuleList` has none", "got `pipeline='layers'` with `configure_stages` in Staged"]),
         (
             Residual(nn.Linear(2, 2)),
             None,
@@ -229,7 +242,7 @@ def test_two_sequentials_are_ambiguous() -> None:
     model = Net()
     model.again = nn.Sequential(*model.net)
 
-    with pytest.raises(ConfigError, match=r"got several \(net, again\).*name one with `pipeline="):
+    with pytest.raises(ConfigError, match=r"got several \(net, again\).*name a `Sequential` or"):
         find_blocks(model, None)
     assert find_blocks(model, "again").root_name == "again"
 

@@ -1,0 +1,226 @@
+"""The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline.
+
+Each call but the last is answered with a placeholder that only the next block takes. The last block's call runs the
+whole pipeline. Whatever a forward does with a hidden state in between is refused: nobody here has it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+from typing_extensions import override
+
+from lightning_swarm import trees
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.nn import accepted_keywords
+from lightning_swarm.partition import Blocks
+from lightning_swarm.server.mode import capture
+from lightning_swarm.types import Mode
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """The calls of one chain so far."""
+
+    list_name: str
+    block_name: str  # called last
+    hidden: Any  # the first block's input
+    extras: tuple[Mapping[str, Any], ...]  # of each call
+    mode: Mode
+    recomputed_in: FrameType | None  # of the checkpoint that the chain began in
+    versions: tuple[tuple[Tensor, int], ...]  # of what the calls were given
+
+    @property
+    def index(self) -> int:
+        """Of the block that was called last."""
+        return len(self.extras) - 1
+
+
+class Chain:
+    """Turns the calls of blocks into calls of the pipeline.
+
+    Args:
+        blocks: A list's; their own forwards are read here, before anything stands in for them.
+        pipeline: Computes all blocks at once: takes the first one's input, and the extras by name.
+        device_type: Of the trainer's tensors.
+    """
+
+    def __init__(self, blocks: Blocks, pipeline: Callable[..., Any], device_type: str) -> None:
+        self._pipeline = pipeline
+        self._device_type = device_type
+        self._list_name = blocks.root_name
+        self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
+        self._modules = blocks.modules
+        self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
+        self._keywords = [accepted_keywords(block) for block in blocks.modules]
+
+    def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
+        """What stands in for the forward of the block that is at `place` for the first time."""
+        hidden, extras = self._bound(place, args, kwargs)
+        before = hidden._progress if isinstance(hidden, Pending) else None
+        index = 0 if before is None else before.index + 1
+        if index == len(self._modules) or self._modules[index] is not self._modules[place]:
+            found = "something else" if before is None else f"the output of block {before.block_name!r}"
+            self._refuse(f"block {self._names[place]!r} was called with {found}")
+        progress = self._began(hidden, extras) if before is None else self._went_on(before, extras)
+        if index < len(self._modules) - 1:
+            return Pending(progress)
+        extras = self._all_extras(progress)
+        # A checkpoint around this block is after what is saved in this thread: not what stages save that compute in it.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            return self._pipeline(progress.hidden, **extras)
+
+    def _bound(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The hidden state, and the other arguments by their names."""
+        parameters = self._signatures[place].parameters
+        given: dict[str, Any] = dict(self._signatures[place].bind(*args, **kwargs).arguments)
+        for name in [name for name in given if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]:
+            given.update(given.pop(name))
+        first = next(iter(parameters), "")
+        hidden = [given.pop(first)] if first in given else []
+        if hidden and parameters[first].kind is inspect.Parameter.VAR_POSITIONAL:
+            hidden = list(hidden[0])
+        unknown = sorted(given.keys() - self._keywords[place])
+        if unknown or len(hidden) != 1:
+            self._refuse(
+                f"block {self._names[place]!r} was called with {len(hidden)} hidden states and with arguments that "
+                f"its forward does not name, {unknown}"
+            )
+        for name, value in given.items():
+            if isinstance(value, Pending):
+                self._refuse(
+                    f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
+                )
+        return hidden[0], given
+
+    def _began(self, hidden: Any, extras: dict[str, Any]) -> _Progress:
+        return _Progress(
+            list_name=self._list_name,
+            block_name=self._names[0],
+            hidden=hidden,
+            extras=(extras,),
+            mode=self._mode(),
+            recomputed_in=_reentrant_checkpoint(),
+            versions=_versions((hidden, extras)),
+        )
+
+    def _went_on(self, before: _Progress, extras: dict[str, Any]) -> _Progress:
+        name = self._names[before.index + 1]
+        if before.mode != self._mode():
+            self._refuse(
+                f"`no_grad`, autocast or another mode changed between block {before.block_name!r} and {name!r}"
+            )
+        if before.recomputed_in is not _reentrant_checkpoint():
+            raise ConfigError(
+                f"checkpointing a block of {self._list_name!r} by itself needs `use_reentrant=False`, got "
+                f"`use_reentrant=True` around block {name!r}. Pass False, or leave checkpointing out: the servers "
+                "compute activations again where memory is short."
+            )
+        for earlier in before.extras:
+            for key in earlier.keys() & extras.keys():
+                if not _same(earlier[key], extras[key]):
+                    self._refuse(f"block {name!r} got another `{key}` than a block before it (make it before the loop)")
+        return replace(
+            before,
+            block_name=name,
+            extras=(*before.extras, extras),
+            versions=before.versions + _versions(extras),
+        )
+
+    def _all_extras(self, progress: _Progress) -> dict[str, Any]:
+        """The extras of all calls. The pipeline gives each to all blocks that name it, so these must have had it."""
+        every = {name: value for extras in progress.extras for name, value in extras.items()}
+        for name, keywords, extras in zip(self._names, self._keywords, progress.extras, strict=True):
+            for key in every.keys() & keywords - extras.keys():
+                self._refuse(f"block {name!r} was called without `{key}`, which another block got")
+        if any(tensor._version != version for tensor, version in progress.versions):
+            self._refuse("an argument was changed in place between the calls of the first block and of the last")
+        return every
+
+    def _mode(self) -> Mode:
+        return capture(self._device_type, training=False, grad=torch.is_grad_enabled(), input_grad=False)
+
+    def _refuse(self, found: str) -> NoReturn:
+        _refuse(self._list_name, found)
+
+
+class Pending:
+    """Stands for the output of a block until the list's last block is called. Good for the next block only."""
+
+    __slots__ = ("_progress",)
+
+    def __init__(self, progress: _Progress) -> None:
+        self._progress = progress
+
+    @override
+    def __repr__(self) -> str:
+        return f"<output of block {self._progress.block_name!r}, computed when the last block is called>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse(f"`.{name}`")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+        values = [*args, *(kwargs or {}).values()]
+        inner = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+        next(one for one in inner if isinstance(one, cls))._refuse(f"`{name}`")
+        raise AssertionError
+
+    def _refuse(self, use: str) -> NoReturn:
+        progress = self._progress
+        _refuse(progress.list_name, f"the output of block {progress.block_name!r} went to {use} before the last block")
+
+
+def _operation(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Pending, *_: Any) -> NoReturn:
+        self._refuse(f"`{name}`")
+
+    return refuse
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OTHERS = ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index")
+_CONTAINER = ("getitem", "setitem", "delitem", "iter", "len", "contains")
+for _name in (*_ARITHMETIC, *(f"r{one}" for one in _ARITHMETIC), *_OTHERS, *_CONTAINER):
+    setattr(Pending, f"__{_name}__", _operation(f"__{_name}__"))
+Pending.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
+
+
+def _refuse(list_name: str, found: str) -> NoReturn:
+    raise ConfigError(
+        f"the forward around {list_name!r} must call its blocks one after the other, each with the output of the one "
+        "before and all with the same other arguments, and do nothing else in between, for the swarm computes them "
+        f"in one go: {found}. Change the forward, or define `configure_stages(self)` that returns all of it in blocks."
+    )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """The same tensors in equal containers."""
+    structure, tensors = trees.flatten(one)
+    others_structure, others = trees.flatten(other)
+    return structure == others_structure and all(a is b for a, b in zip(tensors, others, strict=True))
+
+
+def _versions(tree: Any) -> tuple[tuple[Tensor, int], ...]:
+    """How often each tensor was changed in place; of inference tensors nobody counts it."""
+    _, tensors = trees.flatten(tree)
+    return tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference())
+
+
+def _reentrant_checkpoint() -> FrameType | None:
+    """The call of a reentrant checkpoint that this one is in: it runs blocks without a graph, and again later."""
+    if torch.is_grad_enabled():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame
