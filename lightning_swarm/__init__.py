@@ -1,21 +1,29 @@
 """Train one large PyTorch Lightning model on a swarm of slow, unequal, unreliable machines.
 
-Importing the package registers ``strategy="swarm"`` with Lightning.
+Importing the package registers ``strategy="swarm"`` with Lightning, under both of its names: `lightning.pytorch` and
+`pytorch_lightning`. The class for the latter is `lightning_swarm.pytorch_lightning.SwarmStrategy`.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy as _Strategy
+from lightning.pytorch.strategies import StrategyRegistry as _Registry
+from pytorch_lightning.strategies import Strategy as _OtherStrategy
+from pytorch_lightning.strategies import StrategyRegistry as _OtherRegistry
 
+from lightning_swarm import pytorch_lightning
 from lightning_swarm.config import Limits
 from lightning_swarm.strategy import SwarmStrategy
 
 __version__ = "0.1.0"
 __all__ = ["Limits", "SwarmStrategy", "__version__"]
 
-# A bare class path on a command line reaches Lightning as a name in lower case.
-for _name in (SwarmStrategy.strategy_name, f"{__name__}.{SwarmStrategy.__name__}".lower()):
-    StrategyRegistry.register(
-        _name,
-        SwarmStrategy,
-        description="SWARM parallelism: pipeline stages on unequal, unreliable peers",
-        override=True,
-    )
+for _registry, _class in ((_Registry, SwarmStrategy), (_OtherRegistry, pytorch_lightning.SwarmStrategy)):
+    # A bare class path on a command line reaches Lightning as a name in lower case.
+    for _name in (SwarmStrategy.strategy_name, f"{_class.framework.strategies}.{_class.__name__}".lower()):
+        _registry.register(
+            _name, _class, description="SWARM parallelism: pipeline stages on unequal, unreliable peers", override=True
+        )
+
+# A Trainer calls whatever is not its Strategy "an invalid strategy name". It lets these two pass as far as to
+# `_configure_launcher`, where they say which import to change.
+_Strategy.register(pytorch_lightning.SwarmStrategy)
+_OtherStrategy.register(SwarmStrategy)

@@ -27,6 +27,8 @@ import __main__
 from lightning_swarm.assembly import Peer, hivemind_peer
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.framework import FRAMEWORKS
+from lightning_swarm.rules import check_data_module
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Launched(Protocol):
 
 
 class SwarmLauncher(_Launcher):
-    """Starts this machine's other peers, and ends them.
+    """Starts this machine's other peers, and ends them. Serves both import trees: Lightning never asks for its class.
 
     Args:
         strategy: Whose peers they are.
@@ -80,6 +82,9 @@ class SwarmLauncher(_Launcher):
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         if self._join:
             self._serve(trainer, (*args, *kwargs.values()))
+        datamodule = _datamodule((*args, *kwargs.values()))
+        if datamodule is not None:
+            check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer)
         command = _command() if self._num_peers > 1 else []
@@ -202,4 +207,5 @@ def _share_cores(num_peers: int) -> int | None:
 
 def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:
     """The data module among what the Trainer was called with."""
-    return next((one for one in handed if isinstance(one, LightningDataModule)), None)
+    kinds = tuple(framework.data_module for framework in FRAMEWORKS)
+    return next((one for one in handed if isinstance(one, kinds)), None)

@@ -8,16 +8,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, StepError
+from lightning_swarm.framework import framework_of
 from lightning_swarm.rules import hyperparameters
 from lightning_swarm.scaling import LossScale
 from lightning_swarm.session import Session
@@ -25,8 +21,8 @@ from lightning_swarm.session import Session
 _log = logging.getLogger(__name__)
 
 
-class SwarmOptimization(_AutomaticOptimization):
-    """Runs one batch; its optimizer step happens on the servers.
+class SwarmOptimization:
+    """Runs one batch; its optimizer step happens on the servers. Closure and counters are Lightning's own.
 
     Args:
         trainer: Lightning's.
@@ -35,7 +31,9 @@ class SwarmOptimization(_AutomaticOptimization):
     """
 
     def __init__(self, trainer: Trainer, session: Session, target_batch_size: int | None) -> None:
-        super().__init__(trainer)
+        self.trainer = trainer
+        self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._framework = framework_of(trainer)
         self._session = session
         self._target_batch_size = target_batch_size
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
@@ -43,8 +41,8 @@ class SwarmOptimization(_AutomaticOptimization):
         self.pending_samples = 0  # granted in the open step, not yet in a record
         self._trained = self._requiring_grad()
 
-    @override
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+        """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self.stepped = False
         if self.pending_samples and self._target_batch_size is None and self._begins_window(batch_idx):
             _log.warning(
@@ -55,7 +53,7 @@ class SwarmOptimization(_AutomaticOptimization):
         self._check_frozen()
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
         self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
-        closure = self._make_closure(kwargs, optimizer, batch_idx)
+        closure = self._lightning._make_closure(kwargs, optimizer, batch_idx)
         try:
             closure()
             self._check_untouched(optimizer)
@@ -80,9 +78,10 @@ class SwarmOptimization(_AutomaticOptimization):
 
     def _step(self, optimizer: Optimizer) -> None:
         """Wait for the record and count it."""
+        call = self._framework.call
         call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
-        progress = self.optim_progress.optimizer.step
+        progress = self._lightning.optim_progress.optimizer.step
         progress.increment_ready()
         # As a profile of the plain Trainer has it: the time from the last backward to the new weights.
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
@@ -153,8 +152,8 @@ class SwarmOptimization(_AutomaticOptimization):
             with warnings.catch_warnings():
                 if self._target_batch_size is None:  # the number only names places there
                     warnings.simplefilter("ignore")
-                return extract_batch_size(batch)
-        except MisconfigurationException as error:
+                return self._framework.extract_batch_size(batch)
+        except self._framework.misconfiguration as error:
             if self._target_batch_size is None:
                 return 1
             raise ConfigError(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.framework import FRAMEWORKS, Framework, framework_of, mixed_import
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +34,39 @@ _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 _STEP_HOOKS = ("optimizer_step", "configure_gradient_clipping", "optimizer_zero_grad")
 
 
+def check_strategy(strategy: Strategy, framework: Framework) -> None:
+    """Refuse a strategy of one import tree in a Trainer of the other. Lightning has handed over its accelerator.
+
+    Raises:
+        ConfigError: Naming both imports.
+    """
+    if not isinstance(strategy.accelerator, framework.accelerator):
+        other = framework.other
+        raise ConfigError(
+            f"{type(strategy).__name__} must come from the Trainer's import of Lightning: it is for "
+            f"`{framework.name}`, the Trainer is from `{other.name}`. Write `from {other.strategies} import "
+            f"SwarmStrategy`, or import the Trainer from `{framework.name}`."
+        )
+
+
+def check_data_module(trainer: Trainer, datamodule: LightningDataModule) -> None:
+    """Refuse a data module of the other import tree, which Lightning would take for a DataLoader.
+
+    Raises:
+        ConfigError: Naming both imports.
+    """
+    wanted = framework_of(trainer)
+    if not isinstance(datamodule, wanted.data_module):
+        raise mixed_import("LightningDataModule", datamodule, wanted)
+
+
+def _check_callback_imports(trainer: Trainer) -> None:
+    wanted = framework_of(trainer)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if not isinstance(callback, wanted.callbacks.Callback):
+            raise mixed_import("Callback", callback, wanted)
+
+
 def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
     """Refuse what the Trainer or the LightningModule asks for and a swarm does not do.
 
@@ -44,12 +77,14 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         raise ConfigError(
             f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out."
         )
+    _check_callback_imports(trainer)
     _check_precision(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         _check_training(trainer, module, config)
 
 
 def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    is_overridden = framework_of(trainer).is_overridden
     if not module.automatic_optimization:
         raise ConfigError(
             "`automatic_optimization` must be True: the swarm steps the optimizer on its servers; got False. "
@@ -163,4 +198,5 @@ def _check_callbacks(trainer: Trainer) -> None:
 
 def _named(names: Sequence[str]) -> tuple[type, ...]:
     """Lightning's callbacks of these names, as far as this version of it has them."""
-    return tuple(getattr(lightning_callbacks, name) for name in names if hasattr(lightning_callbacks, name))
+    modules = [framework.callbacks for framework in FRAMEWORKS]
+    return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))

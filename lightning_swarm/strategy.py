@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
@@ -25,6 +23,7 @@ from lightning_swarm import rules
 from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.partition import Blocks, find_blocks
@@ -37,8 +36,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LIMITS = Limits()
 
+# `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
+if TYPE_CHECKING:
+    _Strategy = Strategy
+else:
+    _Strategy = object
 
-class SwarmStrategy(Strategy):
+
+class SwarmHooks(_Strategy):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
@@ -68,6 +73,7 @@ class SwarmStrategy(Strategy):
     """
 
     strategy_name = "swarm"
+    framework: ClassVar[Framework]
 
     def __init__(
         self,
@@ -164,6 +170,7 @@ class SwarmStrategy(Strategy):
 
     @override
     def _configure_launcher(self) -> None:
+        rules.check_strategy(self, self.framework)
         self._launcher = SwarmLauncher(self, len(self._devices))
 
     def check(self, trainer: Trainer) -> None:
@@ -230,8 +237,7 @@ class SwarmStrategy(Strategy):
         """Put the swarm's steps in the place of the optimizer's."""
         epoch_loop = trainer.fit_loop.epoch_loop
         self._loop = loop = SwarmOptimization(trainer, session, self.config.target_batch_size)
-        loop.optim_progress = epoch_loop.automatic_optimization.optim_progress
-        epoch_loop.automatic_optimization = loop
+        epoch_loop.automatic_optimization.run = loop.run  # type: ignore[method-assign]
         # Lightning asks this to time schedulers, logging and checkpoints.
         epoch_loop._accumulated_batches_reached = lambda: loop.stepped  # type: ignore[method-assign]
 
@@ -243,6 +249,7 @@ class SwarmStrategy(Strategy):
             datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
         """
         assert self.peer is not None
+        call = self.framework.call
         module = self.lightning_module
         assert module is not None
         self.connect(module)
@@ -267,7 +274,7 @@ class SwarmStrategy(Strategy):
                 module.trainer.fit_loop.max_epochs = -1
                 module.trainer.fit_loop.epoch_loop.max_steps = total_steps
             configured: Any = module.configure_optimizers()
-            return rules.check_optimizers(_configure_optimizers(configured)[0])
+            return rules.check_optimizers(self.framework.configure_optimizers(configured)[0])
 
         return Model(module, blocks, optimizer, self.root_device, keep=keep)
 
@@ -422,6 +429,11 @@ class SwarmStrategy(Strategy):
     @property
     def _num_servers(self) -> int:
         return len(self._devices) - (self.config.role == "trainer")
+
+
+class SwarmStrategy(SwarmHooks, Strategy):  # noqa: D101 - see there
+    framework = LIGHTNING
+    __doc__ = SwarmHooks.__doc__
 
 
 def _total_steps(trainer: Trainer) -> int | None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
@@ -23,10 +22,15 @@ from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
-from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
+
+if TYPE_CHECKING:
+    _SwarmHooks = SwarmHooks
+else:
+    _SwarmHooks = object
 
 
-class InMemoryStrategy(SwarmStrategy):
+class InMemoryHooks(_SwarmHooks):
     """`SwarmStrategy` whose peers are all in this thread. ``devices`` says how many.
 
     Server copies of the model start with NaN in every parameter, so a weight that did not come from the starter
@@ -56,6 +60,7 @@ class InMemoryStrategy(SwarmStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        super()._configure_launcher()
         self._launcher = _InlineLauncher(self)
 
     def prepare(self) -> None:
@@ -75,7 +80,9 @@ class InMemoryStrategy(SwarmStrategy):
             module.trainer = trainer
             # Other processes would draw from generators of their own.
             with isolate_rng():
-                call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
+                self.framework.call._call_lightning_module_hook(
+                    trainer, "setup", stage=trainer.state.fn, pl_module=module
+                )
                 module.configure_model()
             self.precision_plugin.convert_module(module)
             module.to(self.root_device)
@@ -111,10 +118,14 @@ class InMemoryStrategy(SwarmStrategy):
         )
 
 
+class InMemoryStrategy(InMemoryHooks, SwarmStrategy):  # noqa: D101 - see there
+    __doc__ = InMemoryHooks.__doc__
+
+
 class _InlineLauncher(_Launcher):
     """Starts no process."""
 
-    def __init__(self, strategy: InMemoryStrategy) -> None:
+    def __init__(self, strategy: InMemoryHooks) -> None:
         super().__init__()
         self._strategy = strategy
 

@@ -1,0 +1,85 @@
+"""Lightning's two import trees, `lightning.pytorch` and `pytorch_lightning`: the same code, classes of their own.
+
+Both are always imported. The second one costs a tenth of a second, for what is large in them is shared: torch. So
+``import lightning_swarm`` is enough for either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final
+
+from lightning_swarm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What is needed of one tree. Its enums are compared by value."""
+
+    name: str  # as a script imports it
+    strategies: str  # from where a script imports SwarmStrategy for it
+    trainer: type[Any]
+    module: type[Any]
+    data_module: type[Any]
+    accelerator: type[Any]
+    call: ModuleType
+    callbacks: ModuleType
+    misconfiguration: type[Exception]
+    configure_optimizers: Callable[..., Any]
+    extract_batch_size: Callable[[Any], int]
+    is_overridden: Callable[..., bool]
+
+    @classmethod
+    def load(cls, name: str, *, strategies: str) -> Framework:
+        """Import a tree."""
+        root = import_module(name)
+
+        def of(module: str, attribute: str) -> Any:
+            return getattr(import_module(f"{name}.{module}"), attribute)
+
+        return cls(
+            name=name,
+            strategies=strategies,
+            trainer=root.Trainer,
+            module=root.LightningModule,
+            data_module=root.LightningDataModule,
+            accelerator=of("accelerators", "Accelerator"),
+            call=of("trainer", "call"),
+            callbacks=import_module(f"{name}.callbacks"),
+            misconfiguration=of("utilities.exceptions", "MisconfigurationException"),
+            configure_optimizers=of("core.optimizer", "_configure_optimizers"),
+            extract_batch_size=of("utilities.data", "extract_batch_size"),
+            is_overridden=of("utilities.model_helpers", "is_overridden"),
+        )
+
+    @property
+    def other(self) -> Framework:
+        """The other tree."""
+        return next(one for one in FRAMEWORKS if one is not self)
+
+
+LIGHTNING: Final = Framework.load("lightning.pytorch", strategies="lightning_swarm")
+PYTORCH_LIGHTNING: Final = Framework.load("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
+FRAMEWORKS: Final = (LIGHTNING, PYTORCH_LIGHTNING)
+
+
+def mixed_import(kind: str, found: object, wanted: Framework) -> ConfigError:
+    """What to say of an object of the other tree than the Trainer's.
+
+    Args:
+        kind: The name of its base class, equal in both trees.
+        found: The object.
+        wanted: The Trainer's.
+    """
+    return ConfigError(
+        f"a {kind} must come from the Trainer's import of Lightning: {type(found).__name__} is from "
+        f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {kind} to `{wanted.name}`."
+    )
+
+
+def framework_of(trainer: Any) -> Framework:
+    """The tree whose Trainer it is."""
+    return next(framework for framework in FRAMEWORKS if isinstance(trainer, framework.trainer))
