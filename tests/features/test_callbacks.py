@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,19 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
 from tests.features.both import STEPS, Evaluated, fit_both, trainers
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
-from tests.features.test_logging import assert_same_tables
-from tests.parity.harness import quiet_warnings
+from tests.features.test_logging import assert_same_tables, table
+from tests.parity.harness import quiet_warnings, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Recipe, digits, loader
 
 
@@ -47,6 +50,59 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
     )
     rates = [row["lr-AdamW/pg1"] for row in assert_same_tables(tmp_path)]
     assert len(set(rates)) == STEPS
+
+
+@feature("`DeviceStatsMonitor`", WORKS, "of the trainer's machine; `cpu_stats=True` needs psutil, as in Lightning")
+def test_device_stats_monitor(tmp_path: Path) -> None:
+    fit_both(
+        made={
+            "logger": lambda name: CSVLogger(tmp_path, "", name),
+            "callbacks": lambda _: [callbacks.DeviceStatsMonitor(cpu_stats=True)],
+        },
+        log_every_n_steps=3,
+        max_steps=STEPS,
+    )
+    plain, swarm = ([sorted(row) for row in table(tmp_path / name)] for name in ("plain", "swarm"))
+    assert swarm == plain
+    assert len([row for row in plain if "DeviceStatsMonitor.on_train_batch_end/cpu_percent" in row]) == 3
+
+
+@feature("`ThroughputMonitor`", WORKS, "of the trainer: all samples, its own device's FLOPs")
+def test_throughput_monitor(tmp_path: Path) -> None:
+    class Counted(DigitsMLP):
+        flops_per_batch = 1000
+
+    fit_both(
+        Counted,
+        made={
+            "logger": lambda name: CSVLogger(tmp_path, "", name),
+            "callbacks": lambda _: [callbacks.ThroughputMonitor(lambda batch: len(batch[0]), window_size=3)],
+        },
+        accumulate_grad_batches=2,
+        log_every_n_steps=2,
+        max_epochs=2,
+    )
+    plain, swarm = (table(tmp_path / name) for name in ("plain", "swarm"))
+    assert [sorted(row) for row in swarm] == [sorted(row) for row in plain]
+    samples, batches = (f"train/{what}" for what in ("samples", "batches"))
+    counts = [[(row[batches], row[samples]) for row in rows if batches in row] for rows in (plain, swarm)]
+    assert counts[0] == counts[1]
+    assert len(counts[0]) > 2
+
+
+@feature("`SpikeDetection`", WORKS)
+def test_spike_detection(tmp_path: Path) -> None:
+    class Spikes(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (1000.0 if batch_idx == 5 else 1.0)
+
+    for name, run in (("plain", run_plain), ("swarm", run_swarm)):
+        file = tmp_path / f"{name}.json"
+        spikes = callbacks.SpikeDetection(warmup=2, rtol=10.0, exclude_batches_path=file)
+        with pytest.raises(TrainingSpikeException, match="batch 5"):
+            run(Spikes, loader(digits()), max_steps=STEPS, callbacks=[spikes])
+        assert json.loads(file.read_text(encoding="utf-8")) == [4, 5]
 
 
 @pytest.mark.parametrize(

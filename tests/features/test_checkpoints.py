@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from typing_extensions import override
 
 from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
@@ -80,6 +84,76 @@ def test_on_exception(tmp_path: Path) -> None:
     theirs, ours = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("plain", "swarm"))
     assert ours["global_step"] == theirs["global_step"] == 5
     torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+@feature(
+    "files are written atomically",
+    WORKS,
+    "Lightning's own `CheckpointIO` does it: a file that was cut off in writing never has the name of a whole one",
+)
+def test_atomic_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file.ckpt"
+
+    class SavesTwice(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(file)
+            if trainer.global_step == 4:
+                monkeypatch.setattr(LocalFileOpener, "write", cut_off)
+                with pytest.raises(OSError, match="No space"):
+                    trainer.save_checkpoint(file)
+                monkeypatch.undo()
+
+    written = []
+
+    def cut_off(self: LocalFileOpener, data: Any) -> None:
+        written.append(self.f.write(bytes(data)[:100]))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run_swarm(Trained, loader(digits()), max_steps=STEPS, callbacks=[SavesTwice()])
+    assert written == [100]
+    assert torch.load(file, weights_only=True)["global_step"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file.ckpt"]
+
+
+@feature(
+    "`Trainer(plugins=[AsyncCheckpointIO()])`",
+    WORKS,
+    "training goes on while the file is written; weights are gathered before",
+)
+def test_writing_meanwhile(tmp_path: Path) -> None:
+    goes_on, steps = threading.Event(), []
+
+    class Slow(TorchCheckpointIO):
+        @override
+        def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            assert goes_on.wait(60.0), "training waited for the file"
+            super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    class Notes(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            steps.append(trainer.global_step)
+            if trainer.global_step == STEPS:
+                goes_on.set()
+
+    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    run_swarm(
+        Trained,
+        loader(digits()),
+        max_steps=STEPS,
+        enable_checkpointing=True,
+        plugins=[AsyncCheckpointIO(Slow())],
+        callbacks=[save, Notes()],
+    )
+    assert steps == list(range(1, STEPS + 1))
+    for step in 3, 6, 9:
+        plain = run_plain(Trained, loader(digits()), max_steps=step)
+        file = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
+        assert file["global_step"] == step
+        torch.testing.assert_close(file["state_dict"], plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
 @feature(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import logging
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from tensorboardX.proto.event_pb2 import Event
 from torch import Tensor
 from typing_extensions import override
 
-from tests.features.both import STEPS, Evaluated, approx, fit_both
+from tests.features.both import STEPS, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
+from tests.parity.harness import run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 
 
@@ -45,6 +49,51 @@ def test_csv_logger(tmp_path: Path) -> None:
     rows = assert_same_tables(tmp_path)
     assert [row["step"] for row in rows if "loss" in row] == [2, 5, 8, 11, 14, 17, 20]
     assert len([row for row in rows if "val_loss" in row]) == 3
+
+
+def events(folder: Path) -> list[tuple[str, int, float]]:
+    """The numbers that a TensorBoardLogger wrote: name, step, value."""
+    (file,) = folder.glob("events.out.tfevents.*")
+    data = file.read_bytes()
+    found = []
+    while data:  # records of a length in 8 bytes, its checksum in 4, that many bytes and their checksum in 4
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
+        found += [(one.tag, event.step, one.simple_value) for one in event.summary.value if one.tag != "hp_metric"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            {"made": {"logger": lambda name: TensorBoardLogger(Path(), "runs", name)}},
+            marks=feature("`TensorBoardLogger`", WORKS),
+        ),
+        pytest.param(
+            {"logger": True},
+            marks=feature(
+                "`Trainer(logger=True)`, `default_root_dir`", WORKS, "TensorBoard if it is installed, else CSV"
+            ),
+        ),
+    ],
+)
+def test_tensorboard(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithHyperparameters(Evaluated):
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    monkeypatch.chdir(tmp_path)
+    both = fit_both(WithHyperparameters, loader(digits()), log_every_n_steps=3, max_epochs=2, **options)
+    plain, swarm = (events(Path(trainer.log_dir)) for trainer in both.trainers)
+    assert [one[:2] for one in swarm] == [one[:2] for one in plain]
+    assert [one[2] for one in swarm] == approx([one[2] for one in plain])
+    assert [step for name, step, _ in plain if name == "loss"] == [2, 5, 8, 11]
+    assert [step for name, step, _ in plain if name == "val_loss"] == [6, 13]
+    for trainer in both.trainers:
+        assert "width: 3" in (Path(trainer.log_dir) / "hparams.yaml").read_text(encoding="utf-8")
 
 
 @feature("`self.log(on_step, on_epoch, prog_bar, reduce_fx)`, `self.log_dict`", WORKS)
@@ -126,6 +175,21 @@ def test_profilers(make: Any, tmp_path: Path) -> None:
     for action in ("run_training_batch", ".training_step", ".backward", ".optimizer_step", ".on_before_optimizer_step"):
         assert action in plain
         assert action in swarm
+
+
+@feature("`Trainer(profiler='simple')`, `'advanced'`, `'pytorch'`", WORKS, "of the trainer's process")
+@pytest.mark.parametrize(
+    ("kind", "action"),
+    [("simple", ".training_step"), ("advanced", ".training_step"), ("pytorch", "run_training_batch")],
+)
+def test_profilers_by_name(kind: str, action: str, caplog: pytest.LogCaptureFixture) -> None:
+    reports = []
+    for run in run_plain, run_swarm:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            run(Trained, loader(digits()), profiler=kind, max_steps=6)
+        reports.append(next(text for text in caplog.messages if text.startswith("FIT Profiler Report")))
+    assert all(action in report for report in reports)
 
 
 @feature("`PyTorchProfiler`", WORKS, "of the trainer's process")

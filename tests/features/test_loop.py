@@ -57,6 +57,18 @@ def test_lengths(options: dict[str, Any], steps: int) -> None:
     assert [trainer.global_step for trainer in both.trainers] == [steps, steps]
 
 
+@feature("`Trainer(min_epochs=...)`, `min_steps`", WORKS)
+@pytest.mark.parametrize(("options", "steps"), [({}, 7), ({"min_epochs": 2}, 14), ({"min_steps": 10}, 10)], ids=str)
+def test_least_lengths(options: dict[str, Any], steps: int) -> None:
+    class Stops(L.Callback):
+        @override
+        def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.should_stop = True
+
+    both = fit_both(**options, max_epochs=4, made={"callbacks": lambda _: [Stops()]})
+    assert [trainer.global_step for trainer in both.trainers] == [steps, steps]
+
+
 @feature("`Trainer(max_time=...)`, `Timer`", WORKS)
 def test_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class ASecondForABatch(L.Callback):
