@@ -228,14 +228,21 @@ class Peer:
             await self.transport.close()
 
 
-def hivemind_peer(config: SwarmConfig, initial_peers: Sequence[str]) -> Peer:
+def hivemind_peer(config: SwarmConfig) -> Peer:
     """A peer on a real network, with its loop and its compute in threads of their own."""
     from lightning_swarm.network import hivemind  # starts nothing, but costs a second that tests can do without
 
     runtime = ThreadRuntime()
     try:
         transport, directory = runtime.run(
-            hivemind.start(initial_peers=initial_peers, startup_timeout=config.limits.start_timeout)
+            hivemind.start(
+                host=config.listen.host,
+                port=config.listen.port,
+                announce=[place.maddr for place in config.announce],
+                identity_path=config.identity_path,
+                initial_peers=[address.maddr for address in config.initial_peers],
+                startup_timeout=config.limits.start_timeout,
+            )
         )
     except BaseException:
         runtime.close()

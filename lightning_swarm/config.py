@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.network.addresses import Address, Place
 
-Role = Literal["auto", "trainer"]
+Role = Literal["auto", "both", "trainer", "server"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,10 @@ class SwarmConfig:
     target_batch_size: int | None
     role: Role
     run_id: str
+    initial_peers: tuple[Address, ...]
+    listen: Place
+    announce: tuple[Place, ...]
+    identity_path: str | None
     gather_on_end: bool
     limits: Limits
 
@@ -70,10 +75,10 @@ class SwarmConfig:
                 raise ConfigError(
                     f"`{name}` must be a positive whole number or None, got {value!r}. Leave it out to get the default."
                 )
-        if self.role not in ("auto", "trainer"):
+        if self.role not in get_args(Role):
             raise ConfigError(
-                f"`role` must be 'auto' (the starter trains and serves) or 'trainer' (it holds no stage), "
-                f"got {self.role!r}. Choose one of the two."
+                "`role` must be 'auto' (who starts the run trains and serves, who joins it serves), 'both' (trains and "
+                f"serves), 'trainer' (holds no stage) or 'server', got {self.role!r}. Choose one of them."
             )
         if isinstance(self.split, str) and self.split != "parameters":
             raise ConfigError(
@@ -84,3 +89,8 @@ class SwarmConfig:
             raise ConfigError(
                 f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
             )
+
+    @property
+    def only_serves(self) -> bool:
+        """Whether this process trains nothing: it needs no data and never enters a loop."""
+        return self.role == "server" or (self.role == "auto" and bool(self.initial_peers))

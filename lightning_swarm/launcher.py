@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -21,18 +22,20 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 import __main__
 from lightning_swarm.assembly import Peer, hivemind_peer
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS
+from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.rules import check_data_module
 
 _log = logging.getLogger(__name__)
 
-_JOIN = "SWARM_JOIN"
+_JOIN = "SWARM_JOIN"  # whom to join, for a script that names nobody
 _RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
 _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
@@ -67,7 +70,6 @@ class SwarmLauncher(_Launcher):
         self._num_peers = num_peers
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
-        self._join = tuple(filter(None, os.environ.get(_JOIN, "").split()))
         self.local_rank = int(os.environ.get(_RANK, "0"))
 
     @property
@@ -80,18 +82,15 @@ class SwarmLauncher(_Launcher):
         """Train here, or serve if this process is a child. A child never returns from it."""
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
-        if self._join:
+        self._strategy.config = _from_environment(self._strategy.config, self.local_rank)
+        if self._strategy.config.only_serves:
             self._serve(trainer, (*args, *kwargs.values()))
         datamodule = _datamodule((*args, *kwargs.values()))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer)
-        command = _command() if self._num_peers > 1 else []
-        if self._num_peers > 1:
-            self._num_threads = _share_cores(self._num_peers)
-        self._strategy.peer = hivemind_peer(self._strategy.config, ())
-        self._start_children(command)
+        self._start_peers()
         return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
 
     def _check_module(self, module: LightningModule) -> None:
@@ -109,13 +108,17 @@ class SwarmLauncher(_Launcher):
     def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
         code = 0
         try:
-            _share_cores(self._num_peers)
-            config = replace(self._strategy.config, run_id=os.environ.get(_RUN, self._strategy.config.run_id))
-            self._strategy.peer = hivemind_peer(config, self._join)
+            self._start_peers()
             self._strategy.serve(trainer, _datamodule(handed))
+        except KeyboardInterrupt:
+            code = 130  # as a shell has it
+        except SwarmError as error:
+            print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - its last word
+            code = 1
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()
             code = 1
+        self.end_children(self._strategy.config.limits.leave_timeout, dismissed=code == 0)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -160,10 +163,20 @@ class SwarmLauncher(_Launcher):
             with contextlib.suppress(OSError):
                 child.stdin.close()
 
-    def _start_children(self, command: Sequence[str]) -> None:
-        peer = self._strategy.peer
-        assert peer is not None
-        join = " ".join(peer.runtime.run(peer.transport.addresses()))
+    def _start_peers(self) -> None:
+        """This process's peer and, if it is the machine's first, the others."""
+        first = self.local_rank == 0
+        command = _command() if first and self._num_peers > 1 else []
+        if self._num_peers > 1:
+            self._num_threads = _share_cores(self._num_peers)
+        peer = self._strategy.peer = hivemind_peer(self._strategy.config)
+        if first:
+            addresses = peer.runtime.run(peer.transport.addresses())
+            rank_zero_info(_invitation([Address.parse(text) for text in addresses]))
+            self._start_children(command, addresses)
+
+    def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
+        join = " ".join(addresses)
         for rank in range(1, self._num_peers):
             # LOCAL_RANK keeps Lightning's own rank-zero messages to one process.
             environment = {
@@ -177,6 +190,44 @@ class SwarmLauncher(_Launcher):
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
                 subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
             )
+
+
+def _from_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
+    """What the launcher's children are told by their parent, and scripts by whoever starts them."""
+    peers = tuple(map(Address.parse, os.environ.get(_JOIN, "").split()))
+    config = replace(
+        config,
+        initial_peers=peers or config.initial_peers,
+        run_id=os.environ.get(_RUN, config.run_id),
+    )
+    if local_rank == 0:
+        return config
+    # The first peer's place and key are taken.
+    return replace(
+        config,
+        role="server",
+        listen=config.listen.further(local_rank),
+        announce=tuple(place.further(local_rank) for place in config.announce),
+        identity_path=None,
+    )
+
+
+def _invitation(addresses: Sequence[Address]) -> str:
+    """The line that lets others join."""
+    address = widest(addresses)
+    who = "Peers"
+    if address.place.is_loopback:
+        who = "Peers of this machine only (others: set `listen`, say to 0.0.0.0:31337)"
+    return f"{who} can join this run: lightning-swarm join {address} {shlex.join(_program())}"
+
+
+def _program() -> list[str]:
+    """What this process runs, as a person would write it."""
+    spec = getattr(__main__, "__spec__", None)
+    name = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+    if name in ("lightning_swarm", "lightning-swarm"):
+        return sys.argv[2:]  # the command's own arguments
+    return [*(["-m"] if spec is not None else []), name, *sys.argv[1:]]
 
 
 def _command() -> list[str]:

@@ -64,7 +64,7 @@ async def find_servers(
     timeout: float,
     check: Callable[[], None],
 ) -> list[Member]:
-    """Wait until `num_servers` have announced themselves.
+    """Wait until `num_servers` have announced themselves; whoever else has is taken, too.
 
     Args:
         directory: Where to look.
@@ -85,7 +85,7 @@ async def find_servers(
         if len(found) >= num_servers:  # what is left of an earlier run may be among them
             found = await _connect(transport, found)
         if len(found) >= num_servers:
-            return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)][:num_servers]
+            return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
         if loop.time() > deadline:
             raise DeadlineExceeded(
                 f"{len(found)} of {num_servers} servers came within {timeout:g} s. Look above for their errors, "

@@ -26,6 +26,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
+from lightning_swarm.network.addresses import Address, Place
 from lightning_swarm.partition import Blocks, find_blocks
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.server.model import Model
@@ -58,8 +59,15 @@ class SwarmHooks(_Strategy):
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
             arithmetic with `accumulate_grad_batches`.
-        role: ``"auto"``: this process trains and serves. ``"trainer"``: it holds no stage.
+        role: ``"auto"``: who starts the run trains and serves, who joins it (`initial_peers`) serves. ``"both"``: this
+            process trains and serves. ``"trainer"``: it holds no stage. ``"server"``: it needs no data; `fit` serves
+            until the run is over, then ends the process.
         run_id: Names the run.
+        initial_peers: Whom to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or multiaddresses.
+        listen: IP address to listen on, with a port or without: ``"0.0.0.0:31337"`` for all of the machine's. Further
+            peers of the machine take the ports that follow.
+        announce: At which address and port others reach this peer, if not at those it listens on.
+        identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights.
         limits: Bounds on waiting and memory.
         accelerator: As in every strategy of Lightning.
@@ -85,6 +93,10 @@ class SwarmHooks(_Strategy):
         target_batch_size: int | None = None,
         role: Role = "auto",
         run_id: str = "swarm",
+        initial_peers: str | Sequence[str] = (),
+        listen: str = "127.0.0.1",
+        announce: str | Sequence[str] = (),
+        identity_path: str | None = None,
         gather_on_end: bool = True,
         limits: Limits = _LIMITS,
         accelerator: Accelerator | None = None,
@@ -97,10 +109,14 @@ class SwarmHooks(_Strategy):
             pipeline=pipeline,
             split=split if isinstance(split, str) else tuple(split),
             microbatch_size=microbatch_size,
-            shared=(shared,) if isinstance(shared, str) else tuple(shared),
+            shared=_as_tuple(shared),
             target_batch_size=target_batch_size,
             role=role,
             run_id=run_id,
+            initial_peers=tuple(map(Address.parse, _as_tuple(initial_peers))),
+            listen=Place.to_listen(listen),
+            announce=tuple(map(Place.to_announce, _as_tuple(announce))),
+            identity_path=identity_path,
             gather_on_end=gather_on_end,
             limits=limits,
         )
@@ -177,10 +193,10 @@ class SwarmHooks(_Strategy):
         """Refuse what cannot work, as far as it can be seen before the model is configured."""
         assert self.lightning_module is not None
         rules.check_trainer(trainer, self.lightning_module, self.config)
-        if self._num_servers < 1:
+        if self.config.role == "trainer" and len(self._devices) < 2 and not self.config.initial_peers:
             raise ConfigError(
                 f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
-                "Raise `devices`, or leave `role` out."
+                "Raise `devices`, name servers that wait in `initial_peers`, or leave `role` out."
             )
 
     @override
@@ -214,7 +230,7 @@ class SwarmHooks(_Strategy):
     def _start_run(self, trainer: Trainer, model: Model, ranges: Sequence[range]) -> Session:
         assert self.peer is not None
         assert self._blocks is not None
-        if self.config.role == "auto":
+        if self.config.role != "trainer":
             self.peer.serve(model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
@@ -428,7 +444,12 @@ class SwarmHooks(_Strategy):
 
     @property
     def _num_servers(self) -> int:
-        return len(self._devices) - (self.config.role == "trainer")
+        """How many of them the run waits for; whoever else is there serves, too."""
+        return max(1, len(self._devices) - (self.config.role == "trainer"))
+
+
+def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 class SwarmStrategy(SwarmHooks, Strategy):  # noqa: D101 - see there

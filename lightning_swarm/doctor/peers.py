@@ -26,7 +26,7 @@ def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> Dialed:
         address: Whose peer id is not looked at.
         timeout: Seconds for each attempt to connect or to read.
     """
-    at = address.place
+    at = str(address.place)
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -67,7 +67,7 @@ def meet(addresses: Sequence[Address]) -> Iterator[tuple[Dialed, Meeting | None]
 
 
 async def _meet(transport: Transport, address: Address) -> tuple[Dialed, Meeting | None]:
-    at, obstacle = address.place, Obstacle.IDENTITY
+    at, obstacle = str(address.place), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,8 +12,73 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
 
 _SHORT: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})/(?P<peer>\w+)")
+_PLACE: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})")
 _LONG: Final = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/(?P<host>[^\s/]+)/tcp/(?P<port>\d{1,5})/p2p/(?P<peer>\w+)")
 _PEER_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")  # a hash in base58
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a peer listens, or where others find it.
+
+    Args:
+        host: An IP address; for others also a name.
+        port: TCP; 0 lets the system choose.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def to_listen(cls, text: str) -> Place:
+        """Read an IP address, or ``address:port``.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        found = _PLACE.fullmatch(text)
+        host, port = (found["ip6"] or found["host"], int(found["port"])) if found else (text.strip("[]"), 0)
+        if _ip_version(host) is None or port >= 1 << 16:
+            raise ConfigError(
+                f"`listen` must be an IP address of this machine, with a port or without, got {text!r}. "
+                "0.0.0.0:31337 listens on all of the machine's addresses."
+            )
+        return cls(host, port)
+
+    @classmethod
+    def to_announce(cls, text: str) -> Place:
+        """Read ``host:port``.
+
+        Raises:
+            ConfigError: It is none, or has no port.
+        """
+        found = _PLACE.fullmatch(text)
+        if found is None or not 0 < int(found["port"]) < 1 << 16:
+            raise ConfigError(
+                f"`announce` must be the address and the port at which others reach this peer, got {text!r}. "
+                "Write them like 203.0.113.7:31337."
+            )
+        return cls(found["ip6"] or found["host"], int(found["port"]))
+
+    def further(self, rank: int) -> Place:
+        """For the machine's peer number `rank`: so many ports further on."""
+        return Place(self.host, self.port + rank if self.port else 0)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether no other machine can use it."""
+        return self.host == "localhost" or (
+            _ip_version(self.host) is not None and ipaddress.ip_address(self.host).is_loopback
+        )
+
+    @property
+    def maddr(self) -> str:
+        """As libp2p writes it."""
+        version = _ip_version(self.host)
+        return f"/{f'ip{version}' if version else 'dns'}/{self.host}/tcp/{self.port}"
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -49,15 +115,23 @@ class Address:
         return f"{self.place}/{self.peer_id}"
 
     @property
-    def place(self) -> str:
+    def place(self) -> Place:
         """Host and port."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return Place(self.host, self.port)
 
     @property
     def maddr(self) -> str:
         """As libp2p writes it."""
-        try:
-            kind = f"ip{ipaddress.ip_address(self.host).version}"
-        except ValueError:
-            kind = "dns"
-        return f"/{kind}/{self.host}/tcp/{self.port}/p2p/{self.peer_id}"
+        return f"{self.place.maddr}/p2p/{self.peer_id}"
+
+
+def widest(addresses: Sequence[Address]) -> Address:
+    """Of one peer's addresses, one that other machines can use, if there is any."""
+    return min(addresses, key=lambda address: address.place.is_loopback)
+
+
+def _ip_version(host: str) -> int | None:
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return None

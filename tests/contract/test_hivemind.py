@@ -16,6 +16,7 @@ import torch
 from lightning_swarm.doctor import policy
 from lightning_swarm.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.addresses import Address
 from tests.contract.world import HivemindWorld, Peer
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
@@ -220,6 +221,12 @@ def test_an_import_leaves_the_process_as_it_was() -> None:
 def test_what_cannot_be_listened_on(world: HivemindWorld) -> None:
     with pytest.raises(ConfigError, match="IP address"):
         world.run(hivemind.start(host="localhost"))
+    (address,) = world.run(world.a.transport.addresses())
+    port = Address.parse(address).port
+    with pytest.raises(ConfigError, match=rf"`listen` must be .* got 127.0.0.1 and {port}: .* in use.*another port"):
+        world.run(hivemind.start(port=port))
+    with pytest.raises(ConfigError, match=r"`listen` must be an address of this machine .* got 192.0.2.1 and 0"):
+        world.run(hivemind.start(host="192.0.2.1"))
 
 
 def test_initial_peers_that_are_not_there(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:

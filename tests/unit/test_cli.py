@@ -178,7 +178,7 @@ def test_help_of_the_strategy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         command(monkeypatch, "fit", f"--trainer.strategy.help={CLASS}")
     said = " ".join(capsys.readouterr().out.split())
     assert "--trainer.strategy.num_stages NUM_STAGES Into how many stages the model is cut." in said
-    assert "--trainer.strategy.role {auto,trainer}" in said
+    assert "--trainer.strategy.role {auto,both,trainer,server}" in said
     assert "--trainer.strategy.limits.call_timeout CALL_TIMEOUT Seconds until a call to another peer" in said
     for name in inspect.signature(SwarmStrategy).parameters:
         assert f"--trainer.strategy.{name}" in said

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_swarm.config import Limits, SwarmConfig
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.network.addresses import Address, Place
 
 FIELDS = [field.name for field in dataclasses.fields(Limits)]
 WHOLE = [name for name in FIELDS if name.startswith("max_") or name.endswith("_bytes")]
@@ -25,6 +26,10 @@ def config(**changes: Any) -> SwarmConfig:
         "target_batch_size": None,
         "role": "auto",
         "run_id": "swarm",
+        "initial_peers": (),
+        "listen": Place("127.0.0.1", 0),
+        "announce": (),
+        "identity_path": None,
         "gather_on_end": True,
         "limits": Limits(),
     }
@@ -49,7 +54,7 @@ def test_defaults_and_ordinary_values_pass() -> None:
             for name in ("num_stages", "microbatch_size", "target_batch_size")
             for value in (0, -1, 1.5, True, "2", math.nan)
         ),
-        ({"role": "server"}, ["role", "'auto'", "'trainer'", "got 'server'", "Choose"]),
+        ({"role": "serve"}, ["role", "'auto'", "'trainer'", "'server'", "got 'serve'", "Choose"]),
         ({"role": None}, ["role", "got None", "Choose"]),
         ({"split": "time"}, ["split", "'parameters' or a list", "got 'time'", "Leave it out"]),
         ({"run_id": ""}, ["run_id", "1..100 printable", "got ''", "Choose another"]),
@@ -62,6 +67,15 @@ def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], words: l
         config(**changes)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_who_joins_only_serves_unless_told_otherwise() -> None:
+    somebody = (Address.parse("203.0.113.7:31337/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"),)
+    assert not config().only_serves
+    assert config(initial_peers=somebody).only_serves
+    assert config(role="server").only_serves
+    assert not config(role="both", initial_peers=somebody).only_serves
+    assert not config(role="trainer", initial_peers=somebody).only_serves
 
 
 @pytest.mark.parametrize("name", FIELDS)

@@ -11,6 +11,9 @@ import pytest
 from lightning_swarm import SwarmStrategy, launcher
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.network.addresses import Address
+
+ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
 
 @pytest.mark.parametrize(("num_peers", "fits"), [(1, True), (2, False)])
@@ -21,20 +24,69 @@ def test_a_notebook_has_no_script_to_run_again_for_a_second_peer(num_peers: int,
 def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
-    monkeypatch.setattr(SwarmLauncher, "_start_children", lambda self, _: started.append(self._num_peers))
-    monkeypatch.setattr(launcher, "_command", list)
-    monkeypatch.setattr(launcher, "hivemind_peer", lambda *_: None)
+    monkeypatch.setattr(SwarmLauncher, "_start_peers", lambda self: started.append(self._num_peers))
 
     def launch(module: L.LightningModule, num_peers: int) -> None:
-        strategy: Any = SimpleNamespace(config=None, peer=None, check=lambda _: None)
+        strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, check=lambda _: None)
         trainer: Any = SimpleNamespace(lightning_module=module)
         SwarmLauncher(strategy, num_peers).launch(lambda: None, trainer=trainer)
 
     first, second = L.LightningModule(), L.LightningModule()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # leaves torch's threads alone
     launch(first, 2)
     launch(first, 2)
     launch(second, 1)
     with pytest.raises(ConfigError, match=r"module of the script's first `fit`; this LightningModule is another one"):
         launch(second, 2)
     assert started == [2, 2, 1]
+
+
+def test_whom_to_join_comes_from_the_script_or_from_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = SwarmStrategy(initial_peers=f"203.0.113.7:31337/{ID}").config
+    assert launcher._from_environment(named, 0) == named
+    monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:5/{ID} /ip4/192.0.2.2/tcp/5/p2p/{ID}")
+    for config in named, SwarmStrategy().config:
+        told = launcher._from_environment(config, 0)
+        assert [str(address.place) for address in told.initial_peers] == ["192.0.2.1:5", "192.0.2.2:5"]
+        assert told.only_serves
+    monkeypatch.setenv("SWARM_JOIN", "192.0.2.1:5")
+    with pytest.raises(ConfigError, match="must be host:port/id"):
+        launcher._from_environment(named, 0)
+
+
+def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:31337/{ID}")
+    monkeypatch.setenv("SWARM_RUN_ID", "the parent's")
+    config = SwarmStrategy(
+        role="trainer", listen="0.0.0.0:31337", announce="192.0.2.1:31337", identity_path="key"
+    ).config
+    child = launcher._from_environment(config, 2)
+    assert child.only_serves
+    assert child.run_id == "the parent's"
+    assert (str(child.listen), str(child.announce[0]), child.identity_path) == (
+        "0.0.0.0:31339",
+        "192.0.2.1:31339",
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "program"),
+    [
+        (["/home/me/train.py", "--lr", "0.1"], None, "train.py --lr 0.1"),
+        (["/home/me/my project/train.py"], None, "train.py"),
+        (["/site/my_project/train.py", "x"], "my_project.train", "-m my_project.train x"),
+        (["/bin/lightning-swarm", "fit", "--config", "run.yaml"], None, "--config run.yaml"),
+        (["/site/lightning_swarm/__main__.py", "fit", "-c", "a b"], "lightning_swarm.__main__", "-c 'a b'"),
+    ],
+)
+def test_the_invitation_names_the_address_and_the_program(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], name: str | None, program: str
+) -> None:
+    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr(launcher.__main__, "__spec__", name and SimpleNamespace(name=name))
+    inner, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
+    line = launcher._invitation([inner, outer])
+    assert line == f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} {program}"
+    line = launcher._invitation([inner])
+    assert line.startswith("Peers of this machine only (others: set `listen`")
+    assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {program}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import socket
 from collections.abc import Sequence
 from typing import Final
 
@@ -27,13 +28,21 @@ _PAUSE_S: Final = 0.5
 
 
 async def start(
-    *, host: str = "127.0.0.1", port: int = 0, initial_peers: Sequence[str] = (), startup_timeout: float = 60.0
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    announce: Sequence[str] = (),
+    identity_path: str | None = None,
+    initial_peers: Sequence[str] = (),
+    startup_timeout: float = 60.0,
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop.
 
     Args:
         host: The address to listen on; ``0.0.0.0`` for all.
         port: The TCP port; 0 lets the system choose.
+        announce: Multiaddresses under which others find it; without any, those that it listens on.
+        identity_path: File of its private key, made if it is not there; None makes a new identity.
         initial_peers: Full addresses of peers to join; without any, a new network begins.
         startup_timeout: Seconds for each attempt to start the daemon.
 
@@ -41,15 +50,16 @@ async def start(
         The transport, which the caller closes last, and the directory, which it closes first.
 
     Raises:
-        ConfigError: `host` is no IP address.
+        ConfigError: `host` is no IP address, or `port` is in use.
         Unreachable: The daemon does not start, or no initial peer answers. Says what to check.
     """
     try:
         version = ipaddress.ip_address(host).version
     except ValueError as error:
         raise ConfigError(f"`host` must be an IP address, got {host!r}. 0.0.0.0 listens on all.") from error
+    _check_free(host, port)
     listen = f"/ip{version}/{host}/tcp/{port}"
-    p2p = await _start_daemon(listen, initial_peers, startup_timeout)
+    p2p = await _start_daemon(listen, announce, identity_path, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p)
     try:
         await transport.open()
@@ -59,7 +69,26 @@ async def start(
         raise
 
 
-async def _start_daemon(listen: str, initial_peers: Sequence[str], startup_timeout: float) -> P2P:
+def _check_free(host: str, port: int) -> None:
+    """Two daemons would share a port, and each would get some of the other's connections."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections may linger
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"`listen` must be an address of this machine and a free port, got {host} and {port}: {error.strerror}. "
+            "End what listens there, name another port, or none: then the system finds one."
+        ) from error
+
+
+async def _start_daemon(
+    listen: str,
+    announce: Sequence[str],
+    identity_path: str | None,
+    initial_peers: Sequence[str],
+    startup_timeout: float,
+) -> P2P:
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
@@ -68,6 +97,8 @@ async def _start_daemon(listen: str, initial_peers: Sequence[str], startup_timeo
                 return await P2P.create(
                     initial_peers=list(initial_peers) or None,
                     host_maddrs=[listen],
+                    announce_maddrs=list(announce) or None,
+                    identity_path=identity_path,
                     startup_timeout=startup_timeout,
                     auto_nat=False,
                     nat_port_map=False,
@@ -77,6 +108,12 @@ async def _start_daemon(listen: str, initial_peers: Sequence[str], startup_timeo
             problem = error
             _log.warning("The libp2p daemon did not start (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
+    if "bootstrap peers" in str(problem):
+        raise Unreachable(
+            f"`initial_peers` must run and be reachable from here, and none of {', '.join(initial_peers)} answered. "
+            "Copy address and id again from what that peer printed when it started, see whether it still runs, and ask "
+            "`lightning-swarm doctor --peer` what is in the way."
+        ) from problem
     raise Unreachable(
         f"The libp2p daemon did not start in {_NUM_ATTEMPTS} attempts: {problem}. Check that {listen} is free and an "
         "address of this machine, that the initial peers "
