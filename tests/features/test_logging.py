@@ -182,7 +182,10 @@ def test_profilers(make: Any, tmp_path: Path) -> None:
     ("kind", "action"),
     [("simple", ".training_step"), ("advanced", ".training_step"), ("pytorch", "run_training_batch")],
 )
-def test_profilers_by_name(kind: str, action: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_profilers_by_name(
+    kind: str, action: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # it leaves traces
     reports = []
     for run in run_plain, run_swarm:
         caplog.clear()
