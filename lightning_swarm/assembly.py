@@ -24,7 +24,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member
+from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, Selection
 
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
@@ -41,7 +41,7 @@ class RunSpec:
         gradient_clip_norm: Over all stages; None does not clip.
         gradient_clip_value: Of each element of the mean gradient; None does not clip.
         first_step: Where the run begins, or goes on.
-        trains: False: it only evaluates.
+        selection: Which parameters train at first; None: it only evaluates.
         max_steps: No step opens beyond it; None: the trainer ends the run.
         total_steps: For schedules that servers build.
     """
@@ -52,7 +52,7 @@ class RunSpec:
     gradient_clip_norm: float | None
     gradient_clip_value: float | None
     first_step: int
-    trains: bool
+    selection: Selection | None
     max_steps: int | None
     total_steps: int | None
 
@@ -164,7 +164,7 @@ class Peer:
             gradient_clip_norm=spec.gradient_clip_norm,
             gradient_clip_value=spec.gradient_clip_value,
             first_step=spec.first_step,
-            trains=spec.trains,
+            selection=spec.selection,
             max_steps=spec.max_steps,
             total_steps=spec.total_steps,
             stages=model.describe(spec.ranges, membership.assign(len(spec.ranges), servers)),
@@ -198,7 +198,8 @@ class Peer:
                 generation=manifest.generation,
             ),
         )
-        return Session(self.runtime, pipeline, StepClient(self.transport, manifest, timeout=limits.call_timeout))
+        steps = StepClient(self.transport, manifest, timeout=limits.call_timeout)
+        return Session(self.runtime, pipeline, steps, manifest)
 
     # ------------------------------------------------------------------ the end
 

@@ -83,3 +83,9 @@ def mixed_import(kind: str, found: object, wanted: Framework) -> ConfigError:
 def framework_of(trainer: Any) -> Framework:
     """The tree whose Trainer it is."""
     return next(framework for framework in FRAMEWORKS if isinstance(trainer, framework.trainer))
+
+
+def callbacks_named(*names: str) -> tuple[type[Any], ...]:
+    """Lightning's callbacks of these names, of both trees, as far as their versions have them."""
+    modules = [framework.callbacks for framework in FRAMEWORKS]
+    return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))

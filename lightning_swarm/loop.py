@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm.errors import ConfigError, StepError
 from lightning_swarm.framework import framework_of
 from lightning_swarm.rules import hyperparameters
 from lightning_swarm.scaling import LossScale
+from lightning_swarm.selection import read_selection
 from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,6 @@ class SwarmOptimization:
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
-        self._trained = self._requiring_grad()
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
@@ -50,7 +48,7 @@ class SwarmOptimization:
                 "cut off count in the next step; the plain Trainer forgets them.",
                 self.pending_samples,
             )
-        self._check_frozen()
+        self.tell_selection(optimizer)
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
         self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
         closure = self._lightning._make_closure(kwargs, optimizer, batch_idx)
@@ -112,30 +110,34 @@ class SwarmOptimization:
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
         return last_of_epoch and last_epoch and self.pending_samples > 0
 
-    def _check_frozen(self) -> None:
-        changed = sorted(self._requiring_grad() ^ self._trained)
-        if changed:
+    def tell_selection(self, optimizer: Optimizer) -> None:
+        """Have the servers train what module and optimizer say by now, from the next step on."""
+        selection = read_selection(self.trainer.lightning_module, optimizer)
+        if selection == self._session.selection:
+            return
+        if self.pending_samples:
+            before = self._session.selection
+            assert before is not None
+            changed = sorted(set(before.frozen) ^ set(selection.frozen)) or "parameter groups"
             raise ConfigError(
-                "which parameters require a gradient is settled when the run begins, for the servers train them: it "
-                f"changed for {changed[:5]}. Freeze them in `__init__`, `configure_model` or `configure_optimizers`."
+                "which parameters train, and in which group, may change only where a step begins, for its gradients "
+                f"are summed on the servers: {changed} changed with {self.pending_samples} samples in the open step. "
+                "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
+                "divides the samples of an epoch."
             )
+        self._session.select(selection)
 
     def _check_untouched(self, optimizer: Optimizer) -> None:
         """Weights of other peers' stages are old here, and a gradient that arrives here is in no step."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        touched = [name for name, one in self._parameters() if id(one) in stepped and one.grad is not None]
+        named = self.trainer.lightning_module.named_parameters()
+        touched = [name for name, one in named if id(one) in stepped and one.grad is not None]
         if touched:
             raise ConfigError(
                 "a loss may reach weights through the pipelined module's forward only, for they live on the servers: "
                 f"it reached {touched[:5]} directly. Use the optimizer's weight decay in place of a penalty, and call "
                 "the whole pipelined module in place of one of its blocks."
             )
-
-    def _requiring_grad(self) -> set[str]:
-        return {name for name, parameter in self._parameters() if parameter.requires_grad}
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.trainer.lightning_module.named_parameters()
 
     def _begins_window(self, batch_idx: int) -> bool:
         return batch_idx % self.trainer.accumulate_grad_batches == 0

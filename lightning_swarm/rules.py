@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.framework import FRAMEWORKS, Framework, framework_of, mixed_import
+from lightning_swarm.framework import Framework, callbacks_named, framework_of, mixed_import
 
 _log = logging.getLogger(__name__)
 
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
-_WEIGHT_CALLBACKS = ("BaseFinetuning", "ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+_WEIGHT_CALLBACKS = ("ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
 
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
 _TRIAL_CALLBACKS = ("BatchSizeFinder", "LearningRateFinder")
@@ -134,23 +134,6 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     return optimizer
 
 
-def check_parameters(optimizer: Optimizer, module: LightningModule) -> None:
-    """Refuse an optimizer of parameters that no stage could hold.
-
-    Raises:
-        ConfigError: A parameter is not the module's.
-    """
-    known = {id(parameter) for parameter in module.parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        shapes = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in known]
-        if shapes:
-            raise ConfigError(
-                "an optimizer must hold parameters of the LightningModule only, the others are on no server: parameter "
-                f"group {index} has foreign ones of the shapes {shapes[:5]}. Make their module an attribute of the "
-                "LightningModule, in a block of the pipeline."
-            )
-
-
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
     """All that a parameter group says beside its parameters, as plain numbers.
 
@@ -183,20 +166,14 @@ def _check_precision(trainer: Trainer) -> None:
 
 def _check_callbacks(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
-        if isinstance(callback, _named(_WEIGHT_CALLBACKS)):
+        if isinstance(callback, callbacks_named(*_WEIGHT_CALLBACKS)):
             raise ConfigError(
                 "callbacks must not read or change weights during fit, they live on the servers: "
                 f"got {type(callback).__name__}. Remove it for now."
             )
-        if isinstance(callback, _named(_TRIAL_CALLBACKS)):
+        if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)):
             raise ConfigError(
                 "callbacks must not go back to older weights during fit, the steps of a swarm only go on: "
                 f"got {type(callback).__name__}. Run it with the plain Trainer, on a smaller model if need be, and "
                 "set what it finds."
             )
-
-
-def _named(names: Sequence[str]) -> tuple[type, ...]:
-    """Lightning's callbacks of these names, as far as this version of it has them."""
-    modules = [framework.callbacks for framework in FRAMEWORKS]
-    return tuple(getattr(module, name) for module in modules for name in names if hasattr(module, name))

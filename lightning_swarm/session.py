@@ -7,8 +7,9 @@ from typing import Any
 from lightning_swarm.errors import StepError
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
+from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import StepClient
-from lightning_swarm.types import Record
+from lightning_swarm.types import Manifest, Record, Selection
 
 
 class Session:
@@ -18,18 +19,28 @@ class Session:
         runtime: The way to the swarm's loop.
         pipeline: Its data plane.
         steps: Its coordinator.
+        manifest: Of the run.
     """
 
-    def __init__(self, runtime: Runtime, pipeline: Pipeline, steps: StepClient) -> None:
+    def __init__(self, runtime: Runtime, pipeline: Pipeline, steps: StepClient, manifest: Manifest) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
         self._steps = steps
+        self._stages = manifest.stages
+        self.selection = manifest.selection
         pipeline.version = steps.version
+        pipeline.first_trained = first_trained(self.selection, self._stages)
 
     @property
     def version(self) -> int:
         """Records that were applied so far."""
         return self._steps.version
+
+    def select(self, selection: Selection) -> None:
+        """Tell the swarm what trains from the open step on. Nothing may be granted in it yet."""
+        self._runtime.run(self._steps.select(selection))
+        self.selection = selection
+        self.pipeline.first_trained = first_trained(selection, self._stages)
 
     def begin_batch(self, num_samples: int, *, gradient_scale: float) -> None:
         """Get a place in the open step for the batch in hand, whose loss will be multiplied by `gradient_scale`."""

@@ -24,14 +24,17 @@ from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import LIGHTNING, Framework
+from lightning_swarm.home import Home
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
 from lightning_swarm.partition import Blocks, find_blocks
 from lightning_swarm.pipeline.interception import Interception
+from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
+from lightning_swarm.types import Selection
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -130,6 +133,8 @@ class SwarmHooks(_Strategy):
         self._interception: Interception | None = None
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._stale = False  # the module's weights are older than what the swarm made of them
+        self._home: Home | None = None
+        self._home_version: int | None = None  # of the weights that the module was seen to hold
 
     # ------------------------------------------------------------------ what Lightning asks
 
@@ -214,25 +219,28 @@ class SwarmHooks(_Strategy):
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
-        if fitting:
-            rules.check_parameters(rules.check_optimizers(self.optimizers), module)
+        selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
         num_stages = self.config.num_stages or len(self._devices)
         ranges = choose_ranges(self._blocks, num_stages, self.config.split)
         model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
-        self._session = self._start_run(trainer, model, ranges)
+        self._session = self._start_run(trainer, model, ranges, selection)
         self._interception = Interception(self._blocks, self._session.pipeline)
+        self._home_version = self._session.version
         if fitting:
             self._stale = True
             self._take_steps(trainer, self._session)
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
+            self._home = Home(callbacks, self._visit_home, self._stay_home if self.config.gather_on_end else None)
 
-    def _start_run(self, trainer: Trainer, model: Model, ranges: Sequence[range]) -> Session:
+    def _start_run(
+        self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+    ) -> Session:
         assert self.peer is not None
         assert self._blocks is not None
         if self.config.role != "trainer":
             self.peer.serve(model)
-        fitting = trainer.state.fn == TrainerFn.FITTING
         clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
         by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         spec = RunSpec(
@@ -243,9 +251,9 @@ class SwarmHooks(_Strategy):
             gradient_clip_value=None if by_norm else clip_at,
             # Lightning restores its own counter only after this.
             first_step=trainer.global_step if self._restored_step is None else self._restored_step,
-            trains=fitting,
+            selection=selection,
             max_steps=trainer.max_steps if trainer.max_steps != -1 else None,
-            total_steps=_total_steps(trainer) if fitting else None,
+            total_steps=_total_steps(trainer) if selection is not None else None,
         )
         return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
 
@@ -305,20 +313,20 @@ class SwarmHooks(_Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         own: dict[str, Any] = self.lightning_module.state_dict()
-        if self._session is not None:
+        if self._stale:
+            if self._session is None:
+                rules.refuse_stale_weights()
             weights = self._gathered_weights(self.config.limits.call_timeout)
             names = checkpoints.first_names(self.lightning_module)
             own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
-        elif self._stale:
-            rules.refuse_stale_weights()
         return own
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        if self._session is not None:
-            return self._gathered_optimizer(self.config.limits.call_timeout)
         if self._stale:
-            rules.refuse_stale_weights()
+            if self._session is None:
+                rules.refuse_stale_weights()
+            return self._gathered_optimizer(self.config.limits.call_timeout)
         return super().optimizer_state(optimizer)
 
     @override
@@ -332,6 +340,8 @@ class SwarmHooks(_Strategy):
         super().load_optimizer_state_dict(checkpoint)
         assert self.peer is not None
         assert self.peer.manifest is not None
+        assert self._loop is not None
+        self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
         state = checkpoints.by_name(self.optimizers[0], self._parameter_names)
         timeout = self.config.limits.call_timeout
         self.peer.runtime.run(
@@ -346,8 +356,6 @@ class SwarmHooks(_Strategy):
                 "`max_epochs` so that the last batch closes it.",
                 self._loop.pending_samples,
             )
-        if self.config.gather_on_end:
-            self._bring_home(self.config.limits.call_timeout)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -359,18 +367,33 @@ class SwarmHooks(_Strategy):
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
+    def _stay_home(self) -> None:
+        """From here on the module is what it looks like: callbacks may change it, and it is saved as it is."""
+        self._bring_home(self.config.limits.call_timeout)
+
+    def _visit_home(self) -> None:
+        """Let the module hold the weights of the last step, for a callback."""
+        assert self._session is not None
+        if self._home_version != self._session.version:
+            self._bring_weights_home(self.config.limits.call_timeout)
+
     def _bring_home(self, timeout: float) -> None:
         """Put weights and optimizer state of the last step where one machine would have them."""
+        optimizer_state = self._gathered_optimizer(timeout)
+        self._bring_weights_home(timeout)
+        self.optimizers[0].load_state_dict(optimizer_state)
+        self._stale = False
+
+    def _bring_weights_home(self, timeout: float) -> None:
         assert self.lightning_module is not None
+        assert self._session is not None
         module = self.lightning_module
         weights = self._gathered_weights(timeout)
-        optimizer_state = self._gathered_optimizer(timeout)
         own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
-        self.optimizers[0].load_state_dict(optimizer_state)
-        self._stale = False
+        self._home_version = self._session.version
 
     def _gathered_weights(self, timeout: float) -> dict[str, Tensor]:
         """Copies of all stages' weights at the last step."""
@@ -423,7 +446,10 @@ class SwarmHooks(_Strategy):
         """End the run and this machine's peers. Twice is fine."""
         if self._interception is not None:
             self._interception.remove()
+        if self._home is not None:
+            self._home.close()
         self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
+        self._home = None
         peer, self.peer = self.peer, None
         began = peer is not None and peer.manifest is not None
         try:

@@ -118,6 +118,7 @@ class ForwardRequest(Wire, frozen=True):
     mode: Mode
     source: Ticket | None  # the input, at the previous stage's peer; None: it comes with the message
     structure: Any  # tree of (inputs or None, extras); its tensors come with the message
+    keep: bool = True  # what backward needs; False: no backward will come, whatever the mode
 
 
 class Recompute(Wire, frozen=True):
@@ -167,6 +168,30 @@ class CancelReply(Wire, frozen=True):
     """`added`: too late, the gradient is in the sum. Else it never will be by that call."""
 
     added: bool
+
+
+class Selection(Wire, frozen=True):
+    """Which parameters train, and which group of the optimizer holds which: the user's word, by full names."""
+
+    num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    groups: dict[str, Count]  # the group of each parameter that the optimizer holds
+    frozen: list[str]  # parameters that require no gradient, in the model's order
+
+
+class SelectRequest(Wire, frozen=True):
+    """The lead's selection is another one from step `step` on, in which nothing was granted yet."""
+
+    step: Count
+    selection: Selection
+
+
+class SettleRequest(Wire, frozen=True):
+    """Open(k), where the selection changed: every server settles it before the first grant."""
+
+    generation: int
+    step: int
+    attempt: int
+    selection: Selection
 
 
 class GrantRequest(Wire, frozen=True):
@@ -294,6 +319,7 @@ class Record(Wire, frozen=True):
     squared_norm: float  # of the mean gradient, over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
     hyperparameters: list[dict[str, Any]]
+    selection: Selection | None  # of this step, if it is not that of the step before
     next_roster: list[list[Member]]  # for each stage
     next_voters: list[Member]
 
@@ -344,7 +370,7 @@ class Manifest(Wire, frozen=True):
     stages: list[StageManifest]
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
-    trains: bool = True  # False: it only evaluates, and no server needs an optimizer
+    selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
 
 
 def check_trainer(manifest: Manifest, caller: PeerId) -> None:

@@ -79,6 +79,7 @@ class Passage:
         extras: For each stage, the keyword arguments that it takes.
         mode: The trainer's mode.
         weight: Of its batch.
+        first_trained: The stages before this one train nothing, and get no gradient unless the input wants one.
     """
 
     link: Link
@@ -88,6 +89,7 @@ class Passage:
     extras: Sequence[dict[str, Any]]
     mode: Mode
     weight: float
+    first_trained: int = 0
     _route: list[Charge] = field(default_factory=list)
 
     # ------------------------------------------------------------------ forward
@@ -138,7 +140,14 @@ class Passage:
     async def _send_forward(self, stage: int) -> bool:
         source = self._ticket(stage - 1, "forward") if stage else None
         structure, tensors = trees.flatten((None if stage else self.inputs, self.extras[stage]))
-        request = ForwardRequest(key=self.key, stage_index=stage, mode=self.mode, source=source, structure=structure)
+        request = ForwardRequest(
+            key=self.key,
+            stage_index=stage,
+            mode=self.mode,
+            source=source,
+            structure=structure,
+            keep=stage >= self._end,
+        )
         try:
             await self.link.send(self._route[stage].peer, FORWARD, request, tensors)
         except Busy:
@@ -158,9 +167,13 @@ class Passage:
             gradients: For each output tensor its gradient, or None.
         """
         last = len(self.extras) - 1
-        await gather(self._send_backward(stage, gradients) for stage in range(last, -1, -1))
-        for stage in range(last, -1, -1):
+        await gather(self._send_backward(stage, gradients) for stage in range(last, self._end - 1, -1))
+        for stage in range(last, self._end - 1, -1):
             await self._settle(stage, gradients)
+        for stage in range(self._end):
+            self._account(
+                stage, await self.link.tickets.wait(self._ticket(stage, "forward"), timeout=self.link.timeout)
+            )
         if not self.mode.input_grad:
             return None
         message = await self.link.tickets.fetch(self._ticket(0, "backward"), timeout=self.link.timeout)
@@ -177,12 +190,15 @@ class Passage:
                 self.link.count["repeated"] += 1
                 await self._repeat_backward(stage, gradients, gradient_gone=isinstance(error, InputMissing))
                 continue
-            report = decode(body, CallReport)
-            if not report.receipt:
-                raise ProtocolError(f"{self._route[stage].peer} finished {self.key} without a receipt")
-            self.link.routers[stage].settle(self._route[stage], busy_s=report.busy_s, queued=report.queued)
+            if self._account(stage, body).receipt != (stage >= self.first_trained):
+                raise ProtocolError(f"{self._route[stage].peer} finished {self.key} with a receipt too few or too many")
             return
         raise StepError(f"stage {stage} did not finish {self.key} in {_MAX_REPEATS} attempts; the last: {last}")
+
+    def _account(self, stage: int, body: bytes) -> CallReport:
+        report = decode(body, CallReport)
+        self.link.routers[stage].settle(self._route[stage], busy_s=report.busy_s, queued=report.queued)
+        return report
 
     async def _repeat_backward(self, stage: int, gradients: Sequence[Tensor | None], *, gradient_gone: bool) -> None:
         """Send a stage's backward again with all it needs to start from nothing; nothing is added twice.
@@ -218,12 +234,17 @@ class Passage:
             stage_index=stage,
             mode=self.mode,
             weight=self.weight,
-            accumulate=True,
+            accumulate=stage >= self.first_trained,
             source=source,
             present=present,
             recompute=again,
         )
         await self.link.send(self._route[stage].peer, BACKWARD, request, tensors)
+
+    @property
+    def _end(self) -> int:
+        """The last stage that gets a gradient; behind the last one, if none does."""
+        return 0 if self.mode.input_grad else self.first_trained
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         return Ticket(peer_id=self._route[stage].peer, name=self.key.name(stage, direction))

@@ -70,6 +70,7 @@ class Pipeline:
         self.runtime = runtime
         self.config = config
         self.version = 0  # of the weights that calls outside a batch use
+        self.first_trained = 0  # no stage before this one trains
         self.batch: BatchInHand | None = None
         self.num_microbatches = 0
         self._evaluations = itertools.count()
@@ -170,6 +171,7 @@ class _Call:
                 extras=[_taken(part.kwargs, keywords) for keywords in config.keywords],
                 mode=mode,
                 weight=self._batch.grant.weight if self._batch else 0.0,
+                first_trained=pipeline.first_trained,
             )
             for index, part in enumerate(parts)
         ]

@@ -25,6 +25,11 @@ class Ledger:
         """Whether the step is closing."""
         return self._named is not None
 
+    @property
+    def begun(self) -> bool:
+        """Whether it holds a receipt, or the step is closing."""
+        return self.frozen or bool(self._receipts)
+
     def holds(self, receipt: Receipt) -> bool:
         """Whether the microbatch's gradient is in the sum."""
         return receipt in self._receipts

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lightning_swarm import partition
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
+from lightning_swarm.selection import check_selection
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.types import Manifest, Member, StageManifest
 
@@ -79,19 +80,29 @@ class Model:
                     "Start all peers with the same script, versions and settings."
                 )
         modules = self.cut(ranges)
+        if manifest.selection is not None:
+            check_selection(manifest.selection, manifest.stages)
+            self._freeze(set(manifest.selection.frozen))
         if not self._keep:
             self._free([module for module in modules if module.spec.index not in served])
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {
             index: Stage(
                 modules[index],
-                self._optimizer(manifest.total_steps) if manifest.trains else None,
+                self._optimizer(manifest.total_steps) if manifest.selection is not None else None,
                 self._device,
                 version=manifest.first_step,
                 clip_value=manifest.gradient_clip_value,
+                selection=manifest.selection,
             )
             for index in sorted(served)
         }
+
+    def _freeze(self, frozen: Collection[str]) -> None:
+        """Only the lead ran the callbacks that freeze; `configure_optimizers` shall find here what it did there."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(name not in frozen)
 
     def _free(self, others: Sequence[StageModule]) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""

@@ -134,14 +134,15 @@ class Server:
 
         result, busy_s = await self._compute(stage, (1, *_age(key)), compute)
         self.num_forwards += 1
-        if mode.grad:
+        keep = mode.grad and request.keep
+        if keep:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
             self._keep(name, kept, result)
         computed = Computed(structure=result.structure, flags=result.requires_grad)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued)
         outputs = tuple(tensor.cpu() for tensor in result.outputs)
         # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
-        once = self.cache.full or not mode.grad
+        once = self.cache.full or not keep
         self._tickets.fulfil(name, Message(encode(computed), outputs), encode(report), once=once)
 
     def _keep(self, name: str, kept: Kept, result: Forwarded) -> None:

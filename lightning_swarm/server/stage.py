@@ -6,21 +6,23 @@ Everything here runs on the compute thread, one call at a time.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule, computing
 from lightning_swarm.randomness import KeyedRandom
+from lightning_swarm.selection import trained_names
 from lightning_swarm.server import mode as modes
 from lightning_swarm.server.fingerprint import fingerprint
-from lightning_swarm.types import Mode, Record
+from lightning_swarm.types import Mode, Record, Selection
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Stage:
         device: Where it computes.
         version: Of its initial weights.
         clip_value: Each element of the mean gradient is clamped to its range; None: not clipped.
+        selection: Which parameters train, and in which group; None: it is not going to train.
     """
 
     def __init__(
@@ -62,26 +65,51 @@ class Stage:
         *,
         version: int = 0,
         clip_value: float | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self.module = module
         self.index = module.spec.index
         self.device = device
         self.version = version
         self.clip_value = clip_value
-        named = module.named_stage_parameters()
-        self.parameters = dict(named)
+        self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
+        self.selection: Selection | None = None
+        self._train([])
+        if selection is not None:
+            self.select(selection)
+
+    # ------------------------------------------------------------------ what trains
+
+    def select(self, selection: Selection) -> None:
+        """Train what `selection` says from now on. What the optimizer knows of a parameter stays with it."""
+        if selection == self.selection:
+            return
+        frozen = set(selection.frozen)
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(name not in frozen)
+        groups = self.optimizer.param_groups
+        del groups[selection.num_groups :]
+        while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
+            groups.append(copy.deepcopy(self.optimizer.defaults))
+        for index, group in enumerate(groups):  # empty groups stay: records address groups by place
+            held = (name for name in self.parameters if selection.groups.get(name) == index)
+            group["params"] = [self.parameters[name] for name in held]
         # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
-        grouped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        self.trainable = [parameter for _, parameter in named if parameter.requires_grad and id(parameter) in grouped]
-        local = {id(parameter) for parameter in self.trainable}
-        for group in self.optimizer.param_groups:  # empty groups stay: records address groups by place
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in local]
-        dtypes = [parameter.dtype for parameter in self.trainable]
+        trained = trained_names(selection)
+        self._train([parameter for name, parameter in self.parameters.items() if name in trained])
+        self.selection = selection
+
+    def _train(self, trainable: list[nn.Parameter]) -> None:
+        """Make room for the gradients of `trainable`."""
+        self.trainable = trainable
+        dtypes = [parameter.dtype for parameter in trainable]
         self._sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.gradient_sum = torch.zeros(sum(p.numel() for p in self.trainable), dtype=self._sum_dtype, device=device)
-        self.touched = [False] * len(self.trainable)
-        self._graph_bytes_per_row: float | None = None
+        num_elements = sum(parameter.numel() for parameter in trainable)
+        self.gradient_sum = torch.zeros(num_elements, dtype=self._sum_dtype, device=self.device)
+        self.touched = [False] * len(trainable)
+        self._graph_bytes_per_row: float | None = None  # of a graph that begins elsewhere now
 
     # ------------------------------------------------------------------ one microbatch
 
@@ -191,7 +219,8 @@ class Stage:
         """Refuse a record that `apply` would fail on, before anything is changed."""
         if record.step != self.version:
             raise ProtocolError(f"stage {self.index} is at version {self.version}; record {record.step} is not next")
-        num_groups, num_given = len(self.optimizer.param_groups), len(record.hyperparameters)
+        selection = record.selection or self.selection
+        num_groups, num_given = selection.num_groups if selection is not None else 0, len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
         for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=False):
@@ -208,6 +237,8 @@ class Stage:
             touched: For each trainable parameter, whether any microbatch gave it a gradient. Optimizers pass over
                 those that have none, on one machine as here.
         """
+        if record.selection is not None:
+            self.select(record.selection)
         self.check_applies(record)
         if record.outcome == "apply":
             for parameter, view, has_gradient in zip(self.trainable, self._views(mean_gradient), touched, strict=True):
@@ -228,7 +259,7 @@ class Stage:
     def fingerprint(self) -> int:
         """Of weights, buffers and optimizer state at this version."""
         tensors: list[Tensor] = [*self.parameters.values(), *(buffer for _, buffer in self._buffers())]
-        for parameter in self.trainable:
+        for parameter in self.parameters.values():
             tensors += trees.flatten(self.optimizer.state.get(parameter, {}))[1]
         return fingerprint(tensors)
 

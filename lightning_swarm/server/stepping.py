@@ -11,10 +11,11 @@ from torch import Tensor
 from lightning_swarm.averaging.butterfly import average
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.selection import check_selection
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
+from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, SETTLE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types import (
@@ -27,6 +28,8 @@ from lightning_swarm.types import (
     Member,
     PartNorm,
     Record,
+    Selection,
+    SettleRequest,
     StageClosing,
     StageLedger,
     decode,
@@ -76,9 +79,11 @@ class Stepping:
         self._stages: dict[int, Stage] = {}
         self._ledgers: dict[int, Ledger] = {}
         self._averaged: _Averaged | None = None
+        self._reselected: Selection | None = None  # in the open step
         self._applied = asyncio.Condition()
         self.version = 0
         self.attempt = 0
+        transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FREEZE, self._handle_freeze)
         transport.handle_call(AVERAGE, self._handle_average)
         transport.handle_call(APPLY, self._handle_apply)
@@ -134,6 +139,21 @@ class Stepping:
             ) from None
 
     # ------------------------------------------------------------------ the coordinator's calls
+
+    async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, SettleRequest)
+        self._check(caller, request.generation, request.step, request.attempt)
+        await self._executor.submit(_FIRST, lambda: self._settle(request.selection))
+        return b""
+
+    def _settle(self, selection: Selection) -> None:
+        assert self._manifest is not None
+        check_selection(selection, self._manifest.stages)
+        if any(ledger.begun for ledger in self._ledgers.values()):
+            raise ProtocolError(f"step {self.version} has begun here; what it trains changes no more")
+        for stage in self._stages.values():
+            stage.select(selection)
+        self._reselected = selection
 
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FreezeRequest)
@@ -215,11 +235,13 @@ class Stepping:
         if record.step < self.version:
             return b""  # told twice
         self._check(caller, closing.generation, closing.step, closing.attempt)
+        if record.selection != self._reselected:
+            raise ProtocolError(f"record {record.step} is of another selection of parameters than its gradients here")
         averaged = self._averaged
         if averaged is None or averaged.closing != closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
         await self._executor.submit(_FIRST, lambda: self._apply(record, averaged))
-        self._averaged = None
+        self._averaged = self._reselected = None
         self._on_decided(f"g{closing.generation}.s{closing.step}.")
         async with self._applied:
             self.version = record.step + 1

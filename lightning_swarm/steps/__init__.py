@@ -1,9 +1,12 @@
 """Steps: each granted sample in exactly one decided record.
 
-``grant -> microbatches, receipts -> close -> average -> record decided -> apply``. `policy.py` keeps the books of
-the open step, `coordinator.py` acts on them, `voting.py` decides records.
+``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
+``select -> settle`` come first. `policy.py` keeps the books of the open step, `coordinator.py` acts on them,
+`voting.py` decides records.
 """
 
+SELECT = "step.select"
+SETTLE = "step.settle"
 GRANT = "step.grant"
 DONE = "step.done"
 RECORD = "step.record"

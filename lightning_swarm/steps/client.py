@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import Transport
-from lightning_swarm.steps import DONE, GRANT, RECORD
+from lightning_swarm.steps import DONE, GRANT, RECORD, SELECT
 from lightning_swarm.types import (
     BatchDone,
     BatchDoneReply,
@@ -19,6 +19,8 @@ from lightning_swarm.types import (
     Receipt,
     Record,
     RecordRequest,
+    Selection,
+    SelectRequest,
     decode,
     encode,
 )
@@ -38,6 +40,10 @@ class StepClient:
         self._coordinator = manifest.coordinator
         self._timeout = timeout
         self.version = manifest.first_step  # of the newest weights that this trainer knows of
+
+    async def select(self, selection: Selection) -> None:
+        """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
+        await self._ask(SELECT, encode(SelectRequest(step=self.version, selection=selection)))
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
         """A place in the open step; waits for the next step when this one is full."""

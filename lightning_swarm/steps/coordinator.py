@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, RECORD
+from lightning_swarm.selection import check_selection, first_trained
+from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, RECORD, SELECT, SETTLE
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
 from lightning_swarm.steps.voting import decide
 from lightning_swarm.tasks import TaskOwner, gather
@@ -28,6 +29,9 @@ from lightning_swarm.types import (
     Member,
     Record,
     RecordRequest,
+    Selection,
+    SelectRequest,
+    SettleRequest,
     StageClosing,
     StageLedger,
     Wait,
@@ -59,11 +63,15 @@ class Coordinator:
         self._roster = [list(stage.roster) for stage in manifest.stages]
         self._voters = list(manifest.voters)
         self._hyperparameters: list[dict[str, Any]] = []
+        self._selection = manifest.selection
+        self._reselected: Selection | None = None  # in the open step
+        self._settling = asyncio.Lock()
         self._record: Record | None = None
         self._failure: SwarmError | None = None
         self._decided = asyncio.Condition()
         self._tasks = TaskOwner()
         self._warned_large = False
+        transport.handle_call(SELECT, self._handle_select)
         transport.handle_call(GRANT, self._handle_grant)
         transport.handle_call(DONE, self._handle_done)
         transport.handle_call(RECORD, self._handle_record)
@@ -78,20 +86,42 @@ class Coordinator:
 
     # ------------------------------------------------------------------ the trainers' calls
 
+    async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
+        if caller != self._manifest.lead:
+            raise ProtocolError(f"the lead {self._manifest.lead} says what trains, not {caller}")
+        request = decode(body, SelectRequest)
+        check_selection(request.selection, self._manifest.stages)
+        async with self._settling:
+            step = self._open
+            if request.step != step.step or step.begun:
+                raise ProtocolError(
+                    f"what trains changes before a step's first grant; step {step.step} is open, and something was "
+                    f"granted in it or step {request.step} was meant"
+                )
+            generation = self._manifest.generation
+            settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
+            await self._ask_all(SETTLE, settle)
+            self._selection = self._reselected = request.selection
+        return b""
+
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
         check_trainer(self._manifest, caller)
         request = decode(body, GrantRequest)
+        async with self._settling:  # not before all servers know what this step trains
+            return encode(self._grant(caller, request))
+
+    def _grant(self, caller: PeerId, request: GrantRequest) -> GrantReply:
         step = self._open
         if request.step > step.step:
             raise ProtocolError(f"step {step.step} is open, got a request for step {request.step}")
         if request.step < step.step:
-            return encode(GrantReply(wait=Wait(step=step.step - 1)))
+            return GrantReply(wait=Wait(step=step.step - 1))
         if self._manifest.max_steps is not None and step.step >= self._manifest.max_steps:
             raise ProtocolError(f"the run ends after step {self._manifest.max_steps - 1}; no step opens beyond it")
         lease = next(self._leases)
         place = step.grant(lease, caller, request.num_samples, request.gradient_scale)
         if place is None:
-            return encode(GrantReply(wait=Wait(step=step.step)))
+            return GrantReply(wait=Wait(step=step.step))
         target = self._manifest.target_batch_size
         if target is not None and request.num_samples > target and not self._warned_large:
             self._warned_large = True
@@ -99,7 +129,7 @@ class Coordinator:
         first, weight = place
         generation = self._manifest.generation
         grant = Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
-        return encode(GrantReply(grant=grant))
+        return GrantReply(grant=grant)
 
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         check_trainer(self._manifest, caller)
@@ -157,6 +187,7 @@ class Coordinator:
         async with self._decided:
             self._record = record
             self._open = OpenStep(step.step + 1, self._manifest.target_batch_size)
+            self._reselected = None
             self._decided.notify_all()
 
     async def _fail(self, step: OpenStep, reason: str) -> None:
@@ -175,6 +206,7 @@ class Coordinator:
             squared_norm=squared_norm,
             clip_factor=clip_factor(squared_norm, self._manifest.gradient_clip_norm),
             hyperparameters=self._hyperparameters,
+            selection=self._reselected,
             next_roster=self._roster,
             next_voters=self._voters,
         )
@@ -191,7 +223,8 @@ class Coordinator:
             [_ledger(replies[member.peer_id], member, index) for member in roster]
             for index, roster in enumerate(self._roster)
         ]
-        check_ledgers(step.step, counted, ledgers)
+        first = first_trained(self._selection, self._manifest.stages)
+        check_ledgers(step.step, counted, ledgers, first_trained=first)
         return Closing(
             generation=self._manifest.generation,
             step=step.step,

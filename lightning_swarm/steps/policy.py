@@ -50,6 +50,11 @@ class OpenStep:
         return sum(batch.num_samples for batch in self._batches.values())
 
     @property
+    def begun(self) -> bool:
+        """Whether anything is granted, or the step is closing."""
+        return bool(self._batches) or self.closing
+
+    @property
     def closing(self) -> bool:
         """Whether nothing more is granted."""
         full = self.target_batch_size is not None and self.num_granted >= self.target_batch_size
@@ -116,13 +121,16 @@ class OpenStep:
         return batch
 
 
-def check_ledgers(step: int, counted: Sequence[Receipt], ledgers: Sequence[Sequence[StageLedger]]) -> None:
+def check_ledgers(
+    step: int, counted: Sequence[Receipt], ledgers: Sequence[Sequence[StageLedger]], *, first_trained: int = 0
+) -> None:
     """Each counted microbatch once in each stage, nothing else in any sum, and all replicas at the same weights.
 
     Args:
         step: For the error.
         counted: The receipts that the closing names.
         ledgers: For each stage, those of its roster.
+        first_trained: The stages before this one train nothing, and no gradient goes there.
 
     Raises:
         StepError: Says the stage and what is wrong.
@@ -135,11 +143,12 @@ def check_ledgers(step: int, counted: Sequence[Receipt], ledgers: Sequence[Seque
         if unnamed:
             raise StepError(f"step {step}: stage {stage_index} holds {unnamed} gradients that no batch completed")
         held = [sum(flags) for flags in zip(*(from_bitmap(one.held, len(counted)) for one in stage), strict=True)]
-        wrong = [receipt for receipt, times in zip(counted, held, strict=True) if times != 1]
+        wanted, otherwise = (1, "not at all or more than once") if stage_index >= first_trained else (0, "all the same")
+        wrong = [receipt for receipt, times in zip(counted, held, strict=True) if times != wanted]
         if wrong:
             raise StepError(
-                f"step {step}: each microbatch counts once in each stage; in stage {stage_index} these were added "
-                f"not at all or more than once: {wrong[:5]}"
+                f"step {step}: each microbatch counts once in each stage that trains; in stage {stage_index} these "
+                f"were added {otherwise}: {wrong[:5]}"
             )
 
 

@@ -23,6 +23,7 @@ from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
 from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
+from lightning_swarm.types import Selection
 
 if TYPE_CHECKING:
     _SwarmHooks = SwarmHooks
@@ -75,7 +76,9 @@ class InMemoryHooks(_SwarmHooks):
         self._copies = [_copy(module) for _ in self.peers[1:]]
 
     @override
-    def _start_run(self, trainer: Trainer, model: Model, ranges: Sequence[range]) -> Session:
+    def _start_run(
+        self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+    ) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=True):
             module.trainer = trainer
             # Other processes would draw from generators of their own.
@@ -88,7 +91,7 @@ class InMemoryHooks(_SwarmHooks):
             module.to(self.root_device)
             _poison(module)
             peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
-        session = super()._start_run(trainer, model, ranges)
+        session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -73,6 +74,7 @@ def fit_both(
     data: Make = lambda: loader(digits()),
     made: dict[str, Callable[[str], Any]] | None = None,
     exact: bool = True,
+    swarm: dict[str, Any] | None = None,
     **options: Any,
 ) -> Both:
     """Train twice.
@@ -83,10 +85,11 @@ def fit_both(
         data: Makes the training data.
         made: Arguments of the Trainer that each run needs its own of; called with ``"plain"`` and ``"swarm"``.
         exact: Every loss and weight must be the same but for rounding in float64.
+        swarm: Arguments of `run_swarm` alone.
         options: Further arguments of the Trainer.
     """
     runs: list[Any] = []
-    for name, run in (("plain", run_plain), ("swarm", run_swarm)):
+    for name, run in (("plain", run_plain), ("swarm", partial(run_swarm, **(swarm or {})))):
         own = {key: make(name) for key, make in (made or {}).items()}
         runs.append(run(make_module, data(), *validation, **options, **own))
     if exact:

@@ -27,6 +27,7 @@ _MODULES = (
     "test_loop",
     "test_data",
     "test_optimization",
+    "test_finetuning",
     "test_precision",
     "test_logging",
     "test_checkpoints",

@@ -213,10 +213,6 @@ def make_swa() -> L.Callback:
     return callbacks.StochasticWeightAveraging(1e-2)
 
 
-def make_finetuning() -> L.Callback:
-    return callbacks.BackboneFinetuning()
-
-
 def make_pruning() -> L.Callback:
     return callbacks.ModelPruning("l1_unstructured")
 
@@ -236,11 +232,6 @@ def make_pruning() -> L.Callback:
             make_swa,
             "StochasticWeightAveraging",
             marks=feature("`StochasticWeightAveraging`", REFUSED, "as `WeightAveraging`"),
-        ),
-        pytest.param(
-            make_finetuning,
-            "BackboneFinetuning",
-            marks=feature("`BaseFinetuning`", REFUSED, "freeze before training begins, for now"),
         ),
         pytest.param(make_pruning, "ModelPruning", marks=feature("`ModelPruning`", REFUSED, "prune after training")),
     ],

@@ -136,12 +136,6 @@ class Penalised(Digits):
         return super().training_step(batch, batch_idx) + 0.1 * penalty
 
 
-class FrozenLate(Digits):
-    @override
-    def on_fit_start(self) -> None:
-        self.net[0].requires_grad_(False)
-
-
 class Foreign(Digits):
     """A layer in a plain list is no part of the module."""
 
@@ -159,7 +153,6 @@ class Foreign(Digits):
     [
         (Foreign, r"of the LightningModule only.*group 0 has foreign ones of the shapes \[\(10, 10\), \(10,\)\]"),
         (Penalised, r"a loss may reach weights through the pipelined.*\['net.0.weight', .*weight decay"),
-        (FrozenLate, r"settled when the run begins.*\['net.0.bias', 'net.0.weight'\].*Freeze them in `__init__`"),
     ],
 )
 def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], message: str) -> None:

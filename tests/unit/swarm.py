@@ -17,6 +17,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import StageModule, find_blocks
+from lightning_swarm.selection import read_selection
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
@@ -132,6 +133,7 @@ class Swarm:
             gradient_clip_value=None,
             max_steps=max_steps,
             total_steps=None,
+            selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),
         )
         self.steps = StepClient(self.trainer, self.manifest, timeout=30.0)
@@ -193,6 +195,7 @@ class Swarm:
                 stepping.version,
                 stepping.attempt,
                 stepping._averaged,
+                stepping._reselected,
             )
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
             for index in stepping.stages:
@@ -202,12 +205,14 @@ class Swarm:
                     tuple(stage.touched),
                     stage.version,
                     stage.fingerprint(),
+                    stage.selection,
+                    [len(group["params"]) for group in stage.optimizer.param_groups],
+                    [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
                 )
             if server.admission.coordinator is not None:
-                state["books"] = copy.deepcopy(
-                    (server.admission.coordinator._open, server.admission.coordinator._hyperparameters)
-                )
+                books = server.admission.coordinator
+                state["books"] = copy.deepcopy((books._open, books._hyperparameters, books._selection))
         return state
 
     # ------------------------------------------------------------------ one microbatch, by hand

@@ -139,6 +139,12 @@ WHOLE = [[ledger(0, 0, 2), ledger(0, 1)], [ledger(1, 0, 1, 2, version_hash=2)]]
 def test_ledgers_that_hold_each_microbatch_once_in_each_stage_pass() -> None:
     check_ledgers(0, COUNTED, WHOLE)
     check_ledgers(0, [], [[replaced(ledger(0), held=b"")]])
+    check_ledgers(0, COUNTED, [[ledger(0)], *WHOLE[1:]], first_trained=1)
+
+
+def test_a_stage_before_the_first_that_trains_holds_nothing() -> None:
+    with pytest.raises(StepError, match=r"in stage 0 these were added all the same: .*0, 0, 0"):
+        check_ledgers(0, COUNTED, WHOLE, first_trained=1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
-from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
+from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD, SELECT, SETTLE
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types import (
     BatchDone,
@@ -31,6 +31,9 @@ from lightning_swarm.types import (
     Recompute,
     Record,
     RecordRequest,
+    Selection,
+    SelectRequest,
+    SettleRequest,
     StageClosing,
     StageState,
     StateRequest,
@@ -74,6 +77,8 @@ class Sample:
             swarm.run(swarm.trainer.call(B, ADMIT, encode(swarm.manifest), timeout=1.0))
         if self.phase in ("new", "admitted"):
             return swarm
+        if self.phase == "idle":
+            return swarm
         swarm.run(swarm.steps.grant(2))
         output = swarm.run(swarm.forward(key(), rows(1)))
         if self.phase == "open":
@@ -110,6 +115,7 @@ def record(swarm: Swarm) -> Record:
         squared_norm=1.0,
         clip_factor=1.0,
         hyperparameters=HYPERPARAMETERS,
+        selection=None,
         next_roster=[],
         next_voters=[],
     )
@@ -146,6 +152,16 @@ def from_nothing(swarm: Swarm) -> Message:
     return swarm.backward_request(key(), 1, [A, B], rows(2), recompute=again, tensors=tensors)
 
 
+def other_selection(swarm: Swarm) -> Selection:
+    """One block frozen, a bias in a group of its own."""
+    groups = {name: int(name == "1.0.bias") for name, _ in swarm.module.named_parameters()}
+    return Selection(num_groups=2, groups=groups, frozen=["0.0.bias", "0.0.weight"])
+
+
+def settling(swarm: Swarm) -> SettleRequest:
+    return SettleRequest(generation=0, step=0, attempt=0, selection=other_selection(swarm))
+
+
 def cancelling(swarm: Swarm) -> CancelRequest:
     return CancelRequest(key=key(), stage_index=1, direction="forward")
 
@@ -164,6 +180,14 @@ SAMPLES = [
     Sample(CALL, BACKWARD, lambda swarm: swarm.backward_request(key(), 0, [A, B], rows(2)), target=A),
     Sample(CALL, CANCEL, plain(cancelling)),
     Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, optimizer=True))),
+    Sample(
+        CALL,
+        SELECT,
+        plain(lambda swarm: SelectRequest(step=0, selection=other_selection(swarm))),
+        target=A,
+        phase="idle",
+    ),
+    Sample(CALL, SETTLE, plain(settling), caller=A, phase="idle"),
     Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
     Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
@@ -226,6 +250,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "deterministic",
         "anomaly",
         "recompute",
+        "keep",
     }
     for path, value in paths(fields):
         if path[0] in ("structure", "hyperparameters") or path[:2] == ("recompute", "structure"):
@@ -234,7 +259,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
             yield from (
                 msgspec.msgpack.encode(with_value(fields, path, {n: v for n, v in value.items() if n != name}))
                 for name in value.keys() - defaults
-                if "hyperparameters" not in path
+                if not {"hyperparameters", "groups"} & set(path)
             )
         if not {"hyperparameters", "structure"} & set(path):
             yield msgspec.msgpack.encode(with_value(fields, path, msgspec.msgpack.Ext(5, b"x")))

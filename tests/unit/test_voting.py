@@ -29,6 +29,7 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         squared_norm=0.0,
         clip_factor=clip_factor,
         hyperparameters=[],
+        selection=None,
         next_roster=[],
         next_voters=[],
     )

@@ -1,1 +1,0 @@
-"""Run these from the repository's root, such as ``python -m examples.digits.train``."""

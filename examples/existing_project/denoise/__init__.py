@@ -1,1 +1,0 @@
-"""Remove noise from photographs."""

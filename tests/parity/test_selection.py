@@ -1,0 +1,90 @@
+"""What trains changes from step to step: where it may, and what goes over the wire."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.pipeline.passage import Link
+from lightning_swarm.server import BACKWARD, FORWARD
+from tests.features.both import Trained, fit_both
+from tests.features.test_finetuning import EPOCH, Backbone, Filtered, in_phases, reselections, unfreezing
+from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, digits, loader
+
+
+def test_frozen_from_the_first_step_on() -> None:
+    class Late(Trained):
+        @override
+        def on_fit_start(self) -> None:
+            self.net[0].requires_grad_(False)
+
+    assert set(reselections(fit_both(Late, max_epochs=1).swarm)) == {0}
+
+
+@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"target_batch_size": 20}])
+def test_a_change_in_mid_step_is_refused(options: dict[str, Any]) -> None:
+    class Hasty(DigitsMLP):
+        @override
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net[0].requires_grad_(batch_idx == 0)
+
+    message = r"only where a step begins.*\['net.0.bias', 'net.0.weight'\] changed with 8 samples.*beginning of an acc"
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(Hasty, loader(digits()), max_steps=4, **options)
+
+
+def test_a_change_at_the_beginning_of_a_window_counts_from_there_on() -> None:
+    class Patient(Trained):
+        @override
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net[0].requires_grad_(batch_idx // 2 != 1)
+
+    both = fit_both(Patient, accumulate_grad_batches=2, max_epochs=2)
+    assert reselections(both.swarm) == {1: 2, 2: 2, 5: 2, 6: 2}
+
+
+@pytest.mark.parametrize("made", [unfreezing, in_phases])
+@pytest.mark.parametrize(("first", "then"), [(run_plain, run_swarm), (run_swarm, run_plain)])
+def test_resuming_after_an_unfreeze(made: Any, first: Any, then: Any, tmp_path: Path) -> None:
+    """What the plain Trainer does with its own file is what all others do."""
+
+    def make() -> Any:
+        return Backbone().double() if made is unfreezing else Filtered().double()
+
+    def both_parts(first: Any, then: Any) -> Any:
+        first(make, loader(digits()), max_epochs=2, callbacks=made()).trainer.save_checkpoint(tmp_path / "half.ckpt")
+        return then(make, loader(digits()), max_epochs=4, callbacks=made(), ckpt_path=tmp_path / "half.ckpt")
+
+    plain, other = both_parts(run_plain, run_plain), both_parts(first, then)
+    assert other.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    assert other.learning_rates == plain.learning_rates
+    torch.testing.assert_close(other.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, bool]] = []
+    send = Link.send
+
+    async def noted(self: Link, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
+        calls.append((method, request.stage_index, getattr(request, "keep", True)))
+        return await send(self, peer, method, request, tensors)
+
+    monkeypatch.setattr(Link, "send", noted)
+    both = fit_both(Backbone, made={"callbacks": unfreezing}, max_epochs=2)
+    in_all = EPOCH * 3 - 1  # microbatches of an epoch: of 3, 3 and 2 samples, or of 3 and 1
+    assert Counter(calls) == {
+        (FORWARD, 0, False): in_all,
+        (FORWARD, 0, True): in_all,
+        (FORWARD, 1, True): 2 * in_all,
+        (BACKWARD, 0, True): in_all,
+        (BACKWARD, 1, True): 2 * in_all,
+    }
+    held = [[any(map(any, stage.holders)) for stage in record.closing.stages] for record in both.swarm.records]
+    assert held == [[False, True]] * EPOCH + [[True, True]] * EPOCH
