@@ -54,6 +54,25 @@ What can be set of the swarm: --trainer.strategy.help {strategy}
 """
 
 
+_NOISE: Final = (
+    "Does not validate against any",
+    "Subtypes:",
+    "Errors:",
+    "Expected a <class 'NoneType'>",
+    "Expected a path but",
+    "Given value type:",
+    "Given value: NestedArg",
+)
+
+_HINT: Final = """
+
+Classes are named by their import path from the current folder, like my_project.Net. What can be set:
+
+    lightning-swarm {name} --help
+    lightning-swarm {name} --model.help my_project.Net
+    lightning-swarm {name} --trainer.strategy.help {strategy}"""
+
+
 class _SaveConfig(SaveConfigCallback):
     """Saves what `fit` was run with, into the folder that a logger makes for it."""
 
@@ -154,16 +173,26 @@ def _run_trainer() -> int:
         sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
     parsers: dict[str, dict[str, Any]] = {
         name: {
+            "exit_on_error": False,
             "usage": f"lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]",
             "formatter_class": Help,
             "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
         }
         for name, line in _TRAINER_COMMANDS.items()
     }
-    SwarmCLI(
-        save_config_callback=_SaveConfig, parser_kwargs={"prog": "lightning-swarm", "formatter_class": Help, **parsers}
-    )
+    own = {"prog": "lightning-swarm", "formatter_class": Help, "exit_on_error": False}
+    try:
+        SwarmCLI(save_config_callback=_SaveConfig, parser_kwargs={**own, **parsers})
+    except argparse.ArgumentError as error:
+        name = sys.argv[1] if sys.argv[1] in _TRAINER_COMMANDS else "fit"
+        raise ConfigError(_shortened(str(error)) + _HINT.format(name=name, strategy=_CLASS_PATH)) from error
     return 0
+
+
+def _shortened(message: str) -> str:
+    """What jsonargparse says of an option, without the types that it tried in vain."""
+    lines = [line for line in message.splitlines() if line.strip() and not line.strip(" -").startswith(_NOISE)]
+    return "\n".join(lines)
 
 
 def _require_jsonargparse() -> None:

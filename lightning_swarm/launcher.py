@@ -6,6 +6,7 @@ Children hold a pipe to their parent. When it closes, however the parent died, t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import shlex
@@ -14,7 +15,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -47,7 +48,7 @@ class Launched(Protocol):
     config: SwarmConfig
     peer: Peer | None
 
-    def check(self, trainer: Trainer) -> None:
+    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
         """Refuse what cannot work."""
 
     def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
@@ -89,7 +90,7 @@ class SwarmLauncher(_Launcher):
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
-        self._strategy.check(trainer)
+        self._strategy.check(trainer, arguments_of(function, args, kwargs))
         self._start_peers()
         return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
 
@@ -254,6 +255,11 @@ def _share_cores(num_peers: int) -> int | None:
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
     return before
+
+
+def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a function is to be called with, by the names of its arguments."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -81,6 +82,52 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
     _check_precision(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         _check_training(trainer, module, config)
+
+
+def check_interactive(num_devices: int) -> None:
+    """Refuse further peers of this machine where there is no script to start again for them.
+
+    Raises:
+        ConfigError: This is a notebook, or a Python prompt.
+    """
+    if num_devices > 1 and _IS_INTERACTIVE:
+        raise ConfigError(
+            "in a notebook or at a Python prompt `devices` must be 1: above it this script would be started again for "
+            f"every peer, and there is none; got {num_devices}. Use `devices=1` (with any `num_stages`), or put the "
+            "code into a script."
+        )
+
+
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, object]) -> None:
+    """Refuse to start a run without data. Lightning would notice, too, when all peers are up.
+
+    Args:
+        trainer: Knows what is to be done.
+        module: May bring the data.
+        handed: What the Trainer's method was called with, by the names of its arguments.
+
+    Raises:
+        ConfigError: Nobody brings data.
+    """
+    assert trainer.state.fn is not None
+    function, framework = trainer.state.fn.value, framework_of(trainer)
+    hook = _LOADERS[function]
+    loaders = handed.get("train_dataloaders", handed.get("dataloaders"))
+    data = next((one for one in (loaders, handed.get("datamodule")) if one is not None), module)
+    if isinstance(data, (framework.data_module, framework.module)) and not framework.is_overridden(hook, data):
+        others = "no dataloader and no data module" if data is module else "a data module"
+        raise ConfigError(
+            f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
+            f"`{hook}`. Give it one, or define `{hook}`."
+        )
 
 
 def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
@@ -161,7 +208,9 @@ def _plain(name: str, value: object) -> object:
 
 def _check_precision(trainer: Trainer) -> None:
     if trainer.precision not in _PRECISIONS:
-        raise ConfigError(f"`precision` must be one of {list(_PRECISIONS)} for now, got {trainer.precision!r}.")
+        raise ConfigError(
+            f"`precision` must be one of {list(_PRECISIONS)}, got {trainer.precision!r}. Choose one of them."
+        )
 
 
 def _check_callbacks(trainer: Trainer) -> None:

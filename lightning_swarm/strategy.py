@@ -192,12 +192,25 @@ class SwarmHooks(_Strategy):
     @override
     def _configure_launcher(self) -> None:
         rules.check_strategy(self, self.framework)
+        rules.check_interactive(len(self._devices))
         self._launcher = SwarmLauncher(self, len(self._devices))
 
-    def check(self, trainer: Trainer) -> None:
-        """Refuse what cannot work, as far as it can be seen before the model is configured."""
-        assert self.lightning_module is not None
-        rules.check_trainer(trainer, self.lightning_module, self.config)
+    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
+        """Refuse what cannot work, as far as it can be seen before the model is configured.
+
+        Args:
+            trainer: Whose.
+            handed: What its method was called with.
+        """
+        module = self.lightning_module
+        assert module is not None
+        rules.check_trainer(trainer, module, self.config)
+        rules.check_data(trainer, module, handed)
+        is_overridden = self.framework.is_overridden
+        if not (is_overridden("setup", module) or is_overridden("configure_model", module)):
+            # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
+            named = self.config.split if not isinstance(self.config.split, str) else "parameters"
+            choose_ranges(find_blocks(module, self.config.pipeline), self._num_stages, named)
         if self.config.role == "trainer" and len(self._devices) < 2 and not self.config.initial_peers:
             raise ConfigError(
                 f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
@@ -222,8 +235,7 @@ class SwarmHooks(_Strategy):
         selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
-        num_stages = self.config.num_stages or len(self._devices)
-        ranges = choose_ranges(self._blocks, num_stages, self.config.split)
+        ranges = choose_ranges(self._blocks, self._num_stages, self.config.split)
         model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, ranges, selection)
         self._interception = Interception(self._blocks, self._session.pipeline)
@@ -467,6 +479,10 @@ class SwarmHooks(_Strategy):
     @property
     def _devices(self) -> list[torch.device]:
         return self.parallel_devices or [torch.device("cpu")]
+
+    @property
+    def _num_stages(self) -> int:
+        return self.config.num_stages or len(self._devices)
 
     @property
     def _num_servers(self) -> int:

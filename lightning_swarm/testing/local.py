@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.launcher import arguments_of
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import find_blocks
 from lightning_swarm.runtime import InlineRuntime
@@ -140,7 +141,7 @@ class _InlineLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
-        self._strategy.check(trainer)
+        self._strategy.check(trainer, arguments_of(function, args, kwargs))
         self._strategy.prepare()
         return function(*args, **kwargs)
 

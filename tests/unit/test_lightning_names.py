@@ -18,7 +18,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_swarm.rules import _STEP_HOOKS, _WEIGHT_CALLBACKS
+from lightning_swarm.rules import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
 
 
 def parameters(function: Any) -> list[str]:
@@ -67,6 +67,11 @@ def test_lightning_still_has_the_private_names_that_we_rely_on() -> None:
     # rules.py refuses by these names.
     assert not any(is_overridden(hook, LightningModule()) for hook in _STEP_HOOKS)
     assert all(hasattr(LightningModule, hook) for hook in _STEP_HOOKS)
+    assert all(hasattr(LightningModule, hook) for hook in _LOADERS.values())
+    assert {"train_dataloaders", "datamodule"} <= set(parameters(Trainer._fit_impl))
+    for run in (Trainer._validate_impl, Trainer._test_impl, Trainer._predict_impl):
+        assert {"dataloaders", "datamodule"} <= set(parameters(run))
+    assert _IS_INTERACTIVE is False
     present = [name for name in _WEIGHT_CALLBACKS if hasattr(lightning_callbacks, name)]
     assert len(present) >= len(_WEIGHT_CALLBACKS) - 1, "WeightAveraging came with 2.6; the others have long been there"
 

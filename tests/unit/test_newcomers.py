@@ -1,0 +1,257 @@
+"""What people get wrong in their first hour: each is refused, before anything starts, by rule, value and remedy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_swarm import SwarmStrategy, cli, launcher, rules
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import QUIET
+
+
+class Net(L.LightningModule):
+    """Their first model: three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch[0]).square().mean()
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Loose(Net):
+    """Its layers are not in one place."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+class Adversarial(Net):
+    """Two optimizers."""
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.2)]
+
+
+class Data(L.LightningDataModule):
+    """Forgets what there is to train on."""
+
+    @override
+    def val_dataloader(self) -> Any:
+        return loader()
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(8, 4, dtype=torch.float64)), batch_size=4)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process, and no network."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(SwarmLauncher, "_first_module", None)
+    monkeypatch.setattr(launcher, "_command", list)
+    monkeypatch.setattr(launcher, "hivemind_peer", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # leaves torch's threads alone
+
+
+def swarm(options: dict[str, Any] | None = None, **trainer: Any) -> L.Trainer:
+    return L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1, **trainer}, strategy=SwarmStrategy(**options or {}))
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "no data": (
+        lambda: swarm().fit(Net()),
+        "`fit` must have data: it was given no dataloader and no data module, and Net has no `train_dataloader`. Give",
+    ),
+    "no data in the data module": (
+        lambda: swarm().fit(Net(), Data()),
+        "`fit` must have data: it was given a data module, and Data has no `train_dataloader`. Give it one",
+    ),
+    "no data in a data module by name": (
+        lambda: swarm().predict(Net(), datamodule=Data()),
+        "`predict` must have data: it was given a data module, and Data has no `predict_dataloader`. Give it one",
+    ),
+    "no data to validate on": (
+        lambda: swarm().validate(Net()),
+        "`validate` must have data: it was given no dataloader and no data module, and Net has no `val_dataloader`",
+    ),
+    "no stages": (
+        lambda: swarm({"num_stages": 0}).fit(Net(), loader()),
+        "`num_stages` must be a positive whole number or None, got 0. Leave it out",
+    ),
+    "more stages than blocks": (
+        lambda: swarm({"num_stages": 4}).fit(Net(), loader()),
+        "`num_stages` must be 1..3 (the model's blocks), got 4. Lower it",
+    ),
+    "more devices than blocks": (
+        lambda: swarm(devices=4).fit(Net(), loader()),
+        "`num_stages` must be 1..3 (the model's blocks), got 4. Lower it",
+    ),
+    "nodes": (
+        lambda: swarm(num_nodes=2).fit(Net(), loader()),
+        "`num_nodes` must be 1: a swarm has peers, not nodes; got 2. Leave it out",
+    ),
+    "microbatches of nothing": (
+        lambda: swarm({"microbatch_size": 0}).fit(Net(), loader()),
+        "`microbatch_size` must be a positive whole number or None, got 0. Leave it out",
+    ),
+    "precision": (
+        lambda: swarm(precision="16-true").fit(Net(), loader()),
+        "got '16-true'. Choose one of them",
+    ),
+    "no Sequential": (
+        lambda: swarm({"num_stages": 2}).fit(Loose(), loader()),
+        "have one `torch.nn.Sequential` that holds all its parameters, got none in Loose. Put the model into one",
+    ),
+    "a misspelt pipeline": (
+        lambda: swarm({"pipeline": "nett"}).fit(Net(), loader()),
+        "`pipeline` must be the dotted name of a submodule of Net, got 'nett'. Choose one of",
+    ),
+    "a misspelt split": (
+        lambda: swarm({"split": ["0", "3"]}).fit(Net(), loader()),
+        "`split` must name blocks of the model, got '3'. Correct it: choose from 0, 1, 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_before_anything_starts(nothing_starts: None, mistake: str) -> None:
+    make_it, message = MISTAKES[mistake]
+    with pytest.raises(ConfigError) as refusal:
+        make_it()
+    assert message in str(refusal.value)
+
+
+def test_what_is_right_does_start(nothing_starts: None) -> None:
+    with pytest.raises(AssertionError, match="something was started"):
+        swarm({"num_stages": 3}).fit(Net(), loader())
+
+
+def test_a_notebook_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_IS_INTERACTIVE", True)
+    with pytest.raises(ConfigError, match=r"notebook .* `devices` must be 1: .* got 2\. Use `devices=1`"):
+        swarm()
+    assert swarm(devices=1).num_devices == 1
+
+
+def test_no_devices_is_refused_by_lightning() -> None:
+    with pytest.raises(MisconfigurationException, match=r"`Trainer\(devices=0\)` value is not a valid input"):
+        swarm(devices=0)
+
+
+def test_two_optimizers() -> None:
+    """Seen when the model has been set up; no peer was asked to serve by then."""
+    strategy = InMemoryStrategy(num_stages=2)
+    trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1}, strategy=strategy)
+    with pytest.raises(ConfigError, match=r"must return one optimizer, got several\. Use one, with parameter groups"):
+        trainer.fit(Adversarial(), loader())
+    assert all(peer.server is None for peer in strategy.peers)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [({"num_stages": 3}, 1), ({"num_stages": 1}, 3), ({"microbatch_size": 100}, 2)],
+    ids=["more stages than devices", "more devices than stages", "microbatches larger than the batch"],
+)
+def test_what_looks_wrong_and_is_right(options: dict[str, Any], devices: int) -> None:
+    trainer = L.Trainer(**{**QUIET, "devices": devices, "max_steps": 1}, strategy=InMemoryStrategy(**options))
+    trainer.fit(Net(), loader())
+    assert trainer.global_step == 1
+
+
+# ---------------------------------------------------------------------- at the command line
+
+PROJECT = """
+import lightning as L
+
+
+class Net(L.LightningModule):
+    def __init__(self, width: int = 8):
+        super().__init__()
+
+
+class Data(L.LightningDataModule):
+    pass
+"""
+
+TYPOS: dict[str, tuple[str, str, str]] = {
+    "model": ("--model their_net.Nett", "", "Parser key \"model\":|module 'their_net' has no attribute 'Nett'"),
+    "module": ("--model their_nett.Net", "", "Parser key \"model\":|No module named 'their_nett'"),
+    "data": ("--model their_net.Net --data their_net.Dat", "", "module 'their_net' has no attribute 'Dat'"),
+    "no model": ("", "", "the following arguments are required: fit.model"),
+    "file": ("--config missing.yaml", "", "File does not exist: |missing.yaml"),
+    "key": ("--config run.yaml", "modell: their_net.Net\n", "does not accept option 'modell'"),
+    "key of the Trainer": (
+        "--config run.yaml",
+        "model: their_net.Net\ntrainer: {max_epoch: 3}\n",
+        "'trainer.max_epoch'",
+    ),
+    "key of the strategy": (
+        "--config run.yaml",
+        "trainer: {strategy: {class_path: lightning_swarm.SwarmStrategy, init_args: {num_stage: 2}}}",
+        "Parser key \"trainer.strategy\":|Option 'num_stage' is not accepted",
+    ),
+    "option of the strategy": (
+        "--model their_net.Net --trainer.strategy.num_stage 2",
+        "",
+        "Parser key \"trainer.strategy\":|Option 'num_stage' is not accepted",
+    ),
+    "value": (
+        "--model their_net.Net --trainer.strategy.num_stages two",
+        "",
+        "Parser key \"num_stages\":|Expected a <class 'int'>|Given value: two",
+    ),
+    "option of the model": ("--model their_net.Net --model.widt 3", "", "Option 'widt' is not accepted"),
+    "no YAML": ("--config run.yaml", "model: [oops\n", "Problems parsing config|line 1, column 8"),
+}
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_misspelt_command_says_where_and_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, typo: str
+) -> None:
+    arguments, content, said = TYPOS[typo]
+    (tmp_path / "their_net.py").write_text(PROJECT)
+    (tmp_path / "run.yaml").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["lightning-swarm", "fit", *arguments.split()])
+    try:
+        assert cli.main() == 2
+    finally:
+        sys.modules.pop("their_net", None)
+    error = capsys.readouterr().err
+    assert error.startswith("lightning-swarm: error: ")
+    for part in said.split("|"):
+        assert part in error
+    for noise in ("Union subtypes", "NoneType", "NestedArg", "Traceback"):
+        assert noise not in error
+    assert "\n    lightning-swarm fit --trainer.strategy.help lightning_swarm.SwarmStrategy\n" in error
