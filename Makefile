@@ -19,7 +19,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1	\2/p' Makefile | expand -t 12
 
 demo: $(STAMP) ## train a small GPT on a swarm of four local peers, then without one, and compare (a few minutes)
-	@$(BIN)/python examples/bytes/demo.py $(ARGS)
+	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="tests/unit -k router"

@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-HERE = Path(__file__).resolve().parent
 PROMPT = b"def "
 # How long an interrupted run may take to say goodbye to its peers.
 GRACE_S = 15.0
@@ -31,7 +30,7 @@ def train(title: str, out: Path, *options: str) -> None:
         RuntimeError: It failed.
     """
     print(f"\n== {title}", flush=True)
-    command = [sys.executable, str(HERE / "train.py"), "--out", str(out), *options]
+    command = [sys.executable, "-m", "examples.bytes.train", "--out", str(out), *options]
     begin_s = time.monotonic()
     child = subprocess.Popen(command)
     try:
@@ -100,7 +99,7 @@ def write_sample(checkpoint: Path, seed: int) -> str:
     # Imported this late so that the first line appears at once.
     import torch
 
-    from model import ByteGPT
+    from examples.bytes.model import ByteGPT
 
     model = ByteGPT.load_from_checkpoint(checkpoint, map_location="cpu")
     text = model.generate(PROMPT, 400, generator=torch.Generator().manual_seed(seed))

@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 
-from data import PythonSource
-from model import ByteGPT
-from status import StatusLine
+from examples.bytes.data import PythonSource
+from examples.bytes.model import ByteGPT
+from examples.bytes.status import StatusLine
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,0 +1,1 @@
+"""Run these from the repository's root, such as ``python -m examples.digits.train``."""

@@ -1,0 +1,1 @@
+"""Remove noise from photographs."""

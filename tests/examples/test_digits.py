@@ -1,0 +1,39 @@
+"""The digits classifier, on a swarm in this process and on none."""
+
+import sys
+
+import pytest
+
+from examples.digits import train
+from lightning_swarm.testing import InMemoryStrategy
+
+
+def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> float:
+    """What the script says at its end."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max-epochs", "3", *arguments])
+    train.main()
+    said, _, number = capsys.readouterr().out.splitlines()[-1].rpartition(": ")
+    assert said == "accuracy on images that it was not trained on"
+    return float(number)
+
+
+def test_a_swarm_learns_as_well_as_the_plain_trainer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what a run sets is taken back
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    made: list[InMemoryStrategy] = []
+
+    def strategy(num_stages: int) -> InMemoryStrategy:
+        made.append(InMemoryStrategy(num_stages=num_stages))
+        return made[-1]
+
+    monkeypatch.setattr(train, "SwarmStrategy", strategy)
+    swarm = accuracy(monkeypatch, capsys)
+    [used] = made
+    assert len(used.servers) == 3
+    assert all(server.num_forwards > 0 for server in used.servers)
+    assert swarm > 0.9
+    # One of 359 images may fall on the other side of a rounding.
+    assert swarm == pytest.approx(accuracy(monkeypatch, capsys, "--plain"), abs=0.004)
+    assert len(made) == 1
