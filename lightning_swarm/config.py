@@ -20,6 +20,8 @@ class Limits:
         cache_bytes: What a server may keep of microbatches that wait for their backward. Beyond it the oldest are
             dropped and computed again when they are needed: slower, never different.
         call_timeout: Seconds until a call to another peer, its input included, is given up.
+        lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
+            anew with each batch that it validates and each file that it saves.
         start_timeout: Seconds that the starter waits for its peers, imports included.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
@@ -29,6 +31,7 @@ class Limits:
 
     cache_bytes: int = 4 << 30
     call_timeout: float = 300.0
+    lead_timeout: float = 1800.0
     start_timeout: float = 120.0
     leave_timeout: float = 5.0
     max_pending_calls: int = 1024

@@ -7,6 +7,7 @@
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
+    ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
         ├── Unreachable      no connection, or it broke
         ├── DeadlineExceeded the answer did not come in time
@@ -34,6 +35,10 @@ class StageError(SwarmError):
 
 class StepError(SwarmError):
     """A step could not be closed, averaged or decided."""
+
+
+class RunOver(SwarmError):
+    """The lead has ended the run. No fault: a trainer's loop ends as if it had come to its own end."""
 
 
 class PeerError(SwarmError):
@@ -68,6 +73,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         ProtocolError,
         StageError,
         StepError,
+        RunOver,
         PeerError,
         Unreachable,
         DeadlineExceeded,

@@ -10,11 +10,13 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.errors import ConfigError, StepError
+from lightning_swarm.errors import ConfigError, RunOver, StepError
 from lightning_swarm.framework import framework_of
+from lightning_swarm.metrics import SharedLogs
 from lightning_swarm.rules import hyperparameters
 from lightning_swarm.scaling import LossScale
 from lightning_swarm.selection import read_selection
+from lightning_swarm.server.stage import set_hyperparameters
 from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ class SwarmOptimization:
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
+        self._logs = SharedLogs(trainer.fit_loop.epoch_loop._results)
+        if session.is_lead:
+            session.step_with(lambda: hyperparameters(trainer.optimizers[0]))
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
@@ -49,8 +54,22 @@ class SwarmOptimization:
                 self.pending_samples,
             )
         self.tell_selection(optimizer)
+        try:
+            return self._train(optimizer, batch_idx, kwargs)
+        except RunOver:
+            # The lead was told that no step opens beyond `max_steps`, which it has just reached; the others that the
+            # lead's loop has ended.
+            if self._session.is_lead:
+                return {}
+            self.trainer.should_stop = True
+            raise StopIteration from None  # how Lightning leaves an epoch
+        finally:
+            self._logs.replay()
+
+    def _train(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
-        self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
+        self._begin(optimizer, num_samples)
+        self._logs.begin(num_samples)
         closure = self._lightning._make_closure(kwargs, optimizer, batch_idx)
         try:
             closure()
@@ -59,23 +78,36 @@ class SwarmOptimization:
             self._give_back()
             raise
         result = closure.consume_result()
+        logs = self._logs.end(counts=result.loss is not None)
         if result.loss is None:
             self._session.withdraw_batch()
             closing = False
         else:
-            closing = self._session.finish_batch(hyperparameters=hyperparameters(optimizer))
+            closing = self._session.finish_batch(logs)
             self.pending_samples += num_samples
-        if not closing and self._must_close():
-            self._session.close_step(
-                window=1.0 if self._target_batch_size is None else None, hyperparameters=hyperparameters(optimizer)
-            )
+        last = self._session.is_lead and self._is_last_batch()
+        if not closing and self._must_close(last=last):
+            self._session.close_step(window=1.0 if self._target_batch_size is None else None)
             closing = True
-        if closing:
+        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
+        if closing and not (self.stepped and self._session.is_lead and not last):
             self._step(optimizer)
         return {} if result.loss is None else result.asdict()
 
+    def _begin(self, optimizer: Optimizer, num_samples: int) -> None:
+        """Get a place. Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
+        before = self._session.version
+        try:
+            self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
+        finally:
+            for _ in range(self._session.version - before):
+                self._catch_up()
+                self._lightning.optim_progress.optimizer.step.increment_ready()
+                self._count(optimizer)
+
     def _step(self, optimizer: Optimizer) -> None:
         """Wait for the record and count it."""
+        self._catch_up()
         call = self._framework.call
         call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
@@ -84,12 +116,27 @@ class SwarmOptimization:
         # As a profile of the plain Trainer has it: the time from the last backward to the new weights.
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
-            record = self._session.await_record()
-        progress.increment_completed()
+            before = self._session.version
+            self._session.await_record()
+        if self._session.version > before:
+            self._count(optimizer)
+        else:  # a batch was withdrawn: the step takes others in its place
+            progress.current.ready -= 1
+            progress.total.ready -= 1
+
+    def _count(self, optimizer: Optimizer) -> None:
+        """A record was applied."""
+        self._lightning.optim_progress.optimizer.step.increment_completed()
         self.pending_samples = 0
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]
+        record = self._session.newest_record
+        assert record is not None
+        self._logs.decide(self._session.take_logs())
+        if not self._session.is_lead:
+            for group, values in zip(optimizer.param_groups, record.hyperparameters, strict=True):
+                set_hyperparameters(group, values)
         skipped = record.outcome == "skip"
         if skipped:
             # Scaled gradients are expected to overflow now and then: that is how the scale is found.
@@ -98,17 +145,26 @@ class SwarmOptimization:
         if record.closing.counted:
             self._scale.update(skipped=skipped)
 
-    def _must_close(self) -> bool:
+    def _catch_up(self) -> None:
+        """Lightning moves schedulers once a batch; a trainer that jumps over steps moves them for the others."""
+        if self.stepped:
+            self.trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
+
+    def _must_close(self, *, last: bool) -> bool:
         """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
-        last_of_epoch = epoch_loop._num_ready_batches_reached()
         if self._target_batch_size is None:
             # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
             # divided by the window's length already.
-            return last_of_epoch or epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+            cut_off = epoch_loop._num_ready_batches_reached()
+            return cut_off or epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+        return last and self.pending_samples > 0
+
+    def _is_last_batch(self) -> bool:
+        """Whether the loop's last epoch ends here."""
         max_epochs = self.trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
-        return last_of_epoch and last_epoch and self.pending_samples > 0
+        return last_epoch and self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     def tell_selection(self, optimizer: Optimizer) -> None:
         """Have the servers train what module and optimizer say by now, from the next step on."""

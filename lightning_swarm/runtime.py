@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.errors import PeerError, RunOver
 
 _T = TypeVar("_T")
 
@@ -73,6 +74,46 @@ class InlineRuntime(Runtime):
     @override
     def close(self) -> None:
         """The loop belongs to whoever made it: other peers may live on it."""
+
+
+class UntilOver(Runtime):
+    """Of a trainer that the run may leave behind: waiting for anything ends when the run does.
+
+    Args:
+        runtime: Whose loop it is.
+        over: Set when the run has ended.
+        grace_s: Other peers that leave may be noticed before the end is told: seconds to wait for it then.
+    """
+
+    def __init__(self, runtime: Runtime, over: asyncio.Event, *, grace_s: float) -> None:
+        self._runtime = runtime
+        self._over = over
+        self._grace_s = grace_s
+
+    @override
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._runtime.run(self._first(work))
+
+    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.ensure_future(work)
+        over = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and isinstance(task.exception(), PeerError):
+                await asyncio.wait({over}, timeout=self._grace_s)
+            if over.done():
+                raise RunOver("the lead has ended the run")
+            return task.result()
+        finally:
+            task.cancel()
+            over.cancel()
+            await asyncio.wait({task, over})
+            if not task.cancelled():
+                task.exception()  # seen: it was raised, or the run's end was
+
+    @override
+    def close(self) -> None:
+        self._runtime.close()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_swarm.errors import StepError
@@ -9,7 +10,7 @@ from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import StepClient
-from lightning_swarm.types import Manifest, Record, Selection
+from lightning_swarm.types import Logged, Manifest, Record, Selection
 
 
 class Session:
@@ -20,14 +21,19 @@ class Session:
         pipeline: Its data plane.
         steps: Its coordinator.
         manifest: Of the run.
+        is_lead: Whether the run follows this trainer's loop.
     """
 
-    def __init__(self, runtime: Runtime, pipeline: Pipeline, steps: StepClient, manifest: Manifest) -> None:
+    def __init__(
+        self, runtime: Runtime, pipeline: Pipeline, steps: StepClient, manifest: Manifest, *, is_lead: bool = True
+    ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
         self._steps = steps
         self._stages = manifest.stages
         self.selection = manifest.selection
+        self.is_lead = is_lead
+        self.num_trainers = len(manifest.trainers)
         pipeline.version = steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
@@ -36,6 +42,15 @@ class Session:
         """Records that were applied so far."""
         return self._steps.version
 
+    @property
+    def newest_record(self) -> Record | None:
+        """The newest one that this trainer waited for."""
+        return self._steps.newest
+
+    def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]]) -> None:
+        """At the lead: what to call for the hyperparameters of the step that it waits for."""
+        self._steps.hyperparameters = hyperparameters
+
     def select(self, selection: Selection) -> None:
         """Tell the swarm what trains from the open step on. Nothing may be granted in it yet."""
         self._runtime.run(self._steps.select(selection))
@@ -43,9 +58,19 @@ class Session:
         self.pipeline.first_trained = first_trained(selection, self._stages)
 
     def begin_batch(self, num_samples: int, *, gradient_scale: float) -> None:
-        """Get a place in the open step for the batch in hand, whose loss will be multiplied by `gradient_scale`."""
-        grant = self._runtime.run(self._steps.grant(num_samples, gradient_scale))
-        self.pipeline.version = self._steps.version
+        """Get a place in the open step for the batch in hand. While it waits for one, records may be applied.
+
+        Args:
+            num_samples: Of the batch.
+            gradient_scale: What its loss will be multiplied by.
+
+        Raises:
+            RunOver: There will be no place.
+        """
+        try:
+            grant = self._runtime.run(self._steps.grant(num_samples, gradient_scale))
+        finally:
+            self.pipeline.version = self._steps.version
         self.pipeline.batch = BatchInHand(grant)
 
     def withdraw_batch(self) -> None:
@@ -61,20 +86,38 @@ class Session:
             )
         self._runtime.run(self._steps.done(batch.grant.lease, [], withdrawn=True))
 
-    def finish_batch(self, *, hyperparameters: list[dict[str, Any]]) -> bool:
-        """The batch is through. True when its step closes now: then `await_record`."""
+    def finish_batch(self, logs: Sequence[Logged] = ()) -> bool:
+        """The batch is through. True when its step closes now: then `await_record`.
+
+        Args:
+            logs: What its `training_step` logged for all trainers.
+        """
         batch = self._taken()
-        return self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, hyperparameters=hyperparameters))
+        return self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
 
-    def close_step(self, *, window: float | None, hyperparameters: list[dict[str, Any]]) -> None:
+    def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has."""
-        self._runtime.run(self._steps.done(None, [], close=True, total_weight=window, hyperparameters=hyperparameters))
+        self._runtime.run(self._steps.done(None, [], close=True, total_weight=window))
 
-    def await_record(self) -> Record:
-        """The record of the closing step, once it is applied."""
+    def await_record(self) -> Record | None:
+        """The record of the closing step, once it is applied; None: a batch was withdrawn, and it takes others."""
         record = self._runtime.run(self._steps.record(self._steps.version))
         self.pipeline.version = self._steps.version
         return record
+
+    def take_logs(self) -> list[Logged]:
+        """At the lead: what other trainers logged of the batches that new records count, folded step by step."""
+        logs, self._steps.logs = self._steps.logs, []
+        return logs
+
+    def renew(self) -> None:
+        """At the lead: the others go on waiting while this trainer validates or saves."""
+        if self.is_lead and self.num_trainers > 1:
+            self._runtime.run(self._steps.renew())
+
+    def quit(self, reason: str) -> None:
+        """Not at the lead: tell that this trainer's loop ended by an error."""
+        self._runtime.run(self._steps.quit(reason))
 
     def _taken(self) -> BatchInHand:
         batch, self.pipeline.batch = self.pipeline.batch, None

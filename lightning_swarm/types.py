@@ -214,16 +214,34 @@ class Grant(Wire, frozen=True):
 
 
 class Wait(Wire, frozen=True):
-    """No place: the open step is full. Ask again when record `step` is applied."""
+    """No place: the open step is full. Ask again when record `step` is applied; None: the lead has not begun yet."""
 
-    step: int
+    step: Count | None
 
 
 class GrantReply(Wire, frozen=True):
-    """Exactly one of the two."""
+    """Exactly one of the three."""
 
     grant: Grant | None = None
     wait: Wait | None = None
+    over: bool = False  # the run's last step is decided: no place will ever come
+
+
+MAX_LOGS = 256
+"""Names that one step's batches may log with `sync_dist=True`."""
+
+
+class Logged(Wire, frozen=True):
+    """What `self.log(..., sync_dist=True)` said of a batch, or of several together."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    reduce: Literal["mean", "sum", "max", "min"]
+    value: float
+    batch_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # the weight of a mean
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
 
 
 class BatchDone(Wire, frozen=True):
@@ -235,7 +253,7 @@ class BatchDone(Wire, frozen=True):
     withdrawn: bool
     close: bool  # the lead asks to close the step with what it has
     total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
-    hyperparameters: list[dict[str, Any]] | None  # one dict a parameter group; from the lead
+    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = []  # for the lead, if the batch counts
 
 
 class BatchDoneReply(Wire, frozen=True):
@@ -245,9 +263,19 @@ class BatchDoneReply(Wire, frozen=True):
 
 
 class RecordRequest(Wire, frozen=True):
-    """Long poll for the record of a step."""
+    """Long poll for the record of a step.
+
+    The record waits for the lead to ask: then its loop is where it sees the step, and no validation is under way.
+    """
 
     step: int
+    hyperparameters: list[dict[str, Any]] | None = None  # from the lead: to step with; one dict a parameter group
+
+
+class Quit(Wire, frozen=True):
+    """A trainer's loop ended by an error; nothing more of it will come."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=2000)]
 
 
 class FreezeRequest(Wire, frozen=True):
@@ -327,6 +355,14 @@ class Record(Wire, frozen=True):
     def step(self) -> int:
         """The step that it decides; the weights after it have version ``step + 1``."""
         return self.closing.step
+
+
+class RecordReply(Wire, frozen=True):
+    """The newest record, not older than what was asked for."""
+
+    record: Record | None  # None: not decided yet
+    closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
+    logs: list[Logged] = []  # to the lead: what other trainers logged of the batches that it counts, folded by name
 
 
 class Proposal(Wire, frozen=True):

@@ -63,6 +63,7 @@ class Admission:
         self._manifest: Manifest | None = None
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.coordinator: Coordinator | None = None
+        self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         self.left = asyncio.Event()
         transport.handle_call(ADMIT, self._handle_admit)
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
@@ -111,7 +112,10 @@ class Admission:
         self._manifest = manifest
         self._stepping.begin(manifest, stages)
         if manifest.coordinator == me.peer_id:
-            self.coordinator = Coordinator(self._transport, manifest, timeout=self._limits.call_timeout)
+            limits = self._limits
+            self.coordinator = Coordinator(
+                self._transport, manifest, timeout=limits.call_timeout, lead_timeout=limits.lead_timeout
+            )
             await self.coordinator.start()
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
@@ -132,6 +136,8 @@ class Admission:
         else:
             await self._executor.submit((-1,), lambda: stage.load_weights(_named(state.names, message.tensors)))
             self.loaded.add(stage.index)
+            if self.loaded.issuperset(self._stepping.stages):
+                self.ready.set()
         return Message()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,10 +246,7 @@ class Stage:
             if self.clip_value is not None:
                 torch.nn.utils.clip_grad_value_(self.trainable, self.clip_value)
             for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=True):
-                group.update(
-                    # The wire knows no tuples, but optimizers compare and unpack them.
-                    {key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()}
-                )
+                set_hyperparameters(group, values)
             self.optimizer.step()
             for parameter in self.trainable:
                 parameter.grad = None
@@ -335,6 +332,12 @@ class Stage:
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.trainable]
         return [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)]
+
+
+def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a parameter group those of a record."""
+    # The wire knows no tuples, but optimizers compare and unpack them.
+    group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
 
 
 def _fits(own: object, new: object) -> bool:

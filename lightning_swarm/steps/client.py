@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError, RunOver
 from lightning_swarm.network import Transport
-from lightning_swarm.steps import DONE, GRANT, RECORD, SELECT
+from lightning_swarm.steps import DONE, GRANT, QUIT, RECORD, RENEW, SELECT
 from lightning_swarm.types import (
     BatchDone,
     BatchDoneReply,
     Grant,
     GrantReply,
     GrantRequest,
+    Logged,
     Manifest,
+    Quit,
     Receipt,
     Record,
+    RecordReply,
     RecordRequest,
     Selection,
     SelectRequest,
@@ -32,29 +35,45 @@ class StepClient:
     Args:
         transport: This trainer's network.
         manifest: Of the run.
-        timeout: Seconds for a step to be decided once it closes.
+        timeout: Seconds for the coordinator to answer.
+
+    Attributes:
+        version: Of the newest weights that this trainer knows of.
+        newest: The newest record that this trainer knows of.
+        logs: What other trainers logged of the batches in records that came since these were taken; for the lead.
+        hyperparameters: At the lead: tells with which ones to step.
     """
 
     def __init__(self, transport: Transport, manifest: Manifest, *, timeout: float) -> None:
         self._transport = transport
         self._coordinator = manifest.coordinator
         self._timeout = timeout
-        self.version = manifest.first_step  # of the newest weights that this trainer knows of
+        self.version = manifest.first_step
+        self.newest: Record | None = None
+        self.logs: list[Logged] = []
+        self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
         await self._ask(SELECT, encode(SelectRequest(step=self.version, selection=selection)))
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
-        """A place in the open step; waits for the next step when this one is full."""
+        """A place in the open step; waits for the next step when this one is full.
+
+        Raises:
+            RunOver: The run's last step is decided.
+        """
         while True:
             request = encode(GrantRequest(step=self.version, num_samples=num_samples, gradient_scale=gradient_scale))
             reply = decode(await self._ask(GRANT, request), GrantReply)
             if reply.grant is not None:
                 return reply.grant
+            if reply.over:
+                raise RunOver(f"the run's last step is {self.version - 1}: there is no place for another batch")
             if reply.wait is None:
-                raise ProtocolError("a coordinator grants or says wait; it did neither")
-            await self.record(reply.wait.step)
+                raise ProtocolError("a coordinator grants, says wait or says that the run is over; it did none of it")
+            if reply.wait.step is not None:
+                await self.record(reply.wait.step)
 
     async def done(
         self,
@@ -64,7 +83,7 @@ class StepClient:
         withdrawn: bool = False,
         close: bool = False,
         total_weight: float | None = None,
-        hyperparameters: list[dict[str, Any]] | None = None,
+        logs: Sequence[Logged] = (),
     ) -> bool:
         """Report a batch; True when its step closes now. See `BatchDone` for the arguments."""
         request = BatchDone(
@@ -74,19 +93,36 @@ class StepClient:
             withdrawn=withdrawn,
             close=close,
             total_weight=total_weight,
-            hyperparameters=hyperparameters,
+            logs=list(logs),
         )
         return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
 
-    async def record(self, step: int) -> Record:
-        """The record of `step`, when it is decided and applied.
+    async def record(self, step: int) -> Record | None:
+        """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.
 
         Raises:
             StepError: It could not be decided.
         """
-        record = decode(await self._ask(RECORD, encode(RecordRequest(step=step))), Record)
-        self.version = max(self.version, record.step + 1)
-        return record
+        while True:
+            hyperparameters = self.hyperparameters() if self.hyperparameters is not None else None
+            request = RecordRequest(step=step, hyperparameters=hyperparameters)
+            # Each poll is answered in time; how long they go on is the coordinator's to bound.
+            reply = decode(await self._ask(RECORD, encode(request)), RecordReply)
+            if reply.record is not None:
+                self.newest = reply.record
+                self.version = max(self.version, reply.record.step + 1)
+                self.logs += reply.logs
+                return reply.record
+            if not reply.closing:
+                return None
+
+    async def renew(self) -> None:
+        """The lead validates or saves: the record goes on waiting for it."""
+        await self._ask(RENEW, b"")
+
+    async def quit(self, reason: str) -> None:
+        """This trainer's loop ended by an error."""
+        await self._ask(QUIT, encode(Quit(reason=reason[:2000])))
 
     async def _ask(self, method: str, body: bytes) -> bytes:
         try:

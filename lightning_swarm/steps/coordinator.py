@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError, StepError, SwarmError
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.errors import ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.selection import check_selection, first_trained
-from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, RECORD, SELECT, SETTLE
+from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, QUIT, RECORD, RENEW, SELECT, SETTLE
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
 from lightning_swarm.steps.voting import decide
 from lightning_swarm.tasks import TaskOwner, gather
@@ -25,9 +29,12 @@ from lightning_swarm.types import (
     Grant,
     GrantReply,
     GrantRequest,
+    Logged,
     Manifest,
     Member,
+    Quit,
     Record,
+    RecordReply,
     RecordRequest,
     Selection,
     SelectRequest,
@@ -51,33 +58,44 @@ class Coordinator:
         transport: Its network.
         manifest: Of the run.
         timeout: Seconds for one phase of a step.
+        lead_timeout: Seconds that the lead's loop may be elsewhere.
     """
 
-    def __init__(self, transport: Transport, manifest: Manifest, *, timeout: float) -> None:
+    def __init__(self, transport: Transport, manifest: Manifest, *, timeout: float, lead_timeout: float) -> None:
         self._transport = transport
         self._manifest = manifest
         self._timeout = timeout
+        self._lead_timeout = lead_timeout
         self._term = (1, transport.peer_id)
         self._leases = itertools.count(1)
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
         self._roster = [list(stage.roster) for stage in manifest.stages]
         self._voters = list(manifest.voters)
-        self._hyperparameters: list[dict[str, Any]] = []
         self._selection = manifest.selection
         self._reselected: Selection | None = None  # in the open step
         self._settling = asyncio.Lock()
+        self._begun = False  # the lead's loop asked for its first place
+        self._heard_s = 0.0  # when the lead was last heard of
+        self._closing_s: float | None = None  # since when the open step closes
+        self._asked: tuple[int, list[dict[str, Any]]] | None = None  # the record the lead asked for, and how to step
+        self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
+        self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
         self._record: Record | None = None
+        self._logs: list[Logged] = []  # of the other trainers' batches in it
         self._failure: SwarmError | None = None
-        self._decided = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)
         transport.handle_call(GRANT, self._handle_grant)
         transport.handle_call(DONE, self._handle_done)
         transport.handle_call(RECORD, self._handle_record)
+        transport.handle_call(RENEW, self._handle_renew)
+        transport.handle_call(QUIT, self._handle_quit)
 
     async def start(self) -> None:
         """Begin to answer."""
+        self._heard_s = _now_s()
         await self._tasks.start()
 
     async def close(self) -> None:
@@ -105,34 +123,53 @@ class Coordinator:
         return b""
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
-        check_trainer(self._manifest, caller)
+        self._hear(caller)
         request = decode(body, GrantRequest)
+        if request.step > self._open.step:
+            raise ProtocolError(f"step {self._open.step} is open, got a request for step {request.step}")
+        if caller == self._manifest.lead and not self._begun:
+            self._begun = True
+            await self._notify()
+        elif not self._begun and not await self._until(lambda: self._begun):
+            self._check_lead()
+            return encode(GrantReply(wait=Wait(step=None)))
         async with self._settling:  # not before all servers know what this step trains
-            return encode(self._grant(caller, request))
+            return encode(self._place(caller, request))
 
-    def _grant(self, caller: PeerId, request: GrantRequest) -> GrantReply:
+    def _place(self, caller: PeerId, request: GrantRequest) -> GrantReply:
         step = self._open
-        if request.step > step.step:
-            raise ProtocolError(f"step {step.step} is open, got a request for step {request.step}")
+        asked, grant = self._reserved.get(caller, (None, None))
+        if grant is not None and asked == replaced(request, step=step.step - 1):
+            del self._reserved[caller]
+            return GrantReply(grant=grant)
+        if self._is_beyond(step):
+            return GrantReply(over=True)
         if request.step < step.step:
             return GrantReply(wait=Wait(step=step.step - 1))
-        if self._manifest.max_steps is not None and step.step >= self._manifest.max_steps:
-            raise ProtocolError(f"the run ends after step {self._manifest.max_steps - 1}; no step opens beyond it")
-        lease = next(self._leases)
-        place = step.grant(lease, caller, request.num_samples, request.gradient_scale)
-        if place is None:
+        grant = self._grant(step, caller, request)
+        if grant is None:
+            self._waiting[caller] = request
             return GrantReply(wait=Wait(step=step.step))
+        self._waiting.pop(caller, None)
         target = self._manifest.target_batch_size
         if target is not None and request.num_samples > target and not self._warned_large:
             self._warned_large = True
             _log.warning("A batch of %d samples is a step: `target_batch_size` is %d.", request.num_samples, target)
-        first, weight = place
-        generation = self._manifest.generation
-        grant = Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
         return GrantReply(grant=grant)
 
+    def _grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
+        lease = next(self._leases)
+        place = step.grant(lease, trainer, request.num_samples, request.gradient_scale)
+        if place is None:
+            return None
+        first, weight = place
+        generation = self._manifest.generation
+        if step.closing:
+            self._closing_s = _now_s()
+        return Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
+
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
-        check_trainer(self._manifest, caller)
+        self._hear(caller)
         request = decode(body, BatchDone)
         step = self._open
         if request.step != step.step:
@@ -146,31 +183,118 @@ class Coordinator:
             if request.withdrawn:
                 step.withdraw(request.lease, caller)
             else:
-                step.complete(request.lease, caller, request.completed)
-        if caller == self._manifest.lead and request.hyperparameters is not None:
-            self._hyperparameters = request.hyperparameters
+                step.complete(request.lease, caller, request.completed, request.logs)
         if request.close:
             step.ask_to_close(request.total_weight)
+            self._closing_s = _now_s()
         if step.ready and not was_ready:
             self._tasks.spawn(self._finish_guarded(step))
+        if request.withdrawn:
+            await self._notify()  # who waits for the record may have a place again
         return encode(BatchDoneReply(closing=step.closing))
 
     async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
-        """Hold the answer until the record is decided and applied everywhere, or the caller's deadline."""
+        """Hold the answer until the record is decided and applied everywhere, for a while."""
+        self._hear(caller)
+        request = decode(body, RecordRequest)
+        step = self._open
+        if request.step > step.step:
+            raise ProtocolError(f"step {step.step} is open, got a request for record {request.step}")
+        if caller == self._manifest.lead and request.step == step.step:
+            if not request.hyperparameters:
+                raise ProtocolError("the lead says with which hyperparameters to step, got none")
+            self._asked = (step.step, request.hyperparameters)
+            await self._notify()
+        await self._until(lambda: self._open.step > request.step or not self._open.closing)
+        if self._open.step > request.step:
+            logs = self._logs if caller == self._manifest.lead else []
+            return encode(RecordReply(record=self._record, closing=False, logs=logs))
+        await self._check_overdue(step)
+        return encode(RecordReply(record=None, closing=step.closing))
+
+    async def _handle_renew(self, caller: PeerId, body: bytes) -> bytes:
+        if body:
+            raise ProtocolError(f"{RENEW} takes no arguments, got {len(body)} bytes")
+        if caller != self._manifest.lead:
+            raise ProtocolError(f"records wait for the lead {self._manifest.lead}, not for {caller}")
+        self._hear(caller)
+        return b""
+
+    async def _handle_quit(self, caller: PeerId, body: bytes) -> bytes:
         check_trainer(self._manifest, caller)
-        step = decode(body, RecordRequest).step
-        if step > self._open.step:
-            raise ProtocolError(f"step {self._open.step} is open, got a request for record {step}")
-        try:
-            async with asyncio.timeout(self._timeout), self._decided:
-                await self._decided.wait_for(lambda: self._open.step > step or self._failure is not None)
-        except TimeoutError:
-            raise DeadlineExceeded(f"record {step} was not decided in {self._timeout:g} s") from None
+        request = decode(body, Quit)
+        if caller == self._manifest.lead:
+            raise ProtocolError("the lead ends the run by dismissing the others")
+        await self._fail(self._open, f"trainer {caller} ended, and its server with it: {request.reason}")
+        return b""
+
+    # ------------------------------------------------------------------ waiting, for each other and for the lead
+
+    def _hear(self, caller: PeerId) -> None:
+        """Whoever may ask is answered with what went wrong, if something did."""
+        check_trainer(self._manifest, caller)
+        if caller == self._manifest.lead:
+            self._heard_s = _now_s()
         if self._failure is not None:
             raise self._failure
-        if self._record is None or self._record.step != step:
-            raise ProtocolError(f"record {step} is no longer kept; the open step is {self._open.step}")
-        return encode(self._record)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _until(self, reached: Callable[[], bool]) -> bool:
+        """Wait for as long as a caller may be held; whether it was reached. Raises what the step failed with."""
+        try:
+            # Shorter than the caller waits for its answer.
+            async with asyncio.timeout(self._timeout / 2), self._changed:
+                await self._changed.wait_for(lambda: reached() or self._failure is not None)
+        except TimeoutError:
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    async def _check_overdue(self, step: OpenStep) -> None:
+        """Fail a step that waits for a batch for too long."""
+        since_s = self._closing_s
+        if step.closing and not step.ready and since_s is not None and _now_s() >= since_s + self._timeout:
+            names = ", ".join(step.missing())
+            await self._fail(step, f"it closes, and {names} did not finish a batch of it within {self._timeout:g} s")
+            assert self._failure is not None
+            raise self._failure
+
+    def _check_lead(self) -> None:
+        if _now_s() >= self._heard_s + self._lead_timeout:
+            raise StepError(
+                f"the lead {self._manifest.lead} was not heard of for {self._lead_timeout:g} s. Raise "
+                "`Limits.lead_timeout` if what it does between two batches takes longer."
+            )
+
+    async def _asked_for(self, step: OpenStep) -> list[dict[str, Any]]:
+        """Wait until the lead's loop asks for the record, so that it sees every step and validates frozen weights."""
+        while self._asked is None or self._asked[0] != step.step:
+            self._check_lead()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._heard_s + self._lead_timeout), self._changed:
+                    await self._changed.wait()
+        return self._asked[1]
+
+    def _is_beyond(self, step: OpenStep) -> bool:
+        return self._manifest.max_steps is not None and step.step >= self._manifest.max_steps
+
+    def _opened(self, number: int) -> OpenStep:
+        """A step with places for those who wait: the lead first, so that it waits for one record only."""
+        step = OpenStep(number, self._manifest.target_batch_size)
+        waiting = sorted(self._waiting.items(), key=lambda item: item[0] != self._manifest.lead)
+        self._waiting, self._reserved = {}, {}
+        for trainer, request in () if self._is_beyond(step) else waiting:
+            with contextlib.suppress(ProtocolError):  # which it will get when it asks again
+                grant = self._grant(step, trainer, request)
+                if grant is None:
+                    self._waiting[trainer] = replaced(request, step=number)
+                else:
+                    self._reserved[trainer] = (request, grant)
+        return step
 
     # ------------------------------------------------------------------ close, average, decide, apply
 
@@ -184,28 +308,26 @@ class Coordinator:
             # A bug: it ends this server, and whoever waits shall not wait for ever.
             await self._fail(step, f"internal error: {type(error).__name__}: {error}")
             raise
-        async with self._decided:
-            self._record = record
-            self._open = OpenStep(step.step + 1, self._manifest.target_batch_size)
-            self._reselected = None
-            self._decided.notify_all()
+        self._record, self._logs, self._closing_s = record, step.logs_for(self._manifest.lead), None
+        self._reselected = None
+        self._open = self._opened(step.step + 1)
+        await self._notify()
 
     async def _fail(self, step: OpenStep, reason: str) -> None:
-        async with self._decided:
+        if self._failure is None:
             self._failure = StepError(f"step {step.step} could not be decided: {reason}")
-            self._decided.notify_all()
+        await self._notify()
 
     async def _finish(self, step: OpenStep) -> Record:
-        if not self._hyperparameters:
-            raise StepError("the lead has not said with which hyperparameters to step")
         closing = await self._close(step)
         squared_norm = await self._average(closing)
+        hyperparameters = await self._asked_for(step)
         record = Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
             squared_norm=squared_norm,
             clip_factor=clip_factor(squared_norm, self._manifest.gradient_clip_norm),
-            hyperparameters=self._hyperparameters,
+            hyperparameters=hyperparameters,
             selection=self._reselected,
             next_roster=self._roster,
             next_voters=self._voters,
@@ -261,6 +383,10 @@ class Coordinator:
         body = encode(request)
         bodies = await gather(self._transport.call(peer, method, body, timeout=self._timeout) for peer in peers)
         return dict(zip(peers, bodies, strict=True))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _ledger(reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:

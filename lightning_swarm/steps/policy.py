@@ -10,9 +10,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from lightning_swarm.errors import ProtocolError, StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import Receipt, StageLedger, from_bitmap
+from lightning_swarm.types import MAX_LOGS, Logged, Receipt, StageLedger, from_bitmap
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -25,6 +27,7 @@ class _Batch:
     num_samples: int
     weight: float
     completed: tuple[Receipt, ...] | None = None  # None: still under way
+    logs: tuple[Logged, ...] = ()
 
 
 @dataclass
@@ -85,12 +88,15 @@ class OpenStep:
         self._batches[lease] = _Batch(trainer, first, num_samples, weight)
         return first, weight
 
-    def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> None:
+    def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
         """The batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
         batch = self._leased(lease, trainer)
+        names = {one.name for other in self._batches.values() for one in other.logs} | {one.name for one in logs}
+        if len(names) > MAX_LOGS:
+            raise ProtocolError(f"the batches of a step may log {MAX_LOGS} names for all trainers, got {len(names)}")
         if any(first != batch.first for first, _, _ in completed) or len(set(completed)) != len(completed):
             raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
-        batch.completed = tuple(completed)
+        batch.completed, batch.logs = tuple(completed), tuple(logs)
 
     def withdraw(self, lease: int, trainer: PeerId) -> None:
         """The batch will not come; nothing of it may have been added anywhere."""
@@ -114,11 +120,40 @@ class OpenStep:
             return self._window
         return sum(batch.weight for batch in self._batches.values()) or 1.0
 
+    def missing(self) -> list[PeerId]:
+        """The trainers whose batches are still under way."""
+        return sorted({batch.trainer for batch in self._batches.values() if batch.completed is None})
+
+    def logs_for(self, lead: PeerId) -> list[Logged]:
+        """What the other trainers logged of their batches."""
+        return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
+
     def _leased(self, lease: int, trainer: PeerId) -> _Batch:
         batch = self._batches.get(lease)
         if batch is None or batch.trainer != trainer or batch.completed is not None:
             raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")
         return batch
+
+
+def fold(logs: Iterable[Logged]) -> list[Logged]:
+    """One entry for each name, as if its values had been logged by one process."""
+    folded: dict[str, Logged] = {}
+    for one in logs:
+        other = folded.get(one.name)
+        folded[one.name] = one if other is None else _together(other, one)
+    return list(folded.values())
+
+
+def _together(one: Logged, other: Logged) -> Logged:
+    batch_size = one.batch_size + other.batch_size
+    if one.reduce == "mean":
+        # Two batches of size 0 have no mean; whatever it is, it weighs nothing.
+        value = (one.value * one.batch_size + other.value * other.batch_size) / (batch_size or 1)
+    elif one.reduce == "sum":
+        value = one.value + other.value
+    else:
+        value = max(one.value, other.value) if one.reduce == "max" else min(one.value, other.value)
+    return msgspec.structs.replace(one, value=value, batch_size=batch_size)
 
 
 def check_ledgers(

@@ -217,9 +217,11 @@ class _Watch(L.Callback):
         assert session is not None
         await_record = session.await_record
 
-        def noted() -> Record:
-            self.records.append(await_record())
-            return self.records[-1]
+        def noted() -> Record | None:
+            record = await_record()
+            if record is not None:
+                self.records.append(record)
+            return record
 
         session.await_record = noted  # type: ignore[method-assign]
 

@@ -137,6 +137,7 @@ class Swarm:
             stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),
         )
         self.steps = StepClient(self.trainer, self.manifest, timeout=30.0)
+        self.steps.hyperparameters = lambda: HYPERPARAMETERS
         for server in self.servers.values():
             self.run(server.start())
         if admit:
@@ -212,7 +213,7 @@ class Swarm:
                 )
             if server.admission.coordinator is not None:
                 books = server.admission.coordinator
-                state["books"] = copy.deepcopy((books._open, books._hyperparameters, books._selection))
+                state["books"] = copy.deepcopy((books._open, books._asked, books._selection))
         return state
 
     # ------------------------------------------------------------------ one microbatch, by hand
@@ -295,13 +296,18 @@ class Swarm:
             k = key(grant.first, index, step=grant.step)
             await self.through(k, x, route=self.route(index), weight=grant.weight)
             done.append(k.receipt)
-        return await self.steps.done(grant.lease, done, hyperparameters=HYPERPARAMETERS)
+        return await self.steps.done(grant.lease, done)
 
     async def step(self, *microbatches: Tensor) -> Record:
         """A step of one batch."""
         if not await self.batch(*microbatches):
-            await self.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
-        return await self.steps.record(self.steps.version)
+            await self.steps.done(None, [], close=True)
+        return await self.record(self.steps.version)
+
+    async def record(self, step: int) -> Record:
+        record = await self.steps.record(step)
+        assert record is not None
+        return record
 
     def weights(self) -> dict[str, Tensor]:
         """By name; all replicas must have the same bytes."""

@@ -31,11 +31,12 @@ HYPERPARAMETERS: list[dict[str, Any]] = [
 
 def trained(make_swarm: MakeSwarm, batches: list[Tensor], *rosters: str) -> Swarm:
     swarm = make_swarm(*rosters, optimizer=two_groups)
+    swarm.steps.hyperparameters = lambda: HYPERPARAMETERS
 
     async def step(x: Tensor) -> None:
         await swarm.batch(x)
-        await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
-        await swarm.steps.record(swarm.steps.version)
+        await swarm.steps.done(None, [], close=True)
+        await swarm.record(swarm.steps.version)
 
     for x in batches:
         swarm.run(step(x))
@@ -95,8 +96,8 @@ def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:
     before = {index: one["exp_avg"].clone() for index, one in snapshot.items()}
 
     swarm.run(swarm.batch(rows(2)))
-    swarm.run(swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS))
-    swarm.run(swarm.steps.record(1))
+    swarm.run(swarm.steps.done(None, [], close=True))
+    swarm.run(swarm.record(1))
 
     assert all(torch.equal(before[index], one["exp_avg"]) for index, one in snapshot.items())
 

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace as replaced
 
 from lightning_swarm import trees
-from lightning_swarm.errors import PeerError, ProtocolError, StepError, SwarmError, Unreachable
+from lightning_swarm.errors import ProtocolError, RunOver, StepError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
@@ -268,7 +268,7 @@ def test_a_numeric_target_weighs_samples_equally(make_swarm: MakeSwarm) -> None:
 
     assert swarm.run(swarm.batch(batches[0])) is False
     assert swarm.run(swarm.batch(batches[1])) is True
-    record = swarm.run(swarm.steps.record(0))
+    record = swarm.run(swarm.record(0))
 
     assert (record.closing.num_samples, record.closing.total_weight) == (6, 6.0)
     optimizer = torch.optim.SGD(swarm.module.parameters(), lr=0.1)
@@ -281,9 +281,10 @@ def test_a_numeric_target_weighs_samples_equally(make_swarm: MakeSwarm) -> None:
 def test_no_step_opens_beyond_the_last(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", target_batch_size=2, max_steps=1)
     assert swarm.run(swarm.batch(rows(0))) is True
-    swarm.run(swarm.steps.record(0))
-    with pytest.raises(ProtocolError, match="the run ends after step 0"):
+    swarm.run(swarm.record(0))
+    with pytest.raises(RunOver, match="the run's last step is 0"):
         swarm.run(swarm.steps.grant(2))
+    assert swarm.coordinator._open.num_granted == 0
 
 
 def test_who_comes_when_the_step_is_full_waits_for_the_next(make_swarm: MakeSwarm) -> None:
@@ -296,7 +297,8 @@ def test_who_comes_when_the_step_is_full_waits_for_the_next(make_swarm: MakeSwar
         await asyncio.sleep(5.0)
         assert not waiting.done()
         await swarm.through(key(), rows(1), weight=grant.weight)
-        assert await swarm.steps.done(grant.lease, [key().receipt], hyperparameters=HYPERPARAMETERS)
+        assert await swarm.steps.done(grant.lease, [key().receipt])
+        await swarm.record(0)
         return await waiting
 
     grant = swarm.run(go())
@@ -311,7 +313,7 @@ def test_a_withdrawn_batch_leaves_the_step_to_the_others(make_swarm: MakeSwarm) 
         assert await swarm.steps.done(withdrawn.lease, [], withdrawn=True) is False
         assert await swarm.batch(rows(1)) is False
         assert await swarm.batch(rows(2)) is True
-        return await swarm.steps.record(0)
+        return await swarm.record(0)
 
     assert swarm.run(go()).closing.counted == [(2, 0, 0), (4, 0, 0)]
 
@@ -322,8 +324,8 @@ def test_an_empty_step_changes_no_weights(make_swarm: MakeSwarm) -> None:
     before = {name: tensor.clone() for name, tensor in swarm.weights().items()}
 
     async def go() -> Record:
-        assert await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
-        return await swarm.steps.record(1)
+        assert await swarm.steps.done(None, [], close=True)
+        return await swarm.record(1)
 
     assert swarm.run(go()).closing.counted == []
     assert {server.stepping.version for server in swarm.servers.values()} == {2}
@@ -335,8 +337,8 @@ def test_a_window_divides_the_sum(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         await swarm.batch(rows(1))
-        await swarm.steps.done(None, [], close=True, total_weight=4.0, hyperparameters=HYPERPARAMETERS)
-        await swarm.steps.record(0)
+        await swarm.steps.done(None, [], close=True, total_weight=4.0)
+        await swarm.record(0)
 
     swarm.run(go())
     plain_steps(swarm.module, [[rows(1)]], divisors=[4.0])
@@ -354,7 +356,6 @@ def batch_done(**changes: Any) -> BatchDone:
         "withdrawn": False,
         "close": False,
         "total_weight": None,
-        "hyperparameters": HYPERPARAMETERS,
     }
     return BatchDone(**{**fields, **changes})
 
@@ -399,13 +400,16 @@ def test_a_request_to_close_that_comes_late_closes_no_later_step(make_swarm: Mak
 def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     other = StepClient(swarm.network.transport(OTHER), swarm.manifest, timeout=30.0)
+    other.hyperparameters = lambda: [{"lr": 1e9}]
 
     async def go() -> Record:
-        grant = await other.grant(2)
-        await swarm.through(key(), rows(1))
-        await other.done(grant.lease, [key().receipt], hyperparameters=[{"lr": 1e9}])
-        await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
-        return await swarm.steps.record(0)
+        await swarm.batch(rows(1))
+        await swarm.steps.done(None, [], close=True)
+        waiting = asyncio.create_task(other.record(0))
+        await asyncio.sleep(1.0)
+        record = await swarm.record(0)
+        assert await waiting == record
+        return record
 
     assert swarm.run(go()).hyperparameters == HYPERPARAMETERS
 
@@ -415,7 +419,7 @@ def test_a_trainer_cannot_be_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> 
     with pytest.raises(ProtocolError, match="step 0 is open"):
         swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=1, num_samples=1)), timeout=1.0))
     with pytest.raises(ProtocolError, match="step 0 is open"):
-        swarm.run(swarm.steps.record(1))
+        swarm.run(swarm.record(1))
     swarm.run(swarm.step(rows(1)))
     body = swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=0, num_samples=1)), timeout=1.0))
     wait = decode(body, GrantReply).wait
@@ -432,7 +436,7 @@ def assert_undecided(swarm: Swarm, words: str) -> None:
     with pytest.raises(StepError, match=words):
         swarm.run(swarm.step(rows(1), rows(2)))
     with pytest.raises(StepError, match=words):
-        swarm.run(swarm.steps.record(0))
+        swarm.run(swarm.record(0))
     assert all(server.stepping.version == 0 for server in swarm.servers.values())
     assert all(torch.equal(start[name], tensor) for name, tensor in swarm.weights().items())
     assert all(not server.voter._accepted for server in swarm.servers.values())
@@ -518,17 +522,31 @@ def test_a_step_needs_hyperparameters(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         await swarm.steps.done(None, [], close=True)
-        await swarm.steps.record(0)
+        await swarm.record(0)
 
-    with pytest.raises(StepError, match="hyperparameters"):
+    swarm.steps.hyperparameters = None
+    with pytest.raises(ProtocolError, match="hyperparameters"):
         swarm.run(go())
 
 
-def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
+def test_nobody_waits_for_the_record_of_a_step_that_takes_batches(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
-    with pytest.raises(PeerError):
-        swarm.run(swarm.steps.record(0))
-    assert swarm.loop.time() < 60.0
+    assert swarm.run(swarm.steps.record(0)) is None
+    assert swarm.loop.time() < 1.0
+
+
+def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", target_batch_size=4)
+    other = StepClient(swarm.network.transport(OTHER), swarm.manifest, timeout=30.0)
+
+    async def go() -> None:
+        await swarm.batch(rows(1))
+        await other.grant(2)  # and never done
+        await swarm.record(0)
+
+    with pytest.raises(StepError, match="other did not finish a batch of it within 30 s"):
+        swarm.run(go())
+    assert 30.0 <= swarm.loop.time() < 60.0
 
 
 # ---------------------------------------------------------------------- between freeze and record
@@ -621,8 +639,8 @@ def test_a_step_that_is_full_and_closed_at_once_is_decided_once(make_swarm: Make
 
     async def go() -> None:
         assert await swarm.batch(rows(1))
-        assert await swarm.steps.done(None, [], close=True, hyperparameters=HYPERPARAMETERS)
-        await swarm.steps.record(0)
+        assert await swarm.steps.done(None, [], close=True)
+        await swarm.record(0)
 
     swarm.run(go())
     swarm.settle()

@@ -17,7 +17,19 @@ from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
-from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD, SELECT, SETTLE
+from lightning_swarm.steps import (
+    APPLY,
+    AVERAGE,
+    DONE,
+    FREEZE,
+    GRANT,
+    PROPOSE,
+    QUIT,
+    RECORD,
+    RENEW,
+    SELECT,
+    SETTLE,
+)
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types import (
     BatchDone,
@@ -26,7 +38,9 @@ from lightning_swarm.types import (
     FreezeReply,
     FreezeRequest,
     GrantRequest,
+    Logged,
     Proposal,
+    Quit,
     Receipt,
     Recompute,
     Record,
@@ -46,6 +60,9 @@ from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
 A, B = PeerId("a"), PeerId("b")
 COUNTED: list[Receipt] = [(0, 0, 0)]
+LOGGED = Logged(
+    name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
+)
 CALL, STREAM = "call", "stream"
 
 
@@ -129,7 +146,7 @@ def done(swarm: Swarm) -> BatchDone:
         withdrawn=False,
         close=False,
         total_weight=None,
-        hyperparameters=HYPERPARAMETERS,
+        logs=[LOGGED],
     )
 
 
@@ -194,7 +211,9 @@ SAMPLES = [
     Sample(CALL, PROPOSE, plain(lambda s: Proposal(term=(1, A), record=record(s))), caller=A, phase="averaged"),
     Sample(CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, gradient_scale=1.0)), target=A),
     Sample(CALL, DONE, plain(done), target=A),
-    Sample(CALL, RECORD, plain(lambda _: RecordRequest(step=0)), target=A),
+    Sample(CALL, RECORD, plain(lambda _: RecordRequest(step=0, hyperparameters=HYPERPARAMETERS)), target=A),
+    Sample(CALL, RENEW, lambda _: Message(), target=A),
+    Sample(CALL, QUIT, plain(lambda _: Quit(reason="a fault")), target=A, caller=B),
 ]
 every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
 
@@ -210,7 +229,7 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
 def test_the_samples_are_in_place(make_swarm: MakeSwarm, sample: Sample) -> None:
     swarm = sample.prepared(make_swarm)
     if sample.method == RECORD:
-        swarm.run(swarm.steps.done(1, [], withdrawn=True, close=True, hyperparameters=HYPERPARAMETERS))
+        swarm.run(swarm.steps.done(1, [], withdrawn=True, close=True))
     sample.send(swarm, sample.message(swarm))
 
 
@@ -251,6 +270,8 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "anomaly",
         "recompute",
         "keep",
+        "logs",
+        "hyperparameters",
     }
     for path, value in paths(fields):
         if path[0] in ("structure", "hyperparameters") or path[:2] == ("recompute", "structure"):
@@ -429,8 +450,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step_in_all_stages(make_swarm: 
         grant = await swarm.steps.grant(2)
         output = await swarm.forward(key(), rows(1))
         await swarm.backward(key(), torch.full_like(output, value))
-        await swarm.steps.done(grant.lease, COUNTED, close=True, hyperparameters=HYPERPARAMETERS)
-        return await swarm.steps.record(0)
+        await swarm.steps.done(grant.lease, COUNTED, close=True)
+        return await swarm.record(0)
 
     decided = swarm.run(poisoned())
 

@@ -127,8 +127,9 @@ def test_a_record_is_all_that_a_stage_needs_to_follow(make_swarm: MakeSwarm) -> 
         grant = await told.steps.grant(2)
         await told.through(key(), rows(1))
         means.append(stage.gradient_sum.clone())
-        await told.steps.done(grant.lease, [key().receipt], close=True, hyperparameters=two)
-        return await told.steps.record(0)
+        told.steps.hyperparameters = lambda: two
+        await told.steps.done(grant.lease, [key().receipt], close=True)
+        return await told.record(0)
 
     means: list[Tensor] = []
     record = told.run(step())

@@ -1,0 +1,132 @@
+"""What trainers log for all of them: ``self.log(..., sync_dist=True)`` means over all samples, whoever brought them.
+
+Trainers do not run in lockstep, so nobody waits for anybody here. What a batch logged travels with the batch; when the
+batch is in a record, the lead adds it to its own results, as if it had computed the batch itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.steps.policy import fold
+from lightning_swarm.types import MAX_LOGS, Logged
+
+_log = logging.getLogger(__name__)
+_HOOK = "training_step"
+
+
+class SharedLogs:
+    """Stands before the training loop's results and sees what is logged.
+
+    Args:
+        results: Lightning's `_ResultCollection` of the training epoch loop.
+    """
+
+    def __init__(self, results: Any) -> None:
+        self._results = results
+        self._num_samples: int | None = None  # of the batch in hand
+        self._batch: list[Logged] = []
+        self._step: list[Logged] = []  # of this trainer's batches in the open step
+        self._others: list[Logged] = []
+        self._decided: list[Logged] = []  # of all batches of the newest step
+        results.log = self._see
+
+    def begin(self, num_samples: int) -> None:
+        """A batch is in hand."""
+        self._num_samples, self._batch = num_samples, []
+
+    def end(self, *, counts: bool = True) -> list[Logged]:
+        """The batch is through, or will not count. Returns what it logged, one entry for each name."""
+        self._num_samples = None
+        logs = fold(self._batch)
+        if len(logs) > MAX_LOGS:
+            raise ConfigError(
+                f"`sync_dist=True` takes at most {MAX_LOGS} names for a batch, got {len(logs)}. Log fewer with it."
+            )
+        if counts:
+            self._step += logs
+        return logs
+
+    def decide(self, others: Sequence[Logged]) -> None:
+        """At the lead: a record came, with what others logged of its batches."""
+        self._others += others
+        self._decided, self._step = fold([*self._step, *others]), []
+
+    def replay(self) -> None:
+        """At the lead, after its own batch and before Lightning logs the step: take in what others logged."""
+        others, self._others = self._others, []
+        decided, self._decided = self._decided, []
+        for one in others:
+            metric = self._entry(one)
+            if metric is not None and one.on_epoch:
+                self._results.update_metrics(f"{_HOOK}.{one.name}", _tensor(one.value, metric), one.batch_size)
+        for one in decided:
+            metric = self._entry(one)
+            if metric is not None and one.on_step:
+                metric._forward_cache = _tensor(one.value, metric)
+                metric.has_reset = False
+                if not one.on_epoch:
+                    metric.value = metric._forward_cache
+
+    def _see(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
+        """In the place of `_ResultCollection.log`. Lightning shall not reduce: that is done here."""
+        type(self._results).log(self._results, fx, name, value, sync_dist=False, **options)
+        if not sync_dist:
+            return
+        if self._num_samples is None or fx != _HOOK:
+            raise ConfigError(
+                "`sync_dist=True` counts what `training_step` logs of its batch, for trainers do not wait for each "
+                f"other anywhere else; got {name!r} in `{fx}`. Log it in `training_step`, or leave `sync_dist` out to "
+                "get the lead's own value."
+            )
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"`sync_dist=True` takes numbers and tensors for now, got a {type(value).__name__} for {name!r}. Log "
+                "what it computes for the batch, with its `batch_size`."
+            )
+        meta = self._results[f"{fx}.{name}"].meta
+        batch_size = options.get("batch_size")
+        self._batch.append(
+            Logged(
+                name=name,
+                reduce="mean"
+                if meta.is_mean_reduction
+                else "sum"
+                if meta.is_sum_reduction
+                else "max"
+                if meta.is_max_reduction
+                else "min",
+                value=float(value),
+                batch_size=self._num_samples if batch_size is None else int(batch_size),
+                on_step=meta.on_step,
+                on_epoch=meta.on_epoch,
+                prog_bar=meta.prog_bar,
+                logger=meta.logger,
+            )
+        )
+
+    def _entry(self, one: Logged) -> Any:
+        """The lead's own result of this name; made as the other trainer says, if it has none yet."""
+        key = f"{_HOOK}.{one.name}"
+        if key not in self._results:
+            reduce_fx = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}[one.reduce]
+            options = {"prog_bar": one.prog_bar, "logger": one.logger, "on_step": one.on_step, "on_epoch": one.on_epoch}
+            nothing = torch.tensor(float("nan"))
+            type(self._results).log(
+                self._results, _HOOK, one.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options
+            )
+            self._results[key].reset()
+        metric = self._results[key]
+        if not metric.is_tensor:
+            _log.warning("Another trainer logged %r as a number; here it is a metric object.", one.name)
+            return None
+        return metric
+
+
+def _tensor(value: float, metric: Any) -> torch.Tensor:
+    return torch.tensor(value, dtype=metric.value.dtype, device=metric.value.device)
