@@ -54,7 +54,7 @@ bench: ## run the benchmarks
 	@echo "There are no benchmarks yet."
 
 clean: ## remove what make made: .venv, runs/ (with its checkpoints), caches
-	@rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	@rm -rf $(VENV) runs examples/existing_project/runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	@find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an installation that broke off is done again.
