@@ -11,6 +11,7 @@ from pytorch_lightning.strategies import StrategyRegistry as _OtherRegistry
 
 from lightning_swarm import pytorch_lightning
 from lightning_swarm.config import Limits
+from lightning_swarm.framework import explain_mixed_imports
 from lightning_swarm.strategy import SwarmStrategy
 
 __version__ = "0.1.0"
@@ -27,3 +28,4 @@ for _registry, _class in ((_Registry, SwarmStrategy), (_OtherRegistry, pytorch_l
 # `_configure_launcher`, where they say which import to change.
 _Strategy.register(pytorch_lightning.SwarmStrategy)
 _OtherStrategy.register(SwarmStrategy)
+explain_mixed_imports()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
@@ -78,6 +79,25 @@ def mixed_import(kind: str, found: object, wanted: Framework) -> ConfigError:
         f"a {kind} must come from the Trainer's import of Lightning: {type(found).__name__} is from "
         f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {kind} to `{wanted.name}`."
     )
+
+
+def explain_mixed_imports() -> None:
+    """Have Lightning say what is wrong with a LightningModule of the other tree.
+
+    It looks for mixed imports itself, before it asks the strategy anything, but in the name of the object's own class
+    only, which is the user's: it ends in "got `Net`". Only the words of that TypeError change.
+    """
+    for framework in FRAMEWORKS:
+        for name in ("utilities.compile", "utilities.model_helpers"):
+            module = import_module(f"{framework.name}.{name}")
+            module._check_mixed_imports = partial(_check_mixed_imports, framework)  # type: ignore[attr-defined]
+
+
+def _check_mixed_imports(framework: Framework, instance: object) -> None:
+    other = framework.other
+    for kind in (other.module, other.data_module, other.callbacks.Callback):
+        if isinstance(instance, kind):
+            raise TypeError(str(mixed_import(kind.__name__, instance, framework)))
 
 
 def framework_of(trainer: Any) -> Framework:

@@ -11,14 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import pytorch_lightning
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_swarm.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, Framework
 from lightning_swarm.status import SwarmStatus
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
+from lightning_swarm.testing.local import InMemoryHooks
 from lightning_swarm.types import Record
 from tests.parity.models import Net, make_optimizer, make_schedule
 
@@ -55,7 +59,7 @@ class Run:
 class SwarmRun(Run):
     """What is seen of a swarm besides."""
 
-    strategy: InMemoryStrategy
+    strategy: InMemoryHooks
     status: SwarmStatus  # at the end of training
     records: list[Record]
     num_microbatches: int
@@ -149,8 +153,9 @@ def run_swarm(
         options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
     """
     swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
-    swarm = {"microbatch_size": 3, "shared": getattr(make_module(), "shared", ()), **swarm}
-    strategy = InMemoryStrategy(num_stages=num_stages, **swarm)
+    module = make_module()
+    swarm = {"microbatch_size": 3, "shared": getattr(module, "shared", ()), **swarm}
+    strategy = _IN_MEMORY[_framework_of(module)](num_stages=num_stages, **swarm)
     options["devices"] = num_servers + (swarm.get("role") == "trainer")
     plain, watch = _run(make_module, data, validation, strategy, options)
     assert watch.status is not None
@@ -196,7 +201,7 @@ def deviation(swarm: Run, plain: Run) -> tuple[float, float]:
 # ---------------------------------------------------------------------- parts
 
 
-class _Watch(L.Callback):
+class _Watch:
     """Writes down what happens, batch by batch."""
 
     def __init__(self) -> None:
@@ -211,7 +216,7 @@ class _Watch(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(trainer.strategy, InMemoryStrategy):
+        if not isinstance(trainer.strategy, InMemoryHooks):
             return
         session = trainer.strategy._session
         assert session is not None
@@ -242,7 +247,7 @@ class _Watch(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not isinstance(trainer.strategy, InMemoryStrategy):
+        if not isinstance(trainer.strategy, InMemoryHooks):
             return
         session = trainer.strategy._session
         assert session is not None
@@ -257,6 +262,26 @@ class _Watch(L.Callback):
         self.norms = [record.squared_norm**0.5 for record in self.records]
 
 
+class _LightningWatch(_Watch, L.Callback):
+    pass
+
+
+class _PytorchLightningWatch(_Watch, pytorch_lightning.Callback):
+    pass
+
+
+_WATCHES = {LIGHTNING: _LightningWatch, PYTORCH_LIGHTNING: _PytorchLightningWatch}
+_IN_MEMORY: dict[Framework, Any] = {
+    LIGHTNING: InMemoryStrategy,
+    PYTORCH_LIGHTNING: pytorch_lightning_testing.InMemoryStrategy,
+}
+
+
+def _framework_of(module: Any) -> Framework:
+    """Whichever of Lightning's import trees the module is from, the Trainer will be from it too."""
+    return next(framework for framework in FRAMEWORKS if isinstance(module, framework.module))
+
+
 def _run(
     make_module: Callable[[], L.LightningModule],
     data: DataLoader[Any],
@@ -266,11 +291,12 @@ def _run(
 ) -> tuple[Run, _Watch]:
     torch.manual_seed(0)
     module = make_module()
-    watch = _Watch()
+    framework = _framework_of(module)
+    watch = _WATCHES[framework]()
     callbacks = [*options.pop("callbacks", []), watch]
     ckpt_path = options.pop("ckpt_path", None)
     with quiet_warnings():
-        trainer = L.Trainer(**{**QUIET, **options}, strategy=strategy, callbacks=callbacks)
+        trainer = framework.trainer(**{**QUIET, **options}, strategy=strategy, callbacks=callbacks)
         trainer.fit(module, data, list(validation) or None, ckpt_path=ckpt_path)
     weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     return Run(module, trainer, watch.losses, watch.learning_rates, watch.global_steps, watch.norms, weights), watch
@@ -285,7 +311,7 @@ def quiet_warnings() -> Iterator[None]:
         yield
 
 
-def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
+def assert_replicas_equal(strategy: InMemoryHooks) -> None:
     """All replicas of a stage hold the same bits, optimizer state included."""
     by_stage: dict[int, set[int]] = {}
     for peer in strategy.peers:
@@ -295,7 +321,7 @@ def assert_replicas_equal(strategy: InMemoryStrategy) -> None:
     assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
 
 
-def assert_nothing_kept(strategy: InMemoryStrategy) -> None:
+def assert_nothing_kept(strategy: InMemoryHooks) -> None:
     """When the last step is decided, no peer holds a tensor of any call."""
     for peer in strategy.peers:
         assert peer.server is None or peer.server.cache.used_bytes == 0

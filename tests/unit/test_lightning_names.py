@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_swarm.framework import FRAMEWORKS, Framework
 from lightning_swarm.rules import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
 
 
@@ -25,11 +17,20 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def test_lightning_still_has_the_private_names_that_we_rely_on() -> None:
-    # loop.py overrides `run`, and uses its base class's closure.
+@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
+def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framework) -> None:
+    def of(module: str, name: str) -> Any:
+        return getattr(import_module(f"{framework.name}.{module}"), name)
+
+    _AutomaticOptimization = of("loops.optimization.automatic", "_AutomaticOptimization")  # noqa: N806
+    _TrainingEpochLoop = of("loops.training_epoch_loop", "_TrainingEpochLoop")  # noqa: N806
+    _Launcher = of("strategies.launchers.launcher", "_Launcher")  # noqa: N806
+    Strategy = of("strategies", "Strategy")  # noqa: N806
+    LightningModule, Trainer, call = framework.module, framework.trainer, framework.call  # noqa: N806
+
+    # loop.py takes the place of `run`, and uses the closure and the counters.
     assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
     assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
-    assert parameters(_AutomaticOptimization.__init__) == ["self", "trainer"]
     trainer = Trainer(max_epochs=7, logger=False, enable_checkpointing=False, accelerator="cpu")
     epoch_loop = trainer.fit_loop.epoch_loop
     assert isinstance(epoch_loop.automatic_optimization, _AutomaticOptimization)
@@ -59,20 +60,20 @@ def test_lightning_still_has_the_private_names_that_we_rely_on() -> None:
     assert parameters(_Launcher.kill) == ["self", "signum"]
     assert isinstance(inspect.getattr_static(_Launcher, "is_interactive_compatible"), property)
     assert "_trainer" in vars(LightningModule())
-    assert issubclass(MisconfigurationException, Exception)
-    assert extract_batch_size(torch.zeros(3, 2)) == 3
+    assert issubclass(framework.misconfiguration, Exception)
+    assert framework.extract_batch_size(torch.zeros(3, 2)) == 3
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    assert _configure_optimizers(optimizer)[0] == [optimizer]
+    assert framework.configure_optimizers(optimizer)[0] == [optimizer]
 
     # rules.py refuses by these names.
-    assert not any(is_overridden(hook, LightningModule()) for hook in _STEP_HOOKS)
+    assert not any(framework.is_overridden(hook, LightningModule()) for hook in _STEP_HOOKS)
     assert all(hasattr(LightningModule, hook) for hook in _STEP_HOOKS)
     assert all(hasattr(LightningModule, hook) for hook in _LOADERS.values())
     assert {"train_dataloaders", "datamodule"} <= set(parameters(Trainer._fit_impl))
     for run in (Trainer._validate_impl, Trainer._test_impl, Trainer._predict_impl):
         assert {"dataloaders", "datamodule"} <= set(parameters(run))
     assert _IS_INTERACTIVE is False
-    present = [name for name in _WEIGHT_CALLBACKS if hasattr(lightning_callbacks, name)]
+    present = [name for name in _WEIGHT_CALLBACKS if hasattr(framework.callbacks, name)]
     assert len(present) >= len(_WEIGHT_CALLBACKS) - 1, "WeightAveraging came with 2.6; the others have long been there"
 
     # Schedulers look for this before they say that no optimizer stepped.

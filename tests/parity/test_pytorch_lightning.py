@@ -1,0 +1,73 @@
+"""The same proof for ``import pytorch_lightning``, in the process that runs it for `lightning.pytorch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.pytorch_lightning import SwarmStrategy
+from tests.parity.harness import assert_exact, run_plain, run_swarm
+from tests.parity.models import Recipe, digits, loader, make_optimizer, make_schedule
+
+
+class Digits(pl.LightningModule):
+    """Trains, validates, and steps its schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 24), nn.Tanh(), nn.LayerNorm(24), nn.Linear(24, 16), nn.Linear(16, 10))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    @override
+    def configure_optimizers(self) -> object:
+        optimizer = make_optimizer(self, Recipe())
+        schedule = make_schedule(optimizer, Recipe(schedule="onecycle"))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_curve_validation_and_checkpoints_equal_the_plain_trainers(tmp_path: Path) -> None:
+    data = loader(digits())
+
+    def saving(name: str) -> dict[str, Any]:
+        checkpoint = ModelCheckpoint(tmp_path / name, filename="{epoch}", save_top_k=-1)
+        common = {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        return {**common, "callbacks": [checkpoint], "enable_checkpointing": True}
+
+    plain = run_plain(Digits, data, loader(digits()), **saving("plain"))
+    swarm = run_swarm(Digits, data, loader(digits()), **saving("swarm"))
+    assert_exact(swarm, plain)
+    assert isinstance(swarm.strategy, SwarmStrategy)
+    assert swarm.num_clipped > 0
+    assert swarm.trainer is not None
+    assert plain.trainer is not None
+    for name in ("loss", "val_loss"):
+        ours, theirs = (run.trainer.callback_metrics[name].item() for run in (swarm, plain))
+        assert ours == pytest.approx(theirs, rel=1e-11)
+
+    # Either one's file goes on in the other. Lightning loads weights before it applies the precision.
+    for run, name in ((run_plain, "swarm"), (run_swarm, "plain")):
+        path = tmp_path / name / "epoch=0.ckpt"
+        options = saving(f"from {name}")
+        resumed = run(lambda: Digits().double(), data, loader(digits()), **options, ckpt_path=path)
+        assert 0 < len(resumed.losses) < len(plain.losses)
+        assert resumed.losses == pytest.approx(plain.losses[-len(resumed.losses) :], rel=1e-11)
+        for key, tensor in plain.weights.items():
+            torch.testing.assert_close(resumed.weights[key], tensor, rtol=0, atol=1e-10)
