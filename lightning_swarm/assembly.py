@@ -14,6 +14,7 @@ from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
+from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.passage import Link
 from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.pipeline.policy import StageRouter
@@ -97,6 +98,16 @@ class Peer:
         self.runtime.run(self._serve(model))
 
     async def _serve(self, model: Model) -> None:
+        await self._start_server(model)
+        await membership.announce(
+            self._directory,
+            self.transport,
+            self._config.run_id,
+            self.boot_id,
+            timeout=self._config.limits.start_timeout,
+        )
+
+    async def _start_server(self, model: Model) -> None:
         self.server = Server(
             self.transport,
             self._tickets,
@@ -107,13 +118,6 @@ class Peer:
             connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
         )
         await self.server.start()
-        await membership.announce(
-            self._directory,
-            self.transport,
-            self._config.run_id,
-            self.boot_id,
-            timeout=self._config.limits.start_timeout,
-        )
 
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over."""
@@ -146,18 +150,21 @@ class Peer:
             )
         )
         stages = model.cut(spec.ranges)
+        if self.server is None and stages[-1].spec.on_trainers:
+            self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
         self.manifest = self._manifest(spec, model, self._own_first(servers))
         self.runtime.run(membership.admit(self.transport, self.manifest, stages, timeout=limits.start_timeout))
         return self._session(self.manifest, stages, blocks, device)
 
     def _manifest(self, spec: RunSpec, model: Model, servers: list[Member]) -> Manifest:
+        trainers = [Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)]
         return Manifest(
             protocol_version=PROTOCOL_VERSION,
             run_id=self._config.run_id,
             generation=0,
             seed=spec.seed,
             lead=self.transport.peer_id,
-            trainers=[self.transport.peer_id],
+            trainers=[member.peer_id for member in trainers],
             coordinator=servers[0].peer_id,
             voters=[servers[0]],
             target_batch_size=self._config.target_batch_size,
@@ -167,7 +174,7 @@ class Peer:
             selection=spec.selection,
             max_steps=spec.max_steps,
             total_steps=spec.total_steps,
-            stages=model.describe(spec.ranges, membership.assign(len(spec.ranges), servers)),
+            stages=model.describe(spec.ranges, [*membership.assign(len(spec.ranges), servers), trainers]),
         )
 
     def _own_first(self, servers: list[Member]) -> list[Member]:
@@ -178,28 +185,36 @@ class Peer:
         self, manifest: Manifest, stages: Sequence[StageModule], blocks: Blocks, device: torch.device
     ) -> Session:
         limits = self._config.limits
-        routers = [StageRouter(self._rng) for _ in manifest.stages]
-        for router, stage in zip(routers, manifest.stages, strict=True):
-            router.set_peers(member.peer_id for member in stage.roster)
+        around = self._around(stages[-1])
+        rosters = [stage.roster for stage in manifest.stages if not stage.on_trainers]
+        routers = [StageRouter(self._rng) for _ in rosters]
+        for router, roster in zip(routers, rosters, strict=True):
+            router.set_peers(member.peer_id for member in roster)
         link = Link(self.transport, self._tickets, routers, limits.call_timeout)
-        widest = max(len(stage.roster) for stage in manifest.stages)
-        alone = widest == len(stages) == 1
+        widest = max(map(len, rosters))
+        alone = widest == len(rosters) == 1
         pipeline = Pipeline(
             blocks.modules,
             link,
             self.runtime,
             PipelineConfig(
-                keywords=[stage.keywords for stage in stages],
+                keywords=[stage.keywords for stage in stages if not stage.spec.on_trainers],
                 shared=self._config.shared,
                 microbatch_size=self._config.microbatch_size,
-                num_microbatches=1 if alone else _MICROBATCHES_PER_STAGE * max(len(stages), widest),
+                num_microbatches=1 if alone else _MICROBATCHES_PER_STAGE * max(len(rosters), widest),
                 max_in_flight=limits.max_in_flight,
                 device=device,
                 generation=manifest.generation,
             ),
         )
         steps = StepClient(self.transport, manifest, timeout=limits.call_timeout)
-        return Session(self.runtime, pipeline, steps, manifest)
+        return Session(self.runtime, pipeline, steps, manifest, around=around)
+
+    def _around(self, last: StageModule) -> Around | None:
+        if not last.spec.on_trainers:
+            return None
+        assert self.server is not None
+        return Around(last, self.server.stepping, self.runtime)
 
     # ------------------------------------------------------------------ the end
 

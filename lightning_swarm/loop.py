@@ -142,7 +142,7 @@ class SwarmOptimization:
             # Scaled gradients are expected to overflow now and then: that is how the scale is found.
             level = logging.INFO if self._scale.adapts else logging.WARNING
             _log.log(level, "Step %d was skipped in all stages: its gradient was not finite.", record.step)
-        if record.closing.counted:
+        if record.closing.batches:
             self._scale.update(skipped=skipped)
 
     def _catch_up(self) -> None:
@@ -184,13 +184,15 @@ class SwarmOptimization:
         self._session.select(selection)
 
     def _check_untouched(self, optimizer: Optimizer) -> None:
-        """Weights of other peers' stages are old here, and a gradient that arrives here is in no step."""
+        """Weights of other peers' stages are old here, and a gradient that arrives at one is in no step."""
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if self._session.around is not None:
+            stepped -= set(map(id, self._session.around.parameters.values()))
         named = self.trainer.lightning_module.named_parameters()
         touched = [name for name, one in named if id(one) in stepped and one.grad is not None]
         if touched:
             raise ConfigError(
-                "a loss may reach weights through the pipelined module's forward only, for they live on the servers: "
+                "a loss may reach the pipeline's weights through its forward only, for they live on the servers: "
                 f"it reached {touched[:5]} directly. Use the optimizer's weight decay in place of a penalty, and call "
                 "the whole pipelined module in place of one of its blocks."
             )

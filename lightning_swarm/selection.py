@@ -71,12 +71,12 @@ def trained_names(selection: Selection) -> set[str]:
 
 
 def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """The first stage that trains a parameter; the number of stages if none does.
+    """The first stage that trains a parameter, or is on the trainers; the number of stages if there is none.
 
     The stages before it need no gradient unless the pipeline's own input does, and hold no receipts.
     """
     trained = trained_names(selection) if selection is not None else set()
     for index, stage in enumerate(stages):
-        if any(name in trained for name, _, _ in stage.parameters):
+        if stage.on_trainers or any(name in trained for name, _, _ in stage.parameters):
             return index
     return len(stages)

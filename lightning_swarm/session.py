@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_swarm.errors import StepError
+from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
@@ -22,13 +23,22 @@ class Session:
         steps: Its coordinator.
         manifest: Of the run.
         is_lead: Whether the run follows this trainer's loop.
+        around: What it computes itself, if there is anything outside of the pipeline.
     """
 
     def __init__(
-        self, runtime: Runtime, pipeline: Pipeline, steps: StepClient, manifest: Manifest, *, is_lead: bool = True
+        self,
+        runtime: Runtime,
+        pipeline: Pipeline,
+        steps: StepClient,
+        manifest: Manifest,
+        *,
+        is_lead: bool = True,
+        around: Around | None = None,
     ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
+        self.around = around
         self._steps = steps
         self._stages = manifest.stages
         self.selection = manifest.selection
@@ -71,6 +81,7 @@ class Session:
             grant = self._runtime.run(self._steps.grant(num_samples, gradient_scale))
         finally:
             self.pipeline.version = self._steps.version
+        self._refresh()
         self.pipeline.batch = BatchInHand(grant)
 
     def withdraw_batch(self) -> None:
@@ -80,6 +91,8 @@ class Session:
             StepError: Some of its gradients may be in the sums already.
         """
         batch = self._taken()
+        if self.around is not None:
+            self.around.clear()
         if batch.backward_begun:
             raise StepError(
                 f"step {batch.grant.step}: a batch failed after its backward had begun; its step cannot be decided"
@@ -93,6 +106,8 @@ class Session:
             logs: What its `training_step` logged for all trainers.
         """
         batch = self._taken()
+        if self.around is not None:
+            self.around.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         return self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
 
     def close_step(self, *, window: float | None) -> None:
@@ -103,6 +118,7 @@ class Session:
         """The record of the closing step, once it is applied; None: a batch was withdrawn, and it takes others."""
         record = self._runtime.run(self._steps.record(self._steps.version))
         self.pipeline.version = self._steps.version
+        self._refresh()
         return record
 
     def take_logs(self) -> list[Logged]:
@@ -118,6 +134,10 @@ class Session:
     def quit(self, reason: str) -> None:
         """Not at the lead: tell that this trainer's loop ended by an error."""
         self._runtime.run(self._steps.quit(reason))
+
+    def _refresh(self) -> None:
+        if self.around is not None:
+            self.around.refresh(self._steps.version)
 
     def _taken(self) -> BatchInHand:
         batch, self.pipeline.batch = self.pipeline.batch, None

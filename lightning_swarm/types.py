@@ -285,14 +285,15 @@ class FreezeRequest(Wire, frozen=True):
     step: int
     attempt: int
     counted: list[Receipt]
+    batches: list[Receipt]  # as in `Closing`
 
 
 class StageLedger(Wire, frozen=True):
-    """A server's ledger of one stage, as a bitmap over the counted receipts."""
+    """A server's ledger of one stage, as a bitmap over the receipts that count in it."""
 
     stage_index: int
     held: bytes
-    num_unnamed: int  # receipts that the closing does not count
+    num_unnamed: int  # receipts beside those
     touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
     version_hash: int  # of weights and optimizer state before the step
 
@@ -308,7 +309,7 @@ class StageClosing(Wire, frozen=True):
     """Who holds which receipt of one stage."""
 
     roster: list[Member]
-    holders: list[bytes]  # for each member, its receipts: a bitmap over the counted ones
+    holders: list[bytes]  # for each member, its receipts: a bitmap over those that count in this stage
     touched: bytes
 
 
@@ -319,7 +320,8 @@ class Closing(Wire, frozen=True):
     step: int
     attempt: int
     round: int
-    counted: list[Receipt]
+    counted: list[Receipt]  # microbatches
+    batches: list[Receipt]  # one for each batch: trainers add up by batch what they hold themselves
     num_samples: Count
     total_weight: Positive
     stages: list[StageClosing]
@@ -382,10 +384,11 @@ class Vote(Wire, frozen=True):
 class StageManifest(Wire, frozen=True):
     """A stage as every peer must find it in its own copy of the model."""
 
-    first_block: Count
+    first_block: Count  # without blocks: 0 to 0
     end_block: Count
     parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
     roster: list[Member]
+    on_trainers: bool = False  # the last one may be: what stands around the pipeline. No microbatch goes there
 
 
 class Manifest(Wire, frozen=True):

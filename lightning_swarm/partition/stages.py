@@ -22,6 +22,8 @@ _MAX_NAMED: Final = 5
 _Slot = tuple[str, nn.Module, str]
 """Full name of a tensor in the model, the module that holds it, and its name there."""
 
+_Named = tuple[str, nn.Module]
+
 
 class TensorSpec(msgspec.Struct, frozen=True):
     """What must agree between peers about a parameter or buffer.
@@ -42,12 +44,16 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class StageSpec(msgspec.Struct, frozen=True):
-    """What a stage holds, in the LightningModule's order. Part of the run's manifest."""
+    """What a stage holds, in the LightningModule's order. Part of the run's manifest.
+
+    The last one may be *on the trainers*: without blocks, it has the parameters that stand around the pipeline.
+    """
 
     index: int
     block_names: tuple[str, ...]
     parameters: tuple[TensorSpec, ...]
     buffers: tuple[TensorSpec, ...]
+    on_trainers: bool = False
 
 
 class StageModule(nn.Module):
@@ -84,6 +90,15 @@ class StageModule(nn.Module):
         """Full names and buffers, persistent or not, each once, in the LightningModule's order."""
         return [(name, getattr(owner, key)) for name, owner, key in self._slots.buffers]
 
+    def copied(self) -> "StageModule":
+        """A stage without blocks that has copies of this one's parameters."""
+        holder = nn.ParameterList(
+            nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            for _, parameter in self.named_stage_parameters()
+        )
+        slots = tuple((name, holder, str(place)) for place, (name, *_) in enumerate(self._slots.parameters))
+        return StageModule(self.spec, (), _Slots(slots, ()))
+
 
 class _Slots(msgspec.Struct, frozen=True):
     parameters: tuple[_Slot, ...]
@@ -92,7 +107,7 @@ class _Slots(msgspec.Struct, frozen=True):
 
 def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
     """Number of parameter elements of each block. A parameter that a block holds twice counts once."""
-    _refuse_lazy(blocks)
+    _refuse_lazy(_inner(blocks))
     return tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks.modules)
 
 
@@ -106,21 +121,25 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
 
     Raises:
         ConfigError: The ranges do not cover the blocks in order, or the model cannot be trained in stages:
-            parameters outside of the blocks, tied across stages or unknown to the model, sparse gradients,
-            complex parameters, statistics over the batch, layers that are not initialised.
+            parameters tied across stages or unknown to the model, sparse gradients, complex parameters, statistics
+            over the batch, layers that are not initialised.
+
+    Returns:
+        The stages that the ranges make; then, if parameters are in no block, one that holds them, on the trainers.
     """
     _check_ranges(ranges, len(blocks.modules))
-    _refuse_lazy(blocks)
-    _refuse_sparse(blocks)
-    _refuse_complex(blocks)
-    _refuse_batch_statistics(blocks)
+    outside = _outside(model, blocks)
+    for refuse in (_refuse_lazy, _refuse_sparse, _refuse_complex):
+        refuse([*_inner(blocks), *outside])
+    _refuse_batch_statistics(_inner(blocks))
     runs = [tuple(blocks.modules[i] for i in indices) for indices in ranges]
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
     parameters, buffers = _parameter_slots(model), _buffer_slots(model)
     held = [_ids(block.parameters() for block in run) for run in runs]
     _refuse_unregistered(blocks, set(parameters) | set(buffers))
-    _refuse_outside(parameters, held)
     _refuse_tied(parameters, held, names)
+    if blocks.modules == tuple(blocks.root._modules.values()):
+        _refuse_shared(outside, held)  # composites of `configure_stages` may hold what the model has elsewhere, too
     stages = []
     for index, run in enumerate(runs):
         inside = _ids(block.buffers() for block in run)
@@ -129,6 +148,10 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
             tuple(slot for key, slot in buffers.items() if key in inside),
         )
         stages.append(StageModule(_spec(index, names[index], slots), run, slots))
+    around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
+    if around:
+        slots = _Slots(around, ())
+        stages.append(StageModule(_spec(len(runs), (), slots, on_trainers=True), (), slots))
     return tuple(stages)
 
 
@@ -155,10 +178,9 @@ def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:
     return {id(tensor) for group in groups for tensor in group}
 
 
-def _spec(index: int, block_names: tuple[str, ...], slots: _Slots) -> StageSpec:
-    return StageSpec(
-        index, block_names, tuple(map(_tensor_spec, slots.parameters)), tuple(map(_tensor_spec, slots.buffers))
-    )
+def _spec(index: int, block_names: tuple[str, ...], slots: _Slots, *, on_trainers: bool = False) -> StageSpec:
+    parameters, buffers = tuple(map(_tensor_spec, slots.parameters)), tuple(map(_tensor_spec, slots.buffers))
+    return StageSpec(index, block_names, parameters, buffers, on_trainers)
 
 
 def _tensor_spec(slot: _Slot) -> TensorSpec:
@@ -193,16 +215,6 @@ def _refuse_unregistered(blocks: Blocks, registered: set[int]) -> None:
         )
 
 
-def _refuse_outside(parameters: Mapping[int, _Slot], held: Sequence[set[int]]) -> None:
-    outside = [slot[0] for key, slot in parameters.items() if not any(key in ids for ids in held)]
-    if outside:
-        raise ConfigError(
-            f"every parameter of the model must be in a block of the pipeline, got {_few(outside)} outside of it. "
-            "Put the layers into blocks (`configure_stages` may return composites of layers), or make a frozen tensor "
-            "a buffer."
-        )
-
-
 def _refuse_tied(parameters: Mapping[int, _Slot], held: Sequence[set[int]], names: Sequence[tuple[str, ...]]) -> None:
     tied = []
     for key, slot in parameters.items():
@@ -217,18 +229,33 @@ def _refuse_tied(parameters: Mapping[int, _Slot], held: Sequence[set[int]], name
         )
 
 
-def _refuse_sparse(blocks: Blocks) -> None:
-    sparse = [name for name, m in _inner(blocks) if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+def _refuse_shared(outside: Iterable[_Named], held: Sequence[set[int]]) -> None:
+    shared = [
+        f"{name}.{key}" if name else key
+        for name, module in outside
+        for key, parameter in module._parameters.items()
+        if parameter is not None and any(id(parameter) in ids for ids in held)
+    ]
+    if shared:
+        raise ConfigError(
+            "a parameter must be in the blocks of the pipeline or outside of them, not in both, for servers train the "
+            f"one and trainers the other: got {_few(shared)} outside, tied to a block's. Untie it, or define "
+            "`configure_stages(self)` so that all layers that share it are in one stage."
+        )
+
+
+def _refuse_sparse(modules: Iterable[_Named]) -> None:
+    sparse = [name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     if sparse:
         raise ConfigError(
             f"gradients must be dense to be averaged, got `sparse=True` in {_few(sparse)}. Set `sparse=False`."
         )
 
 
-def _refuse_complex(blocks: Blocks) -> None:
+def _refuse_complex(modules: Iterable[_Named]) -> None:
     found = [
         f"{name}.{key}"
-        for name, module in _inner(blocks)
+        for name, module in modules
         for key, parameter in module.named_parameters(recurse=False)
         if parameter.is_complex() and parameter.requires_grad
     ]
@@ -239,11 +266,11 @@ def _refuse_complex(blocks: Blocks) -> None:
         )
 
 
-def _refuse_batch_statistics(blocks: Blocks) -> None:
+def _refuse_batch_statistics(modules: Iterable[_Named]) -> None:
     # A batch norm without running statistics is no better: it would see microbatches in place of batches.
     found = [
         f"{name} ({type(m).__name__})"
-        for name, m in _inner(blocks)
+        for name, m in modules
         if isinstance(m, _BatchNorm) or (isinstance(m, _NormBase) and m.track_running_stats)
     ]
     if found:
@@ -254,10 +281,10 @@ def _refuse_batch_statistics(blocks: Blocks) -> None:
         )
 
 
-def _refuse_lazy(blocks: Blocks) -> None:
+def _refuse_lazy(modules: Iterable[_Named]) -> None:
     lazy = [
         f"{name} ({type(m).__name__})"
-        for name, m in _inner(blocks)
+        for name, m in modules
         if isinstance(m, LazyModuleMixin)
         and any(is_lazy(t) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
     ]
@@ -268,7 +295,13 @@ def _refuse_lazy(blocks: Blocks) -> None:
         )
 
 
-def _inner(blocks: Blocks) -> Iterator[tuple[str, nn.Module]]:
+def _outside(model: nn.Module, blocks: Blocks) -> list[_Named]:
+    """The modules that are no part of a block."""
+    inside = {id(module) for block in blocks.modules for module in block.modules()}
+    return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+
+
+def _inner(blocks: Blocks) -> Iterator[_Named]:
     for block_name, block in zip(blocks.names, blocks.modules, strict=True):
         for name, module in block.named_modules():
             yield (f"{block_name}.{name}" if name else block_name), module

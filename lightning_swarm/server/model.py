@@ -47,15 +47,21 @@ class Model:
         return partition.cut(self._module, self._blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
-        """What the manifest says of the stages."""
+        """What the manifest says of the stages.
+
+        Args:
+            ranges: The blocks of each stage.
+            rosters: Of these stages, then of the one on the trainers, whether the model needs it or not.
+        """
         return [
             StageManifest(
                 first_block=blocks.start,
                 end_block=blocks.stop,
                 parameters=[(one.name, list(one.shape), one.dtype) for one in stage.spec.parameters],
                 roster=roster,
+                on_trainers=stage.spec.on_trainers,
             )
-            for blocks, stage, roster in zip(ranges, self.cut(ranges), rosters, strict=True)
+            for blocks, stage, roster in zip([*ranges, range(0)], self.cut(ranges), rosters, strict=False)
         ]
 
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
@@ -70,8 +76,15 @@ class Model:
                 f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
                 f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
             )
-        ranges = [range(stage.first_block, stage.end_block) for stage in manifest.stages]
-        mine = self.describe(ranges, [stage.roster for stage in manifest.stages])
+        ranges = [range(one.first_block, one.end_block) for one in manifest.stages if not one.on_trainers]
+        modules = self.cut(ranges)
+        mine = self.describe(ranges, [[] for _ in modules])
+        kinds = [[stage.on_trainers for stage in stages] for stages in (mine, manifest.stages)]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                "every peer must build the model of the run; which of its stages are on the trainers is "
+                f"{kinds[0]} here and {kinds[1]} there. Start all peers with the same script."
+            )
         for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):
             if own.parameters != theirs.parameters:
                 differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
@@ -79,24 +92,28 @@ class Model:
                     f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
                     "Start all peers with the same script, versions and settings."
                 )
-        modules = self.cut(ranges)
         if manifest.selection is not None:
             check_selection(manifest.selection, manifest.stages)
             self._freeze(set(manifest.selection.frozen))
         if not self._keep:
             self._free([module for module in modules if module.spec.index not in served])
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
-        return {
-            index: Stage(
-                modules[index],
-                self._optimizer(manifest.total_steps) if manifest.selection is not None else None,
-                self._device,
-                version=manifest.first_step,
-                clip_value=manifest.gradient_clip_value,
-                selection=manifest.selection,
-            )
-            for index in sorted(served)
-        }
+        return {index: self._stage(modules[index], manifest) for index in sorted(served)}
+
+    def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
+        optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
+        if module.spec.on_trainers:
+            own, module = module, module.copied()  # the trainer goes on computing with its own
+            if optimizer is not None:
+                _move_state(optimizer, own, module)
+        return Stage(
+            module,
+            optimizer,
+            self._device,
+            version=manifest.first_step,
+            clip_value=manifest.gradient_clip_value,
+            selection=manifest.selection,
+        )
 
     def _freeze(self, frozen: Collection[str]) -> None:
         """Only the lead ran the callbacks that freeze; `configure_optimizers` shall find here what it did there."""
@@ -115,6 +132,14 @@ class Model:
                         meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                         replaced[id(parameter)] = meta
                     module._parameters[name] = replaced[id(parameter)]
+
+
+def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> None:
+    """Some optimizers have state before their first step."""
+    pairs = zip(own.named_stage_parameters(), copies.named_stage_parameters(), strict=True)
+    for (_, parameter), (_, copy) in pairs:
+        if parameter in optimizer.state:
+            optimizer.state[copy] = optimizer.state.pop(parameter)
 
 
 def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:

@@ -252,6 +252,8 @@ class Server:
         if not key.evaluation and key.attempt != self.stepping.attempt:
             raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
         stage = self.stepping.stage(stage_index)
+        if stage.on_trainers:
+            raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
         if stage_index not in self.admission.loaded:
             raise ProtocolError(f"stage {stage_index} has no weights yet")
         if key.step < stage.version:

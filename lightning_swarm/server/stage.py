@@ -69,6 +69,7 @@ class Stage:
     ) -> None:
         self.module = module
         self.index = module.spec.index
+        self.on_trainers = module.spec.on_trainers
         self.device = device
         self.version = version
         self.clip_value = clip_value
@@ -110,6 +111,12 @@ class Stage:
         self.gradient_sum = torch.zeros(num_elements, dtype=self._sum_dtype, device=self.device)
         self.touched = [False] * len(trainable)
         self._graph_bytes_per_row: float | None = None  # of a graph that begins elsewhere now
+
+    @property
+    def trainable_names(self) -> list[str]:
+        """Names of `trainable`, in its order."""
+        trainable = set(map(id, self.trainable))
+        return [name for name, parameter in self.parameters.items() if id(parameter) in trainable]
 
     # ------------------------------------------------------------------ one microbatch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_swarm.types import (
     Manifest,
     Member,
     PartNorm,
+    Receipt,
     Record,
     Selection,
     SettleRequest,
@@ -119,6 +120,28 @@ class Stepping:
             stage.add(gradients, weight)
         return True
 
+    async def add_batch(self, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float) -> None:
+        """Add what a batch gave the parameters that this peer, a trainer, holds itself; once, as `add` does.
+
+        Args:
+            index: Of the stage on the trainers.
+            key: Of the batch: ``index`` and ``call`` are 0.
+            gradients: By parameter name; None, or left out, where there is none.
+            weight: Of the batch.
+        """
+        stage = self.stage(index)
+        found = [gradients.get(name) for name in stage.trainable_names]
+        await self._executor.submit(_FIRST, lambda: self.add(stage, key, found, weight))
+
+    async def copied_weights(self, index: int) -> tuple[int, dict[str, Tensor]]:
+        """The newest version of a stage, and copies of its weights."""
+        stage = self.stage(index)
+
+        def copy() -> tuple[int, dict[str, Tensor]]:
+            return stage.version, {name: tensor.clone() for name, tensor in stage.weights().items()}
+
+        return (await self._executor.submit(_FIRST, copy))[0]
+
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Whether the sum holds the microbatch."""
         ledger = self._ledgers.get(stage_index)
@@ -167,7 +190,7 @@ class Stepping:
         for index, stage in sorted(self._stages.items()):
             ledger = self._ledgers[index]
             ledger.freeze(())
-            held, num_unnamed = ledger.bitmap(request.counted)
+            held, num_unnamed = ledger.bitmap(self._expected(index, request))
             reports.append(
                 StageLedger(
                     stage_index=index,
@@ -205,13 +228,18 @@ class Stepping:
             ledger = self._ledgers[index]
             if not ledger.frozen:
                 raise ProtocolError(f"the ledger of stage {index} was not frozen; a sum that may change has no mean")
-            held, num_unnamed = ledger.bitmap(closing.counted)
+            held, num_unnamed = ledger.bitmap(self._expected(index, closing))
             if held != holders or num_unnamed:
                 raise ProtocolError(
                     f"the sum of stage {index} on {self._transport.peer_id} is not what the closing of step "
                     f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
                 )
         return places
+
+    def _expected(self, index: int, closing: FreezeRequest | Closing) -> list[Receipt]:
+        """The receipts that stage `index` shall have, all replicas together."""
+        assert self._manifest is not None
+        return closing.batches if self._manifest.stages[index].on_trainers else closing.counted
 
     async def _average(self, closing: Closing, index: int, place: int) -> tuple[Tensor, PartNorm]:
         stage_closing = closing.stages[index]

@@ -338,21 +338,24 @@ class Coordinator:
         return record
 
     async def _close(self, step: OpenStep) -> Closing:
-        counted = step.counted
-        request = FreezeRequest(generation=self._manifest.generation, step=step.step, attempt=0, counted=counted)
+        counted, batches = step.counted, step.batches
+        generation = self._manifest.generation
+        request = FreezeRequest(generation=generation, step=step.step, attempt=0, counted=counted, batches=batches)
         replies = {peer: decode(body, FreezeReply) for peer, body in (await self._ask_all(FREEZE, request)).items()}
         ledgers = [
             [_ledger(replies[member.peer_id], member, index) for member in roster]
             for index, roster in enumerate(self._roster)
         ]
         first = first_trained(self._selection, self._manifest.stages)
-        check_ledgers(step.step, counted, ledgers, first_trained=first)
+        expected = [batches if stage.on_trainers else counted for stage in self._manifest.stages]
+        check_ledgers(step.step, expected, ledgers, first_trained=first)
         return Closing(
-            generation=self._manifest.generation,
+            generation=generation,
             step=step.step,
             attempt=0,
             round=0,
             counted=counted,
+            batches=batches,
             num_samples=step.num_granted,
             total_weight=step.total_weight,
             stages=[

@@ -114,6 +114,11 @@ class OpenStep:
         return sorted(receipt for batch in self._batches.values() for receipt in batch.completed or ())
 
     @property
+    def batches(self) -> list[Receipt]:
+        """A receipt for each batch that the step counts, in order. Such a batch may have no microbatch at all."""
+        return sorted((batch.first, 0, 0) for batch in self._batches.values() if batch.completed is not None)
+
+    @property
     def total_weight(self) -> float:
         """What the sum is divided by."""
         if self._window is not None:
@@ -157,20 +162,24 @@ def _together(one: Logged, other: Logged) -> Logged:
 
 
 def check_ledgers(
-    step: int, counted: Sequence[Receipt], ledgers: Sequence[Sequence[StageLedger]], *, first_trained: int = 0
+    step: int,
+    expected: Sequence[Sequence[Receipt]],
+    ledgers: Sequence[Sequence[StageLedger]],
+    *,
+    first_trained: int = 0,
 ) -> None:
-    """Each counted microbatch once in each stage, nothing else in any sum, and all replicas at the same weights.
+    """Each expected receipt once in its stage, nothing else in any sum, and all replicas at the same weights.
 
     Args:
         step: For the error.
-        counted: The receipts that the closing names.
+        expected: For each stage, the receipts that the closing names.
         ledgers: For each stage, those of its roster.
         first_trained: The stages before this one train nothing, and no gradient goes there.
 
     Raises:
         StepError: Says the stage and what is wrong.
     """
-    for stage_index, stage in enumerate(ledgers):
+    for stage_index, (counted, stage) in enumerate(zip(expected, ledgers, strict=True)):
         hashes = {ledger.version_hash for ledger in stage}
         if len(hashes) != 1:
             raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")

@@ -50,11 +50,16 @@ class Net(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self, self.recipe)
-        schedule = make_schedule(optimizer, self.recipe)
-        if schedule is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return configured(self, self.recipe)
+
+
+def configured(module: nn.Module, recipe: Recipe) -> Any:
+    """What `configure_optimizers` returns."""
+    optimizer = make_optimizer(module, recipe)
+    schedule = make_schedule(optimizer, recipe)
+    if schedule is None:
+        return optimizer
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def make_optimizer(module: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -175,6 +180,43 @@ class TinyGPTWithLosses(Net):
         tokens, targets = batch
         losses: Tensor = self.net(tokens, targets=targets)
         return losses.mean()
+
+
+class NanoGPT(L.LightningModule):
+    """As nanoGPT is written: blocks in a list in a dict, a forward of its own with the targets in it, a tied head."""
+
+    def __init__(self, recipe: Recipe | None = None, num_blocks: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.recipe = recipe or Recipe()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCABULARY, width),
+                "wpe": nn.Embedding(LENGTH, width),
+                "h": nn.ModuleList([Block(width) for _ in range(num_blocks)]),
+                "ln_f": nn.LayerNorm(width),
+            }
+        )
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.transformer["wte"].weight = self.lm_head.weight
+
+    @override
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        parts = self.transformer
+        x = parts["wte"](idx) + parts["wpe"](torch.arange(idx.shape[1], device=idx.device))
+        for block in parts["h"]:  # type: ignore[union-attr]  # the type of a dict's values is `Module`
+            x = block(x)
+        logits = self.lm_head(parts["ln_f"](x))
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self(*batch)[1]
+        self.log("loss", loss)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return configured(self, self.recipe)
 
 
 @cache

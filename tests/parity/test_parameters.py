@@ -152,7 +152,7 @@ class Foreign(Digits):
     ("module", "message"),
     [
         (Foreign, r"of the LightningModule only.*group 0 has foreign ones of the shapes \[\(10, 10\), \(10,\)\]"),
-        (Penalised, r"a loss may reach weights through the pipelined.*\['net.0.weight', .*weight decay"),
+        (Penalised, r"a loss may reach the pipeline's weights through its.*\['net.0.weight', .*weight decay"),
     ],
 )
 def test_what_would_be_lost_without_a_word_is_refused(module: type[Digits], message: str) -> None:
@@ -189,7 +189,7 @@ class Unheard(InMemoryStrategy):
 def test_a_broken_run_is_torn_down_whatever_can_be_gathered(caplog: pytest.LogCaptureFixture) -> None:
     strategy = Unheard(num_stages=2)
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": STEPS}, strategy=strategy)
-    with pytest.raises(ConfigError, match="a loss may reach weights"), quiet_warnings():
+    with pytest.raises(ConfigError, match="a loss may reach the pipeline"), quiet_warnings():
         trainer.fit(Penalised(), loader(digits()))
     assert "keeps older weights" in caplog.text
     assert strategy.peer is None

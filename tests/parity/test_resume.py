@@ -23,7 +23,7 @@ from tests.parity.harness import (
     run_plain,
     run_swarm,
 )
-from tests.parity.models import DigitsMLP, Net, Recipe, Trees, digits, loader, records
+from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, Trees, digits, loader, records, sentences
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -37,6 +37,10 @@ def make_digits() -> Net:
 
 def make_trees() -> Net:
     return Trees(Recipe(optimizer="sgd", schedule="cosine")).double()
+
+
+def make_gpt() -> NanoGPT:
+    return NanoGPT(Recipe(schedule="onecycle")).double()
 
 
 def go(run: Any, make: Any, data: Any, folder: Path, num_epochs: int, **options: Any) -> Run:
@@ -57,17 +61,20 @@ def go(run: Any, make: Any, data: Any, folder: Path, num_epochs: int, **options:
     return done
 
 
-@pytest.mark.parametrize(("make", "data"), [(make_digits, digits), (make_trees, records)])
+@pytest.mark.parametrize(
+    ("make", "data", "swarm"),
+    [(make_digits, digits, {}), (make_trees, records, {}), (make_gpt, sentences, {"pipeline": "transformer.h"})],
+)
 @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
 def test_one_curve_through_swarm_plain_swarm(
-    make: Any, data: Any, accumulate_grad_batches: int, tmp_path: Path
+    make: Any, data: Any, swarm: dict[str, Any], accumulate_grad_batches: int, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate_grad_batches}
     plain = run_plain(make, loader(data()), max_epochs=5, **options)
     parts = [
-        go(run_swarm, make, data(), tmp_path, 1, num_stages=2, num_servers=3, **options),
+        go(run_swarm, make, data(), tmp_path, 1, num_stages=2, num_servers=3, **options, **swarm),
         go(run_plain, make, data(), tmp_path, 3, **options),
-        go(run_swarm, make, data(), tmp_path, 5, num_stages=4, num_servers=2, **options),
+        go(run_swarm, make, data(), tmp_path, 5, num_stages=4, num_servers=2, **options, **swarm),
     ]
     assert [len(part.losses) for part in parts] == [EPOCH, 2 * EPOCH, 2 * EPOCH]
     assert [step for part in parts for step in part.global_steps] == plain.global_steps

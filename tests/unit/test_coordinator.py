@@ -137,14 +137,14 @@ WHOLE = [[ledger(0, 0, 2), ledger(0, 1)], [ledger(1, 0, 1, 2, version_hash=2)]]
 
 
 def test_ledgers_that_hold_each_microbatch_once_in_each_stage_pass() -> None:
-    check_ledgers(0, COUNTED, WHOLE)
-    check_ledgers(0, [], [[replaced(ledger(0), held=b"")]])
-    check_ledgers(0, COUNTED, [[ledger(0)], *WHOLE[1:]], first_trained=1)
+    check_ledgers(0, 2 * [COUNTED], WHOLE)
+    check_ledgers(0, [[]], [[replaced(ledger(0), held=b"")]])
+    check_ledgers(0, 2 * [COUNTED], [[ledger(0)], *WHOLE[1:]], first_trained=1)
 
 
 def test_a_stage_before_the_first_that_trains_holds_nothing() -> None:
     with pytest.raises(StepError, match=r"in stage 0 these were added all the same: .*0, 0, 0"):
-        check_ledgers(0, COUNTED, WHOLE, first_trained=1)
+        check_ledgers(0, 2 * [COUNTED], WHOLE, first_trained=1)
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_a_stage_before_the_first_that_trains_holds_nothing() -> None:
 )
 def test_a_record_counts_the_same_in_every_stage(first_stage: list[StageLedger], words: str) -> None:
     with pytest.raises(SwarmError, match=words):
-        check_ledgers(0, COUNTED, [first_stage, WHOLE[1]])
+        check_ledgers(0, 2 * [COUNTED], [first_stage, WHOLE[1]])
     with pytest.raises(SwarmError):
-        check_ledgers(0, COUNTED, [WHOLE[1], first_stage])
+        check_ledgers(0, 2 * [COUNTED], [WHOLE[1], first_stage])
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3, None])
@@ -595,6 +595,7 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
             "attempt": 0,
             "round": 0,
             "counted": counted,
+            "batches": [],
             "num_samples": 4,
             "total_weight": 1.0,
             "stages": [stage(A, held), stage(B, held)],
@@ -608,7 +609,7 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
         assert swarm.state() == before
 
     refused(AVERAGE, closing(b"\x03"))  # not frozen
-    freeze = FreezeRequest(generation=0, step=0, attempt=0, counted=counted)
+    freeze = FreezeRequest(generation=0, step=0, attempt=0, counted=counted, batches=[])
     late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}, {"attempt": 1}]
     for changes in late:
         refused(FREEZE, replaced(freeze, **changes))

@@ -115,13 +115,21 @@ def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
     return lambda swarm: Message(encode(record(swarm)))
 
 
-FREEZING = FreezeRequest(generation=0, step=0, attempt=0, counted=COUNTED)
+FREEZING = FreezeRequest(generation=0, step=0, attempt=0, counted=COUNTED, batches=COUNTED)
 
 
 def closing(swarm: Swarm) -> Closing:
     stages = [StageClosing(roster=[swarm.members[peer]], holders=[b"\x01"], touched=b"\x03") for peer in swarm.route()]
     return Closing(
-        generation=0, step=0, attempt=0, round=0, counted=COUNTED, num_samples=2, total_weight=1.0, stages=stages
+        generation=0,
+        step=0,
+        attempt=0,
+        round=0,
+        counted=COUNTED,
+        batches=COUNTED,
+        num_samples=2,
+        total_weight=1.0,
+        stages=stages,
     )
 
 
@@ -262,6 +270,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
     yield msgspec.msgpack.encode({**fields, "unknown": 1})
     defaults = {
         "gradient_scale",
+        "on_trainers",
         "evaluation",
         "input_grad",
         "autocast",

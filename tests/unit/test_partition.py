@@ -381,16 +381,57 @@ def with_tied_weights() -> nn.Module:
     return model
 
 
-def with_many_outside() -> nn.Module:
-    model = Net()
-    model.others = nn.ModuleList([nn.Linear(1, 1) for _ in range(4)])
-    return model
-
-
 class Rotate(nn.Module):
     def __init__(self, *, trained: bool) -> None:
         super().__init__()
         self.turns = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=trained)
+
+
+def with_outside(layer: nn.Module) -> nn.Module:
+    model = Net()
+    model.other = layer
+    return model
+
+
+def with_shared() -> nn.Module:
+    model = with_outside(nn.Linear(8, 2))
+    model.other.weight = model.net[2].weight  # type: ignore[union-attr, index]
+    return model
+
+
+def test_what_is_in_no_block_is_a_stage_of_its_own() -> None:
+    model = with_outside(nn.BatchNorm1d(3))
+    model.temperature = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    first, second, around = cut_into(model, 2, "net")
+
+    assert [stage.spec.on_trainers for stage in (first, second, around)] == [False, False, True]
+    assert (around.spec.index, around.spec.block_names, around.spec.buffers) == (2, (), ())
+    assert [p.name for p in around.spec.parameters] == ["temperature", "other.weight", "other.bias"]
+    copied = around.copied()
+    assert copied.spec == around.spec
+    for (name, own), (copied_name, copy) in zip(
+        around.named_stage_parameters(), copied.named_stage_parameters(), strict=True
+    ):
+        assert (name, own.requires_grad) == (copied_name, copy.requires_grad)
+        assert torch.equal(own, copy)
+        assert own.data_ptr() != copy.data_ptr()
+
+
+def test_composites_may_hold_what_the_model_has_elsewhere() -> None:
+    class Enter(nn.Module):
+        def __init__(self, place: nn.Parameter) -> None:
+            super().__init__()
+            self.place = place
+
+    model = with_outside(nn.Linear(2, 2))
+    model.place = nn.Parameter(torch.ones(4))
+    stages = cut_into(stages_of([Enter(model.place), model.net], model), 2)
+
+    assert [[name for name, _ in stage.named_stage_parameters()] for stage in stages][::2] == [
+        ["place"],
+        ["other.weight", "other.bias"],
+    ]
 
 
 def with_layer(layer: nn.Module) -> nn.Module:
@@ -401,11 +442,9 @@ def with_layer(layer: nn.Module) -> nn.Module:
     ("model", "pipeline", "words"),
     [
         (with_tied_weights(), None, ["one stage only", "embed.weight (stages 0, 1)", "Untie it"]),
-        (
-            with_many_outside(),
-            "net",
-            ["must be in a block", "others.0.weight", "others.2.weight, ... (8 in all) outside", "Put the layers"],
-        ),
+        (with_shared(), "net", ["or outside of them, not in both", "got other.weight outside", "Untie it"]),
+        (with_outside(nn.LazyLinear(4)), "net", ["know their shapes", "other (LazyLinear)"]),
+        (with_outside(Rotate(trained=True)), "net", ["must be real", "other.turns"]),
         (
             stages_of([nn.Linear(2, 2), nn.ReLU()]),
             None,

@@ -21,7 +21,15 @@ TERM = (1, str(COORDINATOR))
 
 def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> Record:
     closing = Closing(
-        generation=generation, step=step, attempt=0, round=0, counted=[], num_samples=0, total_weight=1.0, stages=[]
+        generation=generation,
+        step=step,
+        attempt=0,
+        round=0,
+        counted=[],
+        batches=[],
+        num_samples=0,
+        total_weight=1.0,
+        stages=[],
     )
     return Record(
         closing=closing,

@@ -1,0 +1,79 @@
+"""What stands around the pipeline on a trainer: embeddings before a list of blocks, a head after it.
+
+The trainer computes with the module's own parameters, as if there were no swarm. A stage that all trainers hold has
+copies of them: the batches' gradients are added up there, averaged and stepped like any other stage's. The module's own
+are written between batches only, by the main thread: never under the user's code.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from lightning_swarm.partition import StageModule
+from lightning_swarm.runtime import Runtime
+from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.types import CallKey
+
+_log = logging.getLogger(__name__)
+_MAX_NAMED = 5
+
+
+class Around:
+    """The parameters that this trainer computes with itself.
+
+    Args:
+        module: The stage that has them; its tensors are the user's own.
+        stepping: Of this peer's server, which holds the copies.
+        runtime: The way to the swarm's loop.
+    """
+
+    def __init__(self, module: StageModule, stepping: Stepping, runtime: Runtime) -> None:
+        self._module = module
+        self._stepping = stepping
+        self._runtime = runtime
+        self._version: int | None = None  # of the module's own
+        self._looked = False
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The user's own, by name."""
+        return dict(self._module.named_stage_parameters())
+
+    def add(self, key: CallKey, weight: float) -> None:
+        """Hand over what the batch's backward left in ``grad``, and clear it.
+
+        Args:
+            key: Of the batch.
+            weight: Of the batch.
+        """
+        own = self.parameters
+        gradients = {name: parameter.grad for name, parameter in own.items()}
+        self.clear()
+        if not self._looked:
+            self._looked = True
+            missing = [name for name, one in own.items() if one.requires_grad and gradients[name] is None]
+            if missing:
+                _log.warning(
+                    "%d parameters outside of the pipeline got no gradient from the first batch: %s. If they belong to "
+                    "what `configure_stages` returns, it left them out.",
+                    len(missing),
+                    ", ".join(missing[:_MAX_NAMED]),
+                )
+        self._runtime.run(self._stepping.add_batch(self._module.spec.index, key, gradients, weight))
+
+    def clear(self) -> None:
+        """Forget the batch's gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def refresh(self, version: int) -> None:
+        """Bring the module's own to `version`, or a later one if there is one."""
+        if self._version is not None and self._version >= version:
+            return
+        self._version, weights = self._runtime.run(self._stepping.copied_weights(self._module.spec.index))
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
