@@ -17,6 +17,22 @@ def _watch(pipe: int) -> None:
     os._exit(1)
 
 
+def run(arguments: list[str]) -> None:
+    """Run a script, or ``-m module``, as Python would.
+
+    Args:
+        arguments: What would follow ``python``.
+    """
+    if arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = arguments
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def main() -> None:
     """Watch, then run."""
     pipe = os.dup(0)
@@ -25,14 +41,7 @@ def main() -> None:
     os.dup2(null, 0)
     os.close(null)
     threading.Thread(target=_watch, args=(pipe,), daemon=True).start()
-    del sys.argv[0]
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
-        sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(sys.argv[0]).parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

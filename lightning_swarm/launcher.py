@@ -17,8 +17,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Final, NoReturn, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -26,19 +27,26 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-import __main__
 from lightning_swarm.assembly import Peer, hivemind_peer
-from lightning_swarm.config import SwarmConfig
+from lightning_swarm.config import Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS
-from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.network.addresses import Address, Place, widest
 from lightning_swarm.rules import check_data_module
 
 _log = logging.getLogger(__name__)
 
-_JOIN = "SWARM_JOIN"  # whom to join, for a script that names nobody
+JOIN: Final = "SWARM_JOIN"
+"""Whom to join, for a script that names nobody."""
+LISTEN: Final = "SWARM_LISTEN"
+"""Where to listen, whatever the script says."""
+IDENTITY: Final = "SWARM_IDENTITY"
+"""The file of the first peer's key, whatever the script says."""
+ROLE: Final = "SWARM_ROLE"
+"""What to be, whatever the script says."""
 _RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
+_OWN_OPTIONS = tuple(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path"))
 _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
 
 
@@ -63,6 +71,9 @@ class SwarmLauncher(_Launcher):
         num_peers: On this machine, this process included.
     """
 
+    launched: ClassVar[bool] = False
+    """Whether a swarm was asked for in this process."""
+
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
     def __init__(self, strategy: Launched, num_peers: int) -> None:
@@ -83,6 +94,7 @@ class SwarmLauncher(_Launcher):
         """Train here, or serve if this process is a child. A child never returns from it."""
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
+        SwarmLauncher.launched = True
         self._strategy.config = _from_environment(self._strategy.config, self.local_rank)
         if self._strategy.config.only_serves:
             self._serve(trainer, (*args, *kwargs.values()))
@@ -173,7 +185,7 @@ class SwarmLauncher(_Launcher):
         peer = self._strategy.peer = hivemind_peer(self._strategy.config)
         if first:
             addresses = peer.runtime.run(peer.transport.addresses())
-            rank_zero_info(_invitation([Address.parse(text) for text in addresses]))
+            rank_zero_info(_invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
             self._start_children(command, addresses)
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
@@ -182,7 +194,7 @@ class SwarmLauncher(_Launcher):
             # LOCAL_RANK keeps Lightning's own rank-zero messages to one process.
             environment = {
                 **os.environ,
-                _JOIN: join,
+                JOIN: join,
                 _RUN: self._strategy.config.run_id,
                 _RANK: str(rank),
                 "LOCAL_RANK": str(rank),
@@ -195,11 +207,15 @@ class SwarmLauncher(_Launcher):
 
 def _from_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     """What the launcher's children are told by their parent, and scripts by whoever starts them."""
-    peers = tuple(map(Address.parse, os.environ.get(_JOIN, "").split()))
+    peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
+    listen = os.environ.get(LISTEN)
     config = replace(
         config,
         initial_peers=peers or config.initial_peers,
         run_id=os.environ.get(_RUN, config.run_id),
+        role=cast(Role, os.environ.get(ROLE, config.role)),
+        listen=Place.to_listen(listen) if listen else config.listen,
+        identity_path=os.environ.get(IDENTITY, config.identity_path),
     )
     if local_rank == 0:
         return config
@@ -213,29 +229,51 @@ def _from_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     )
 
 
-def _invitation(addresses: Sequence[Address]) -> str:
-    """The line that lets others join."""
+def _invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
+    """The line that lets others join, or start the run that this server waits for."""
     address = widest(addresses)
-    who = "Peers"
-    if address.place.is_loopback:
-        who = "Peers of this machine only (others: set `listen`, say to 0.0.0.0:31337)"
-    return f"{who} can join this run: lightning-swarm join {address} {shlex.join(_program())}"
+    only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
+    where = only_here if address.place.is_loopback else ""
+    if config.only_serves and not config.initial_peers:
+        return (
+            f"This server waits for a run that a peer {where}starts with SwarmStrategy(role='both', "
+            f"initial_peers='{address}'). Servers can join it: lightning-swarm serve {address} {shlex.join(_program())}"
+        )
+    return f"Peers {where}can join this run: lightning-swarm join {address} {shlex.join(_program())}"
 
 
 def _program() -> list[str]:
     """What this process runs, as a person would write it."""
-    spec = getattr(__main__, "__spec__", None)
+    spec = _spec()
     name = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
     if name in ("lightning_swarm", "lightning-swarm"):
-        return sys.argv[2:]  # the command's own arguments
+        return _for_others(sys.argv[2:])  # the command's own arguments
     return [*(["-m"] if spec is not None else []), name, *sys.argv[1:]]
+
+
+def _for_others(arguments: Sequence[str]) -> list[str]:
+    """Options of `fit` without those that are this peer's own."""
+    kept: list[str] = []
+    rest = list(arguments)
+    while rest:
+        option, has_value, _ = rest[0].partition("=")
+        if option.replace(".init_args.", ".") in _OWN_OPTIONS:
+            del rest[: 1 if has_value else 2]
+        else:
+            kept.append(rest.pop(0))
+    return kept
+
+
+def _spec() -> ModuleSpec | None:
+    """Of the module that runs as ``__main__``; None for a script. It may have changed since this one was imported."""
+    return getattr(sys.modules["__main__"], "__spec__", None)
 
 
 def _command() -> list[str]:
     """This script or module again, with the same arguments."""
     # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
     python = [sys.executable, "-P", str(_BOOTSTRAP)]
-    spec = getattr(__main__, "__spec__", None)
+    spec = _spec()
     if spec is not None:
         name = spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name
         return [*python, "-m", name, *sys.argv[1:]]

@@ -210,7 +210,7 @@ def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "--help")
     said = capsys.readouterr().out
-    for name in ("fit", "validate", "test", "predict", "doctor", "export"):
+    for name in COMMANDS:
         assert f"\n    {name} " in said
     with pytest.raises(SystemExit, match="0"):
         command(monkeypatch, "--version")
@@ -227,6 +227,26 @@ def test_help_of_a_command_begins_with_an_example(
     assert usage == f"usage: lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]"
     assert f"\n    lightning-swarm {name} --config run.yaml\n" in said.partition("options:")[0]
     assert "--ckpt_path" in said
+
+
+COMMANDS = ("fit", "validate", "test", "predict", "join", "serve", "doctor", "export")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_begins_with_what_to_type_and_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        command(monkeypatch, "--help")
+    overview = " ".join(capsys.readouterr().out.split())
+    with pytest.raises(SystemExit, match="0"):
+        command(monkeypatch, name, "--help")
+    usage, what, *rest = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: lightning-swarm {name} ")
+    line = what.partition(". ")[0].splitlines()[0].rstrip(".")
+    assert f" {name} {line}" in overview  # the overview says the same
+    examples = "\n".join(rest).partition("options:")[0]
+    assert f"\n    lightning-swarm {name} " in f"\n{examples}"
 
 
 def test_a_mistyped_command_gets_the_choices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,16 +78,36 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
         (["/site/my_project/train.py", "x"], "my_project.train", "-m my_project.train x"),
         (["/bin/lightning-swarm", "fit", "--config", "run.yaml"], None, "--config run.yaml"),
         (["/site/lightning_swarm/__main__.py", "fit", "-c", "a b"], "lightning_swarm.__main__", "-c 'a b'"),
+        (
+            [
+                "lightning-swarm",
+                "fit",
+                "-c",
+                "x",
+                "--trainer.strategy.role=both",
+                "--trainer.strategy.num_stages",
+                "2",
+                "--trainer.strategy.init_args.announce",
+                "192.0.2.9:5",
+                "--seed_everything=1",
+            ],
+            None,
+            "-c x --trainer.strategy.num_stages 2 --seed_everything=1",
+        ),
     ],
 )
 def test_the_invitation_names_the_address_and_the_program(
     monkeypatch: pytest.MonkeyPatch, argv: list[str], name: str | None, program: str
 ) -> None:
     monkeypatch.setattr("sys.argv", argv)
-    monkeypatch.setattr(launcher.__main__, "__spec__", name and SimpleNamespace(name=name))
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", name and SimpleNamespace(name=name))
     inner, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
-    line = launcher._invitation([inner, outer])
+    config = SwarmStrategy().config
+    line = launcher._invitation(config, [inner, outer])
     assert line == f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} {program}"
-    line = launcher._invitation([inner])
+    line = launcher._invitation(config, [inner])
     assert line.startswith("Peers of this machine only (others: set `listen`")
     assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {program}")
+    line = launcher._invitation(SwarmStrategy(role="server").config, [outer])
+    assert f"starts with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')" in line
+    assert line.endswith(f"lightning-swarm serve 192.0.2.1:5/{ID} {program}")

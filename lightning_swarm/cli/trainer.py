@@ -1,4 +1,4 @@
-"""The command `lightning-swarm`, and `SwarmCLI` for commands of one's own."""
+"""The commands that build a Trainer: `fit`, `validate`, `test`, `predict`, and `SwarmCLI` behind them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from pathlib import Path
 from types import MethodType
 from typing import Any, Final
@@ -22,22 +22,19 @@ from lightning.pytorch.cli import (
 )
 from typing_extensions import override
 
-from lightning_swarm import __version__, doctor
-from lightning_swarm.checkpoint.export import export_safetensors
 from lightning_swarm.config import Limits
-from lightning_swarm.doctor import Finding
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.network.addresses import Address
 from lightning_swarm.strategy import SwarmStrategy
 
 _CLASS_PATH: Final = "lightning_swarm.SwarmStrategy"
 
-_TRAINER_COMMANDS: Final[Mapping[str, str]] = {
-    "fit": "Train a model on a swarm of this machine's devices.",
+TRAINER_COMMANDS: Final[Mapping[str, str]] = {
+    "fit": "Train a model on a swarm, which begins with this machine's devices.",
     "validate": "Run a model's validation loop once.",
     "test": "Run a model's test loop once.",
     "predict": "Run a model's predictions.",
 }
+"""What each one does."""
 
 _MODEL_AND_DATA: Final = """
 
@@ -146,22 +143,8 @@ def _refuse(strategy: Any) -> None:
         SwarmStrategy(limits=limits, **{name: value for name, value in given.items() if name not in of_lightning})
 
 
-def main() -> int:
-    """Run the command line. Returns the exit status."""
-    arguments = sys.argv[1:]
-    # Lightning's own parsers of these take seconds to build, and need jsonargparse.
-    if arguments and (arguments[0] in _TRAINER_COMMANDS or arguments[0] in ("-c", "--config")):
-        run = _run_trainer
-    else:
-        run = partial(_run_own, _parser().parse_args(arguments))
-    try:
-        return run()
-    except ConfigError as error:
-        print(f"lightning-swarm: error: {error}", file=sys.stderr)  # noqa: T201 - a command
-        return 2
-
-
-def _run_trainer() -> int:
+def run_trainer() -> int:
+    """Do what the process's arguments say. Returns the exit status."""
     _require_jsonargparse()
     from jsonargparse import DefaultHelpFormatter
 
@@ -178,13 +161,13 @@ def _run_trainer() -> int:
             "formatter_class": Help,
             "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
         }
-        for name, line in _TRAINER_COMMANDS.items()
+        for name, line in TRAINER_COMMANDS.items()
     }
     own = {"prog": "lightning-swarm", "formatter_class": Help, "exit_on_error": False}
     try:
         SwarmCLI(save_config_callback=_SaveConfig, parser_kwargs={**own, **parsers})
     except argparse.ArgumentError as error:
-        name = sys.argv[1] if sys.argv[1] in _TRAINER_COMMANDS else "fit"
+        name = sys.argv[1] if sys.argv[1] in TRAINER_COMMANDS else "fit"
         raise ConfigError(_shortened(str(error)) + _HINT.format(name=name, strategy=_CLASS_PATH)) from error
     return 0
 
@@ -201,7 +184,7 @@ def _require_jsonargparse() -> None:
         importlib.metadata.version("docstring-parser")
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
-            f"{', '.join(_TRAINER_COMMANDS)} need jsonargparse with its extra `signatures`, and {error.name} is not "
+            f"{', '.join(TRAINER_COMMANDS)} need jsonargparse with its extra `signatures`, and {error.name} is not "
             'installed. Run: pip install "lightning-swarm[cli]"'
         ) from error
 
@@ -219,54 +202,3 @@ def _with_class_path(arguments: Sequence[str]) -> list[str]:
         else:
             given.append(_CLASS_PATH if argument == name and given and given[-1] == option else argument)
     return given
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-swarm",
-        description="Train one large PyTorch Lightning model on a swarm of slow, unequal machines.",
-        epilog="lightning-swarm COMMAND --help says more. The first one to try: lightning-swarm doctor",
-    )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for name, line in _TRAINER_COMMANDS.items():
-        commands.add_parser(name, help=line, add_help=False)  # to be listed; SwarmCLI parses them
-
-    what = "Check whether this machine can be a peer: what is wrong, and what to do."
-    check = commands.add_parser("doctor", help=what, description=f"{what} Exit status 1 if something is wrong.")
-    check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
-    check.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
-    check.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="HOST:PORT/ID",
-        help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
-    )
-
-    what = "Write a checkpoint's weights to a safetensors file."
-    export = commands.add_parser(
-        "export", help=what, description=f"{what} Nothing in the checkpoint is executed. OUT is overwritten."
-    )
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved")
-    export.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
-    return parser
-
-
-def _run_own(arguments: argparse.Namespace) -> int:
-    if arguments.command == "export":
-        num_tensors = export_safetensors(arguments.checkpoint, arguments.out)
-        print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
-        return 0
-    wrong = 0
-    addresses = [Address.parse(text) for text in arguments.peer]
-    for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
-        print(_line(finding), flush=True)  # noqa: T201 - a command
-        wrong += not finding.ok
-    print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command
-    return 1 if wrong else 0
-
-
-def _line(finding: Finding) -> str:
-    line = f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}"
-    return line if finding.ok else f"{line}\n       -> {finding.remedy}"

@@ -1,0 +1,122 @@
+"""What `lightning-swarm` can be told: the list of commands, and what each does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm import __version__, doctor
+from lightning_swarm.checkpoint.export import export_safetensors
+from lightning_swarm.cli import joining
+from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
+from lightning_swarm.doctor import Finding
+from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.network.addresses import Address
+
+_DESCRIPTION: Final = """\
+Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
+
+    lightning-swarm doctor                                          is this machine fit to be a peer?
+    lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
+    lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
+"""
+
+_DOCTOR: Final = """\
+{what} Exit status 1 if something is wrong.
+
+    lightning-swarm doctor                                          this machine
+    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port that it is to listen on
+    lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
+"""
+
+_EXPORT: Final = """\
+{what} Nothing in the checkpoint is executed; OUT is overwritten.
+
+    lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
+"""
+
+
+def main() -> int:
+    """Run the command line. Returns the exit status."""
+    try:
+        return _chosen(sys.argv[1:])()
+    except ConfigError as error:
+        return _complain(error, 2)
+    except SwarmError as error:
+        return _complain(error, 1)
+
+
+def _complain(error: SwarmError, status: int) -> int:
+    print(f"lightning-swarm: error: {error}", file=sys.stderr)  # noqa: T201 - a command
+    return status
+
+
+def _chosen(arguments: Sequence[str]) -> Callable[[], int]:
+    name = arguments[0] if arguments else ""
+    # Lightning's own parsers of these take seconds to build, and need jsonargparse.
+    if name in TRAINER_COMMANDS or name in ("-c", "--config"):
+        return run_trainer
+    if name in joining.COMMANDS:
+        return partial(joining.run, name, arguments[1:])
+    return partial(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-swarm",
+        usage="lightning-swarm COMMAND ...",
+        description=_DESCRIPTION,
+        epilog="lightning-swarm COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", prog="lightning-swarm", dest="command", metavar="COMMAND", required=True
+    )
+    for name, line in {**TRAINER_COMMANDS, **joining.COMMANDS}.items():
+        commands.add_parser(name, help=line, add_help=False)  # to be listed; they are parsed elsewhere
+
+    def add(name: str, what: str, description: str) -> argparse.ArgumentParser:
+        description = description.format(what=what)
+        return commands.add_parser(
+            name, help=what, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    check = add("doctor", "Check whether this machine can be a peer: what is wrong, and what to do.", _DOCTOR)
+    check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
+    check.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
+    check.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT/ID",
+        help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
+    )
+
+    export = add("export", "Write a checkpoint's weights to a safetensors file.", _EXPORT)
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved")
+    export.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "export":
+        num_tensors = export_safetensors(arguments.checkpoint, arguments.out)
+        print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
+        return 0
+    wrong = 0
+    addresses = [Address.parse(text) for text in arguments.peer]
+    for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
+        print(_line(finding), flush=True)  # noqa: T201 - a command
+        wrong += not finding.ok
+    print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command
+    return 1 if wrong else 0
+
+
+def _line(finding: Finding) -> str:
+    line = f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}"
+    return line if finding.ok else f"{line}\n       -> {finding.remedy}"
