@@ -342,8 +342,8 @@ class SwarmHooks(_Strategy):
         return super().optimizer_state(optimizer)
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        restored = super().load_checkpoint(checkpoint_path, weights_only)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
         self._restored_step = restored.get("global_step")
         return restored
 

@@ -40,7 +40,9 @@ def entered(mode: Mode, device_type: str) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(mode.grad))
         autocast = _dtype(mode.autocast) if mode.autocast is not None else None
-        stack.enter_context(torch.autocast(device_type, dtype=autocast, enabled=autocast is not None))
+        # As Lightning's: a cast that is kept adds up the gradients of a weight that is used twice in half precision.
+        cast = torch.autocast(device_type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
+        stack.enter_context(cast)
         yield
 
 

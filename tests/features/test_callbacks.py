@@ -237,6 +237,8 @@ def make_pruning() -> L.Callback:
     ],
 )
 def test_refused_callbacks(make: Callable[[], L.Callback], name: str) -> None:
+    if not hasattr(callbacks, name):
+        pytest.skip("came with Lightning 2.6")
     assert_refused(rf"callbacks must not read or change weights.*got {name}\b.*Remove it", callbacks=[make()])
 
 
