@@ -268,14 +268,26 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     )
 
 
-def choose_ranges(blocks: Blocks, num_stages: int, split: str | tuple[str, ...]) -> tuple[range, ...]:
+def choose_ranges(
+    blocks: Blocks,
+    num_stages: int,
+    split: str | tuple[str, ...],
+    measured: Callable[[], Sequence[int]] | None = None,
+) -> tuple[range, ...]:
     """Which blocks make up which stage.
+
+    Args:
+        blocks: What is cut.
+        num_stages: Into how many.
+        split: As in `SwarmConfig`.
+        measured: What each block costs, for ``split="time"``; None: any cut will do.
 
     Raises:
         ConfigError: Too few blocks, unknown names, or names that disagree with `num_stages`.
     """
     if isinstance(split, str):
-        return partition.balanced(partition.parameter_costs(blocks), num_stages)
+        by_size = partition.parameter_costs(blocks)
+        return partition.balanced(measured() if split == "time" and measured else by_size, num_stages)
     ranges = partition.named(blocks.names, list(split))
     if len(ranges) != num_stages:
         raise ConfigError(

@@ -83,9 +83,9 @@ class SwarmConfig:
                 "`role` must be 'auto' (who starts the run trains and serves, who joins it serves), 'both' (trains and "
                 f"serves), 'trainer' (holds no stage) or 'server', got {self.role!r}. Choose one of them."
             )
-        if isinstance(self.split, str) and self.split != "parameters":
+        if isinstance(self.split, str) and self.split not in ("parameters", "time"):
             raise ConfigError(
-                f"`split` must be 'parameters' or a list of the names of the blocks where stages begin, "
+                f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
                 f"got {self.split!r}. Leave it out to balance by parameters."
             )
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:

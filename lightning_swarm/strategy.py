@@ -28,7 +28,7 @@ from lightning_swarm.home import Home
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
-from lightning_swarm.partition import Blocks, find_blocks
+from lightning_swarm.partition import Blocks, find_blocks, time_costs
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
@@ -57,7 +57,8 @@ class SwarmHooks(_Strategy):
         num_stages: Into how many stages the model is cut. None: one for each device.
         pipeline: Dotted name of the submodule to cut, a `Sequential` or a `ModuleList`. None: the blocks that the
             LightningModule's `configure_stages()` returns, else the one `Sequential` that holds all parameters.
-        split: How the cut is balanced, or the names of the blocks where stages begin.
+        split: How the cut is balanced: by ``"parameters"``, or by the ``"time"`` that each block takes on this machine
+            with the LightningModule's `example_input_array`. Or the names of the blocks where stages begin.
         microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy.
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
@@ -90,7 +91,7 @@ class SwarmHooks(_Strategy):
         self,
         num_stages: int | None = None,
         pipeline: str | None = None,
-        split: Literal["parameters"] | Sequence[str] = "parameters",
+        split: Literal["parameters", "time"] | Sequence[str] = "parameters",
         microbatch_size: int | None = None,
         shared: Sequence[str] = (),
         target_batch_size: int | None = None,
@@ -235,7 +236,7 @@ class SwarmHooks(_Strategy):
         selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
-        ranges = choose_ranges(self._blocks, self._num_stages, self.config.split)
+        ranges = choose_ranges(self._blocks, self._num_stages, self.config.split, self._measured)
         model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, ranges, selection)
         self._interception = Interception(self._blocks, self._session.pipeline)
@@ -268,6 +269,21 @@ class SwarmHooks(_Strategy):
             total_steps=_total_steps(trainer) if selection is not None else None,
         )
         return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
+
+    def _measured(self) -> Sequence[int]:
+        """What each block costs on this machine."""
+        module = self.lightning_module
+        assert module is not None
+        assert self._blocks is not None
+        example = module.example_input_array
+        if example is None:
+            raise ConfigError(
+                "`split='time'` measures the blocks with an example, so `example_input_array` must be set: "
+                f"{type(module).__name__} has none. Set it in `__init__` to what `forward` takes, a batch of a usual "
+                "size, or use `split='parameters'`."
+            )
+        example = self.batch_to_device(self.precision_plugin.convert_input(example), self.root_device)
+        return time_costs(module, self._blocks, example, context=self.precision_plugin.forward_context)
 
     def _take_steps(self, trainer: Trainer, session: Session) -> None:
         """Put the swarm's steps in the place of the optimizer's."""

@@ -4,6 +4,7 @@ from lightning_swarm.partition.blocks import Blocks, find_blocks
 from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
 from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, cut, parameter_costs
+from lightning_swarm.partition.timing import time_costs
 
 __all__ = [
     "Blocks",
@@ -18,4 +19,5 @@ __all__ = [
     "is_computing",
     "named",
     "parameter_costs",
+    "time_costs",
 ]

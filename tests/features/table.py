@@ -24,6 +24,7 @@ This file is written by `python -m tests.features.table > docs/features.md`; edi
 
 # In the order of the table. A module's docstring is its heading; `test_table` has no rows.
 _MODULES = (
+    "test_models",
     "test_loop",
     "test_data",
     "test_optimization",

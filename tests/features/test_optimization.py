@@ -351,7 +351,7 @@ class Normalizes(DigitsMLP):
         pytest.param(
             Normalizes,
             r"layers must treat each sample alone.*got statistics over the batch in 1 \(BatchNorm1d\).*Use GroupNorm",
-            marks=feature("`BatchNorm` in training", REFUSED, "`GroupNorm`, `LayerNorm`, or a frozen one"),
+            marks=feature("`BatchNorm` in training", REFUSED, "in blocks: `GroupNorm`, `LayerNorm`, or a frozen one"),
         ),
         pytest.param(
             ClipsItself,

@@ -107,6 +107,31 @@ def digits() -> TensorDataset:
     )
 
 
+class Images(L.LightningModule):
+    """An explicit `Sequential` between layers with statistics over the batch and a temperature of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Linear(64, 12), nn.BatchNorm1d(12))
+        self.body = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh())
+        self.leave = nn.Linear(12, 10)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.leave(self.body(self.enter(x))) * self.temperature
+        return logits
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        # It has state before its first step.
+        return torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
+
+
 # ---------------------------------------------------------------------- language
 
 

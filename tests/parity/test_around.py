@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -19,6 +20,7 @@ from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import coordinator
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types import CallKey, ForwardRequest, Mode, encode
+from tests.parity.float16 import HALF, InHalves, train
 from tests.parity.harness import (
     LOSS_TOLERANCE,
     QUIET,
@@ -32,7 +34,7 @@ from tests.parity.harness import (
     run_plain,
     run_swarm,
 )
-from tests.parity.models import NUM_STEPS, NanoGPT, Recipe, digits, loader, sentences
+from tests.parity.models import NUM_STEPS, Images, NanoGPT, Recipe, digits, loader, sentences
 
 LIST = {"pipeline": "transformer.h"}
 STEPS = 6
@@ -196,31 +198,6 @@ def weights_of(make: Callable[[], L.LightningModule]) -> Mapping[str, Tensor]:
     return make().double().state_dict()
 
 
-class Images(L.LightningModule):
-    """An explicit `Sequential` between layers with statistics over the batch and a temperature of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Sequential(nn.Linear(64, 12), nn.BatchNorm1d(12))
-        self.body = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh())
-        self.leave = nn.Linear(12, 10)
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.leave(self.body(self.enter(x))) * self.temperature
-        return logits
-
-    @override
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    @override
-    def configure_optimizers(self) -> Any:
-        # It has state before its first step.
-        return torch.optim.Adagrad(self.parameters(), lr=0.05, initial_accumulator_value=0.1)
-
-
 class Staged(Images):
     """Most is in stages; the temperature is used outside of them."""
 
@@ -260,6 +237,58 @@ def test_validation_sees_the_weights_and_buffers_of_the_last_step() -> None:
     assert plain.trainer is not None
     ours, theirs = (float(run.trainer.callback_metrics["val_loss"]) for run in (swarm, plain))  # type: ignore[union-attr]
     assert ours == pytest.approx(theirs, rel=LOSS_TOLERANCE)
+
+
+class Phases(BaseFinetuning):
+    """First the head and half of the blocks; then the embeddings, in a group of their own; then all."""
+
+    @override
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.transformer["wpe"], *pl_module.transformer["h"]])
+
+    @override
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.transformer["wpe"], optimizer, lr=1e-2)
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.transformer["h"], optimizer, lr=1e-3)
+
+
+class Unfreezes(NanoGPT):
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=3e-3)
+
+
+def test_what_trains_may_change_around_the_pipeline_too() -> None:
+    plain = run_plain(Unfreezes, loader(sentences()), max_epochs=3, callbacks=[Phases()])
+    swarm = run_swarm(Unfreezes, loader(sentences()), max_epochs=3, callbacks=[Phases()], num_stages=3, **LIST)
+    assert_exact(swarm, plain)
+    assert sum(record.selection is not None for record in swarm.records) == 2
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_curve_is_close_in_bfloat16(precision: Any) -> None:
+    plain = run_plain(NanoGPT, loader(sentences()), max_steps=20, precision=precision)
+    swarm = run_swarm(NanoGPT, loader(sentences()), max_steps=20, precision=precision, **LIST)
+    assert_same_curve(swarm, plain, loss=1e-2)
+
+
+class InFloat16(InHalves):
+    """A layer before the pipeline, a layer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others, last = self.net
+        self.net = nn.Sequential(first, nn.Sequential(*others), last)
+
+
+def test_scaled_gradients_around_the_pipeline() -> None:
+    plain = train(run_plain, InFloat16, max_steps=30)
+    swarm = train(run_swarm, InFloat16, max_steps=30, microbatch_size=HALF, pipeline="net.1")
+    assert swarm.scales == plain.scales
+    assert plain.num_skipped > 2
+    assert_same_curve(swarm.run, plain.run, loss=1e-6, weight=1e-6)
 
 
 # ---------------------------------------------------------------------- where the weights are
@@ -420,6 +449,11 @@ class LeavesEarly(NanoGPT):
         (StagedToo, LIST, r"a `ModuleList` has none: got `pipeline='transformer.h'` with `configure_stages`.*Name the"),
         (LeavesEarly, LIST, r"must call its blocks one after the other.*'transformer.h.2' went to .*configure_stages"),
         (NanoGPT, {}, r"one `torch.nn.Sequential`.*a `ModuleList` of blocks with `pipeline=...`"),
+        (
+            NanoGPT,
+            {**LIST, "split": "time"},
+            r"`example_input_array` must be set: NanoGPT has none.*Set it in `__init__`",
+        ),
         (NanoGPT, {**LIST, "num_stages": 5}, r"`num_stages` must be 1..4.*got 5"),
     ],
 )

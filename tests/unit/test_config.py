@@ -43,6 +43,7 @@ def limits(name: str, value: Any) -> Limits:
 def test_defaults_and_ordinary_values_pass() -> None:
     config()
     config(num_stages=3, microbatch_size=1, target_batch_size=4096, role="trainer", split=("a",), run_id="übung 1")
+    config(split="time")
     Limits(cache_bytes=0, call_timeout=1, max_in_flight=1)
 
 
@@ -56,7 +57,7 @@ def test_defaults_and_ordinary_values_pass() -> None:
         ),
         ({"role": "serve"}, ["role", "'auto'", "'trainer'", "'server'", "got 'serve'", "Choose"]),
         ({"role": None}, ["role", "got None", "Choose"]),
-        ({"split": "time"}, ["split", "'parameters' or a list", "got 'time'", "Leave it out"]),
+        ({"split": "size"}, ["split", "'parameters', 'time' or a list", "got 'size'", "Leave it out"]),
         ({"run_id": ""}, ["run_id", "1..100 printable", "got ''", "Choose another"]),
         ({"run_id": "a\nb"}, ["run_id", "got 'a\\nb'", "Choose another"]),
         ({"run_id": "x" * 101}, ["run_id", "1..100", "Choose another"]),

@@ -1,0 +1,93 @@
+"""Models, and where they are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from tests.features.both import fit_both
+from tests.features.mark import WORKS, feature
+from tests.parity.harness import assert_same_curve, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, Images, NanoGPT, TinyGPT, digits, loader, sentences
+
+STEPS = 9
+LIST = {"pipeline": "transformer.h"}
+
+
+@feature("one `Sequential` that holds all parameters", WORKS)
+def test_one_sequential() -> None:
+    fit_both(DigitsMLP, max_steps=STEPS)
+
+
+class Arranged(TinyGPT):
+    def configure_stages(self) -> Any:
+        return list(self.net)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.net(tokens)
+        return logits
+
+
+@feature("blocks that `configure_stages()` returns", WORKS)
+def test_configured_stages() -> None:
+    fit_both(Arranged, data=lambda: loader(sentences()), max_steps=STEPS)
+
+
+@feature(
+    "a `ModuleList` cut by its name (`pipeline='transformer.h'`)",
+    WORKS,
+    "inside a forward of the model's own, unedited, that calls the blocks one after the other: [models.md](models.md)",
+)
+def test_a_list_in_a_forward() -> None:
+    fit_both(NanoGPT, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
+
+
+@feature("parameters outside of the pipeline", WORKS, "the trainer computes them, and a stage of its own steps them")
+@feature("`BatchNorm` outside of the pipeline", WORKS, "it sees whole batches")
+def test_parameters_outside() -> None:
+    runs = [
+        run(Images, loader(digits()), max_steps=STEPS, **options)
+        for run, options in ((run_plain, {}), (run_swarm, {"pipeline": "body"}))
+    ]
+    assert_same_curve(runs[1], runs[0], weight=1e-10)
+
+
+class WithExample(NanoGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = sentences().tensors[0][:4]
+
+
+@feature("`split='time'`", WORKS, "measures the blocks here with `example_input_array`")
+def test_split_by_time() -> None:
+    fit_both(WithExample, data=lambda: loader(sentences()), max_steps=STEPS, swarm={**LIST, "split": "time"})
+
+
+class Checkpoints(NanoGPT):
+    @override
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.transformer["wte"](idx)
+        for block in self.transformer["h"]:  # type: ignore[union-attr]
+            x = checkpoint(block, x, use_reentrant=False)
+        logits = self.lm_head(self.transformer["ln_f"](x))
+        assert torch.is_grad_enabled()
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@feature(
+    "`torch.utils.checkpoint` around blocks of a list",
+    WORKS,
+    "with `use_reentrant=False`; needless, the servers compute again where memory is short",
+)
+def test_checkpointed_blocks() -> None:
+    fit_both(Checkpoints, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
