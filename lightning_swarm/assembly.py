@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from lightning_swarm import hello, membership, partition
+from lightning_swarm import hello, membership, partition, survey
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import Directory, Transport
@@ -25,7 +26,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, Selection
+from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, PeerReport, Selection
 
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
@@ -87,11 +88,23 @@ class Peer:
         self._config = config
         self._rng = rng
         self.boot_id = secrets.randbits(62)
+        self._began_s = time.monotonic()
         hello.answer(transport)
+        survey.answer(transport, self._report, lambda: membership.known_servers(self._directory, self._config.run_id))
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
         self.manifest: Manifest | None = None
         self._closed = False
+
+    def _report(self) -> PeerReport:
+        traffic = self.transport.traffic
+        return PeerReport(
+            run_id=self._config.run_id,
+            age_s=time.monotonic() - self._began_s,
+            sent_bytes=traffic.sent_bytes.total(),
+            received_bytes=traffic.received_bytes.total(),
+            server=self.server.report() if self.server is not None else None,
+        )
 
     def serve(self, model: Model) -> None:
         """Hold stages from now on, as soon as a run wants this peer."""

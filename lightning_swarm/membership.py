@@ -94,6 +94,11 @@ async def find_servers(
         await asyncio.sleep(_POLL_S)
 
 
+async def known_servers(directory: Directory, run_id: str) -> dict[PeerId, list[str]]:
+    """All servers that announced themselves, with their addresses. Some may be gone."""
+    return {peer: one.addresses for peer, one in (await _announced(directory, run_id)).items()}
+
+
 async def connect_all(directory: Directory, transport: Transport, run_id: str) -> None:
     """Make all servers that announced themselves reachable from this peer, as far as they are."""
     await _connect(transport, await _announced(directory, run_id))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from lightning_swarm import __version__, doctor
 from lightning_swarm.checkpoint.export import export_safetensors
-from lightning_swarm.cli import joining
+from lightning_swarm.cli import joining, watching
 from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
 from lightning_swarm.doctor import Finding
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.survey.policy import table
 
 _DESCRIPTION: Final = """\
 Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
@@ -31,6 +34,20 @@ _DOCTOR: Final = """\
     lightning-swarm doctor                                          this machine
     lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port that it is to listen on
     lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
+"""
+
+_STATUS: Final = """\
+{what} Asks any peer for the others, and all of them what they do. Changes nothing.
+
+    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
+    lightning-swarm status 203.0.113.7:31337/12D3... --json         for programs: one object a line
+
+Rates are averages since a peer began or, with --watch, since the look before. The object has `run_id`, `step` (null if
+no coordinator answers), `steps_per_minute`, `stages` (for each a list of peer ids) and `peers`. Each of these has
+`peer_id`, `place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it
+waits for a run), `samples_per_s` (forward through each of its stages), `queued` (jobs), `sent_gb_per_hour`,
+`received_gb_per_hour` and `age_s`.
 """
 
 _EXPORT: Final = """\
@@ -97,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
         help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
     )
 
+    status = add("status", "Show a live swarm: stages, peers, step, rates.", _STATUS)
+    status.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
+    status.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    status.add_argument("--watch", type=float, metavar="SECONDS", help="look again and again")
+    status.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
+    )
+
     export = add("export", "Write a checkpoint's weights to a safetensors file.", _EXPORT)
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved")
     export.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
@@ -108,6 +133,8 @@ def _run(arguments: argparse.Namespace) -> int:
         num_tensors = export_safetensors(arguments.checkpoint, arguments.out)
         print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
         return 0
+    if arguments.command == "status":
+        return _show_status(arguments)
     wrong = 0
     addresses = [Address.parse(text) for text in arguments.peer]
     for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
@@ -115,6 +142,18 @@ def _run(arguments: argparse.Namespace) -> int:
         wrong += not finding.ok
     print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command
     return 1 if wrong else 0
+
+
+def _show_status(arguments: argparse.Namespace) -> int:
+    looks = watching.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
+    try:
+        for seen in looks:
+            print(json.dumps(asdict(seen)) if arguments.json else table(seen), flush=True)  # noqa: T201 - a command
+    except KeyboardInterrupt:
+        pass  # how --watch ends
+    finally:
+        looks.close()
+    return 0
 
 
 def _line(finding: Finding) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from lightning_swarm.types import (
     CancelRequest,
     Computed,
     ForwardRequest,
+    ServerReport,
     Ticket,
     check_trainer,
     decode,
@@ -75,6 +77,7 @@ class Server:
         self._calls: dict[str, asyncio.Task[None]] = {}
         self.cache = Cache(limits.cache_bytes)
         self.num_forwards = 0
+        self.num_samples = 0
         self.stepping = Stepping(
             transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._forget_step
         )
@@ -100,6 +103,23 @@ class Server:
         finally:
             self._executor.close()
             await self._tasks.close()
+
+    def report(self) -> ServerReport | None:
+        """For people; None before there is a run."""
+        if not self.admission.ready.is_set():
+            return None
+        run = self.admission.run
+        return ServerReport(
+            lead=run.lead,
+            coordinator=run.coordinator,
+            num_stages=len(run.stages),
+            stages=list(self.stepping.stages),
+            first_step=run.first_step,
+            step=self.stepping.version,
+            age_s=time.monotonic() - self.stepping.began_s,
+            num_samples=self.num_samples // max(1, len(self.stepping.stages)),
+            queued=self._executor.queued,
+        )
 
     # ------------------------------------------------------------------ forward
 
@@ -134,6 +154,7 @@ class Server:
 
         result, busy_s = await self._compute(stage, (1, *_age(key)), compute)
         self.num_forwards += 1
+        self.num_samples += _num_samples(inputs)
         keep = mode.grad and request.keep
         if keep:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
@@ -313,3 +334,8 @@ def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
         raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
     return tree
+
+
+def _num_samples(inputs: tuple[Any, ...]) -> int:
+    """How many samples a microbatch has: it was cut along the first dimension."""
+    return next((tensor.shape[0] for tensor in trees.flatten(inputs)[1] if tensor.ndim), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,6 +84,7 @@ class Stepping:
         self._reselected: Selection | None = None  # in the open step
         self._applied = asyncio.Condition()
         self.version = 0
+        self.began_s = 0.0  # on the monotonic clock: when this server came into the run
         self.attempt = 0
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FREEZE, self._handle_freeze)
@@ -94,6 +96,7 @@ class Stepping:
         self._manifest = manifest
         self._stages = stages
         self.version = manifest.first_step
+        self.began_s = time.monotonic()
         self._ledgers = {index: Ledger(self.version) for index in stages}
 
     def stage(self, index: int) -> Stage:

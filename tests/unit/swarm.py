@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_swarm import hello, membership, trees
+from lightning_swarm import hello, membership, survey, trees
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
 from lightning_swarm.network import Message, PeerId
@@ -38,6 +38,7 @@ from lightning_swarm.types import (
     Manifest,
     Member,
     Mode,
+    PeerReport,
     Record,
     Ticket,
     decode,
@@ -143,6 +144,9 @@ class Swarm:
         if admit:
             self.run(membership.admit(self.trainer, self.manifest, self.stages, timeout=10.0))
 
+    async def _no_others(self) -> dict[PeerId, list[str]]:
+        return {}
+
     def _server(self, name: PeerId, boot_id: int, optimizer: Callable[[nn.Module], Optimizer]) -> Server:
         module = copy.deepcopy(self.module)
         for parameter in module.parameters():
@@ -150,6 +154,8 @@ class Swarm:
         model = Model(module, find_blocks(module, None), lambda _: optimizer(module), torch.device("cpu"), keep=False)
         transport = self.network.transport(name)
         hello.answer(transport, now=lambda: 1000.0)
+        report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)
+        survey.answer(transport, lambda: report, self._no_others)
         tickets = TicketStore(transport, max_bytes=1 << 30)
 
         async def connect() -> None:

@@ -30,6 +30,7 @@ from lightning_swarm.steps import (
     SELECT,
     SETTLE,
 )
+from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types import (
     BatchDone,
@@ -193,6 +194,8 @@ def cancelling(swarm: Swarm) -> CancelRequest:
 
 SAMPLES = [
     Sample(CALL, HELLO, lambda _: Message()),
+    Sample(CALL, REPORT, lambda _: Message()),
+    Sample(CALL, OTHERS, lambda _: Message()),
     Sample(CALL, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
     Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
@@ -435,7 +438,8 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 @every_sample
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
-    if sample.method in (HELLO, WAIT_METHOD, FETCH_METHOD):  # for anyone; any server may be the next stage's
+    # For anyone; and any server may be the next stage's.
+    if sample.method in (HELLO, REPORT, OTHERS, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")

@@ -1,0 +1,59 @@
+"""`status`: look at a live swarm from outside, once or again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from typing import Final
+
+from lightning_swarm import survey
+from lightning_swarm.errors import ConfigError, PeerError, Unreachable
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.survey import Sighting
+from lightning_swarm.survey.policy import Picture, picture
+
+_START_TIMEOUT_S: Final = 30.0
+
+
+def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[Picture]:
+    """Look at the swarm of a peer.
+
+    Args:
+        address: The peer's.
+        every_s: Seconds between two looks; None looks once.
+        timeout: Seconds for each peer to answer.
+
+    Raises:
+        ConfigError: A number of seconds is none.
+        Unreachable: The peer does not answer.
+    """
+    for name, seconds in (("--watch", every_s), ("--timeout", timeout)):
+        if seconds is not None and not 0 < seconds <= threading.TIMEOUT_MAX:
+            raise ConfigError(
+                f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
+            )
+    from lightning_swarm.network import hivemind  # a second, and only needed here
+    from lightning_swarm.runtime import ThreadRuntime
+
+    with contextlib.closing(ThreadRuntime("status")) as runtime:
+        transport, directory = runtime.run(hivemind.start(startup_timeout=_START_TIMEOUT_S))
+        try:
+            before: Sequence[Sighting] = ()
+            while True:
+                try:
+                    runtime.run(transport.connect([address.maddr]))
+                    now = runtime.run(survey.look(transport, address.peer_id, address.maddr, timeout=timeout))
+                except PeerError as error:
+                    raise Unreachable(
+                        f"{address} does not answer: {' '.join(str(error).split())} Ask another peer of the run, or "
+                        f"find out what is in the way: lightning-swarm doctor --peer {address}"
+                    ) from error
+                yield picture(now, before)
+                if every_s is None:
+                    return
+                before = now
+                threading.Event().wait(every_s)
+        finally:
+            runtime.run(directory.close())
+            runtime.run(transport.close())
