@@ -6,6 +6,8 @@ Both are always imported. The second one costs a tenth of a second, for what is 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -61,10 +63,20 @@ class Framework:
         """The other tree."""
         return next(one for one in FRAMEWORKS if one is not self)
 
+    def take_messages(self) -> None:
+        """Have what both trees say be logged in the name of this one, for which a script may have set a level.
+
+        The tree that is imported last takes it for itself.
+        """
+        own = import_module(f"{self.name}.utilities.rank_zero")
+        own.rank_zero_module.log = logging.getLogger(own.__name__)  # it is one for both
+
 
 LIGHTNING: Final = Framework.load("lightning.pytorch", strategies="lightning_swarm")
 PYTORCH_LIGHTNING: Final = Framework.load("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
 FRAMEWORKS: Final = (LIGHTNING, PYTORCH_LIGHTNING)
+# The script's own, as far as it can be told from here: the one that was imported first.
+min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
 
 
 def mixed_import(kind: str, found: object, wanted: Framework) -> ConfigError:

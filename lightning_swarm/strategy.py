@@ -108,6 +108,7 @@ class SwarmHooks(_Strategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
+        self.framework.take_messages()
         self.config = SwarmConfig(
             num_stages=num_stages,
             pipeline=pipeline,

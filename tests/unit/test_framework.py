@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -119,3 +121,24 @@ def test_what_else_may_come_from_the_other_import(tree: ModuleType, other: Modul
         assert_refused("LightningDataModule", "Data", ConfigError, given)
     given = fit(tree, model=module, datamodule=data, callback=callback_of(other))
     assert_refused("Callback", "Noted", ConfigError, given)
+
+
+@pytest.mark.parametrize(("tree", "other"), BOTH)
+def test_messages_are_logged_in_the_name_of_the_trainers_tree(
+    tree: ModuleType, other: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    FRONT_DOORS[other].SwarmStrategy()
+    caplog.set_level("INFO")
+    tree.Trainer(**QUIET, strategy=FRONT_DOORS[tree].SwarmStrategy())
+    said = [record.name for record in caplog.records if record.message.startswith("GPU available")]
+    assert said == [f"{tree.__name__}.utilities.rank_zero"]
+
+
+def test_importing_a_swarm_leaves_messages_in_the_name_of_the_scripts_tree() -> None:
+    script = (
+        "import logging, lightning.pytorch as L, lightning_swarm; logging.basicConfig(format='%(name)s'); "
+        "logging.getLogger('lightning.pytorch').propagate = True; L.Trainer(accelerator='cpu', logger=False)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    names = {line for line in done.stderr.splitlines() if line.endswith(".utilities.rank_zero")}
+    assert names == {"lightning.pytorch.utilities.rank_zero"}
