@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lightning_swarm import hello, membership, partition, survey
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.passage import Link
 from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime, ThreadRuntime
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
+from lightning_swarm.steps import VIEW
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, PeerReport, Selection
+
+_log = logging.getLogger(__name__)
+
+_WATCH_S = 20.0
+_MAX_SILENT = 3
 
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
@@ -93,7 +104,7 @@ class Peer:
         survey.answer(transport, self._report, lambda: membership.known_servers(self._directory, self._config.run_id))
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
-        self.manifest: Manifest | None = None
+        self.run: RunState | None = None  # that this peer began, as its trainer knows it
         self._closed = False
 
     def _report(self) -> PeerReport:
@@ -132,10 +143,43 @@ class Peer:
         )
         await self.server.start()
 
-    def wait_until_dismissed(self) -> None:
-        """Serve until the run is over."""
-        assert self.server is not None
-        self.runtime.run(self.server.admission.left.wait())
+    def serve_to_the_end(self) -> None:
+        """Be in a run that begins, or join one that is under way, and serve until it is over. See `stay`."""
+        self.runtime.run(self.stay())
+
+    async def stay(self) -> None:
+        """Enter a run, and return when it is over.
+
+        Raises:
+            ConfigError: This peer's model or version is not the run's.
+            PeerError: The run does not let this peer in, or it broke off.
+        """
+        server = self.server
+        assert server is not None
+        find = partial(membership.find_runs, self._directory, self.transport, self._config.run_id)
+        await server.joiner.enter(find)
+        num_silent = 0
+        while not server.admission.left.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WATCH_S):
+                    await server.admission.left.wait()
+                    return
+            num_silent = 0 if await self._answers(server.admission.run.manifest) else num_silent + 1
+            if num_silent >= _MAX_SILENT:
+                raise Unreachable(
+                    f"run {self._config.run_id!r} is over or broke off, and nobody said so: its lead or coordinator "
+                    f"did not answer {num_silent} times. Start this peer again when the run goes on."
+                )
+
+    async def _answers(self, manifest: Manifest) -> bool:
+        """Whether the run lives: the lead in the coordinator's eyes, the coordinator in those of all others."""
+        whom = manifest.lead if manifest.coordinator == self.transport.peer_id else manifest.coordinator
+        try:
+            await hello.meet(self.transport, whom, timeout=_WATCH_S)
+        except SwarmError as error:
+            _log.warning("%s does not answer: %s", whom, error)
+            return False
+        return True
 
     # ------------------------------------------------------------------ the starter
 
@@ -152,6 +196,8 @@ class Peer:
             check: Called while waiting; raises when a server's process has died.
         """
         limits = self._config.limits
+        if self._config.initial_peers:
+            self.runtime.run(self._check_first())
         servers = self.runtime.run(
             membership.find_servers(
                 self._directory,
@@ -165,9 +211,23 @@ class Peer:
         stages = model.cut(spec.ranges)
         if self.server is None and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
-        self.manifest = self._manifest(spec, model, self._own_first(servers))
-        self.runtime.run(membership.admit(self.transport, self.manifest, stages, timeout=limits.start_timeout))
-        return self._session(self.manifest, stages, blocks, device)
+        manifest = self._manifest(spec, model, self._own_first(servers))
+        self.run = RunState(manifest)
+        self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
+        self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
+        return self._session(self.run, stages, blocks, device)
+
+    async def _check_first(self) -> None:
+        """One run at a time: two would take each other's servers."""
+        for coordinator in await membership.find_runs(self._directory, self.transport, self._config.run_id):
+            try:
+                await self.transport.call(coordinator, VIEW, b"", timeout=self._config.limits.leave_timeout)
+            except SwarmError:
+                continue  # what is left of an earlier one
+            raise ConfigError(
+                f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
+                "start another one with another `run_id`."
+            )
 
     def _manifest(self, spec: RunSpec, model: Model, servers: list[Member]) -> Manifest:
         trainers = [Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)]
@@ -194,12 +254,12 @@ class Peer:
         """The starter's own server coordinates: its trainer's control calls then cross no network."""
         return sorted(servers, key=lambda member: member.peer_id != self.transport.peer_id)
 
-    def _session(
-        self, manifest: Manifest, stages: Sequence[StageModule], blocks: Blocks, device: torch.device
-    ) -> Session:
+    def _session(self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device) -> Session:
         limits = self._config.limits
         around = self._around(stages[-1])
-        rosters = [stage.roster for stage in manifest.stages if not stage.on_trainers]
+        rosters = [
+            roster for roster, stage in zip(run.rosters, run.manifest.stages, strict=True) if not stage.on_trainers
+        ]
         routers = [StageRouter(self._rng) for _ in rosters]
         for router, roster in zip(routers, rosters, strict=True):
             router.set_peers(member.peer_id for member in roster)
@@ -217,11 +277,11 @@ class Peer:
                 num_microbatches=1 if alone else _MICROBATCHES_PER_STAGE * max(len(rosters), widest),
                 max_in_flight=limits.max_in_flight,
                 device=device,
-                generation=manifest.generation,
+                generation=run.manifest.generation,
             ),
         )
-        steps = StepClient(self.transport, manifest, timeout=limits.call_timeout)
-        return Session(self.runtime, pipeline, steps, manifest, around=around)
+        steps = StepClient(self.transport, run, timeout=limits.call_timeout, on_record=link.follow)
+        return Session(self.runtime, pipeline, steps, run.manifest, around=around)
 
     def _around(self, last: StageModule) -> Around | None:
         if not last.spec.on_trainers:
@@ -233,9 +293,9 @@ class Peer:
 
     def dismiss_others(self) -> None:
         """Tell the other servers that the run is over."""
-        if self.manifest is not None:
+        if self.run is not None:
             timeout = self._config.limits.leave_timeout
-            self.runtime.run(membership.dismiss(self.transport, self.manifest, timeout=timeout))
+            self.runtime.run(membership.dismiss(self.transport, self.run, timeout=timeout))
 
     def close(self) -> None:
         """Leave the swarm. Twice is fine."""

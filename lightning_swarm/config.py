@@ -23,6 +23,8 @@ class Limits:
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
             anew with each batch that it validates and each file that it saves.
         start_timeout: Seconds that the starter waits for its peers, imports included.
+        join_timeout: Seconds that a joining server may take to download a stage.
+        join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
         max_in_flight: Microbatches that a trainer has under way at once.
@@ -33,6 +35,8 @@ class Limits:
     call_timeout: float = 300.0
     lead_timeout: float = 1800.0
     start_timeout: float = 120.0
+    join_timeout: float = 3600.0
+    join_bytes: int = 4 << 30
     leave_timeout: float = 5.0
     max_pending_calls: int = 1024
     max_in_flight: int = 64

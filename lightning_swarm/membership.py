@@ -11,7 +11,9 @@ from torch import Tensor
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
-from lightning_swarm.server import ADMIT, LEAVE, LOAD
+from lightning_swarm.run_state import RunState
+from lightning_swarm.server import ADMIT, LOAD
+from lightning_swarm.steps import LEAVE
 from lightning_swarm.tasks import gather
 from lightning_swarm.types import Manifest, Member, StageState, Wire, decode, encode
 
@@ -36,6 +38,34 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     if len(servers) >= num_stages:
         return [list(servers[index::num_stages]) for index in range(num_stages)]
     return [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
+
+
+class RunAnnouncement(Wire, frozen=True):
+    """A run that has begun, in the word of its lead."""
+
+    coordinator: PeerId
+
+
+async def announce_run(directory: Directory, run_id: str, coordinator: PeerId) -> None:
+    """Say where servers that come later may ask to join."""
+    value = encode(RunAnnouncement(coordinator=coordinator))
+    try:
+        await directory.announce(f"{run_id}.run", value, ttl_s=_ANNOUNCEMENT_TTL_S)
+    except PeerError as error:
+        _log.warning("Nobody will find this run in order to join it: %s", error)
+
+
+async def find_runs(directory: Directory, transport: Transport, run_id: str) -> list[PeerId]:
+    """Coordinators of runs that were announced and may be under way. All servers are made reachable from here."""
+    found = []
+    for peer, value in (await directory.read(f"{run_id}.run")).items():
+        try:
+            found.append(decode(value, RunAnnouncement).coordinator)
+        except ProtocolError as error:
+            _log.warning("Left out the run that %s announced: %s", peer, error)
+    if found:
+        await connect_all(directory, transport, run_id)
+    return sorted(set(found))
 
 
 async def announce(directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float) -> None:
@@ -138,8 +168,8 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
         ConfigError: Some server's model is not the starter's.
         PeerError: Some server left.
     """
-    peers = _members(manifest)
-    await gather(transport.call(peer, ADMIT, encode(manifest), timeout=timeout) for peer in peers)
+    body = encode(manifest)
+    await gather(transport.call(peer, ADMIT, body, timeout=timeout) for peer in RunState(manifest).servers)
     await gather(
         transport.stream(member.peer_id, LOAD, message, timeout=timeout)
         for message, stage in zip((_weights(module, manifest) for module in stages), manifest.stages, strict=True)
@@ -159,7 +189,7 @@ def _weights(module: StageModule, manifest: Manifest) -> Message:
     return Message(encode(state), tuple(tensor.detach().cpu() for tensor in tensors.values()))
 
 
-async def dismiss(transport: Transport, manifest: Manifest, *, timeout: float) -> None:
+async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> None:
     """Tell all other servers that the run is over. One that is gone already is no error."""
 
     async def one(peer: PeerId) -> None:
@@ -168,8 +198,4 @@ async def dismiss(transport: Transport, manifest: Manifest, *, timeout: float) -
         except PeerError as error:
             _log.info("Server %s did not hear of the end: %s", peer, error)
 
-    await gather(one(peer) for peer in _members(manifest) if peer != transport.peer_id)
-
-
-def _members(manifest: Manifest) -> list[PeerId]:
-    return sorted({member.peer_id for stage in manifest.stages for member in stage.roster})
+    await gather(one(peer) for peer in run.servers if peer != transport.peer_id)

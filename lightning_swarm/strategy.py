@@ -315,14 +315,14 @@ class SwarmHooks(_Strategy):
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self.peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
-        self.peer.wait_until_dismissed()
+        self.peer.serve_to_the_end()
         self.peer.close()
 
     def make_model(self, module: LightningModule, blocks: Blocks, *, keep: bool) -> Model:
         """The peer's copy of the model, for its server."""
 
         def optimizer(total_steps: int | None) -> Optimizer:
-            if self.local_rank and total_steps is not None:
+            if self.config.only_serves and total_steps is not None:
                 # A server has no data to count: `estimated_stepping_batches` shall answer what it does at the lead.
                 module.trainer.fit_loop.max_epochs = -1
                 module.trainer.fit_loop.epoch_loop.max_steps = total_steps
@@ -368,13 +368,13 @@ class SwarmHooks(_Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.peer is not None
-        assert self.peer.manifest is not None
+        assert self.peer.run is not None
         assert self._loop is not None
         self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
         state = checkpoints.by_name(self.optimizers[0], self._parameter_names)
         timeout = self.config.limits.call_timeout
         self.peer.runtime.run(
-            checkpoints.scatter_optimizer(self.peer.transport, self.peer.manifest, state, timeout=timeout)
+            checkpoints.scatter_optimizer(self.peer.transport, self.peer.run.manifest, state, timeout=timeout)
         )
 
     @override
@@ -440,12 +440,12 @@ class SwarmHooks(_Strategy):
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
         assert self.peer is not None
-        assert self.peer.manifest is not None
+        assert self.peer.run is not None
         assert self._session is not None
         return self.peer.runtime.run(
             gather(
                 self.peer.transport,
-                self.peer.manifest,
+                self.peer.run,
                 self._session.version,
                 timeout=timeout,
                 max_bytes=self.config.limits.max_message_bytes,
@@ -480,7 +480,7 @@ class SwarmHooks(_Strategy):
         self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
         self._home = None
         peer, self.peer = self.peer, None
-        began = peer is not None and peer.manifest is not None
+        began = peer is not None and peer.run is not None
         try:
             if peer is not None:
                 try:

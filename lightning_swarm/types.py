@@ -25,6 +25,8 @@ NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 TicketName = Annotated[str, msgspec.Meta(max_length=512)]
+Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]
+"""Full addresses of one peer."""
 ShortText = Annotated[str, msgspec.Meta(max_length=100)]
 
 
@@ -342,6 +344,14 @@ class AverageReply(Wire, frozen=True):
     parts: list[PartNorm]
 
 
+class Candidate(Wire, frozen=True):
+    """A server that wants to join a stage's roster, and where it is reached."""
+
+    member: Member
+    stage_index: Count
+    addresses: Addresses
+
+
 class Record(Wire, frozen=True):
     """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``."""
 
@@ -353,6 +363,8 @@ class Record(Wire, frozen=True):
     selection: Selection | None  # of this step, if it is not that of the step before
     next_roster: list[list[Member]]  # for each stage
     next_voters: list[Member]
+    next_trainers: list[PeerId]
+    newcomers: list[Candidate]  # those of the next roster that no roster before had
 
     @property
     def step(self) -> int:
@@ -413,14 +425,82 @@ class Manifest(Wire, frozen=True):
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
 
 
-def check_trainer(manifest: Manifest, caller: PeerId) -> None:
-    """Refuse a caller that does not train in this run.
+class RunView(Wire, frozen=True):
+    """A run at a version, for whoever asks: record 0, and what changed since."""
 
-    Raises:
-        ProtocolError: It may not ask for places, computations or state.
-    """
-    if caller not in manifest.trainers:
-        raise ProtocolError(f"{caller} is no trainer of run {manifest.run_id!r}; its trainers are {manifest.trainers}")
+    manifest: Manifest
+    version: Count  # records before it are applied; the step that is open
+    rosters: list[list[Member]]
+    voters: list[Member]
+    trainers: list[PeerId]
+
+
+class JoinRequest(Wire, frozen=True):
+    """A server asks the coordinator to become a member."""
+
+    protocol_version: int
+    boot_id: int
+    addresses: Addresses
+    stage_index: Count | None  # the one that it has built, if it asks again
+
+
+class JoinReply(Wire, frozen=True):
+    """Every server can reach the joiner and knows it for a candidate."""
+
+    view: RunView
+    stage_index: Count  # which it shall take
+
+
+class FollowRequest(Wire, frozen=True):
+    """A candidate asks a member of its stage for the state, and to keep the records from then on."""
+
+    stage_index: Count
+
+
+class Snapshot(Wire, frozen=True):
+    """Goes with all tensors of a stage at one version: the weights, then the optimizer's state."""
+
+    stage_index: Count
+    version: Count
+    version_hash: int
+    weights: list[str]  # names, one a tensor
+    optimizer: list[str]  # names of parameters
+    structure: Any  # for each of them, the tree of its state
+    selection: Selection | None  # what trains in the open step
+
+
+class NextRequest(Wire, frozen=True):
+    """A candidate that holds a stage at a version asks for the record that comes next."""
+
+    stage_index: Count
+    version: Count
+    hold_s: Seconds  # how long to wait for it
+
+
+class NextReply(Wire, frozen=True):
+    """With the stage's mean gradient of that record as the only tensor. None: nothing is newer, as yet."""
+
+    record: Record | None
+
+
+class ReadyRequest(Wire, frozen=True):
+    """A candidate has caught up."""
+
+    version: Count
+
+
+class ListenRequest(Wire, frozen=True):
+    """A round begins: a candidate that has caught up shall hold its result, too."""
+
+    closing: Closing
+    selection: Selection | None  # as in `Record`
+
+
+class ListenReply(Wire, frozen=True):
+    """A candidate holds the mean gradient of the round that is under way."""
+
+    boot_id: int
+    version_hash: int  # of weights and optimizer state before the step
 
 
 class Greeting(Wire, frozen=True):

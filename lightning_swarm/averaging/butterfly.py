@@ -46,8 +46,7 @@ async def average(
     Raises:
         PeerError: Some peer left or was slow; nobody may use the round.
     """
-    bounds = [len(vector) * i // len(roster) for i in range(len(roster) + 1)]
-    parts = [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+    parts = _parts(len(vector), len(roster))
     others = [i for i in range(len(roster)) if i != place]
 
     async def take(i: int, name: str, part: slice) -> Tensor:
@@ -70,6 +69,35 @@ async def average(
         mean[parts[i]] = part
     squared_norm = float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
     return mean, squared_norm
+
+
+async def collect(
+    like: Tensor, *, roster: Sequence[PeerId], prefix: str, tickets: TicketStore, timeout: float
+) -> Tensor:
+    """The mean of a round that this peer has no part in, as every member of `roster` has it.
+
+    Args:
+        like: ``[n]``, of the dtype and on the device of the members' sums.
+        roster: The peers of the stage.
+        prefix: Names the round.
+        tickets: Carries the parts.
+        timeout: Seconds for each exchange.
+    """
+
+    async def take(i: int, part: slice) -> Tensor:
+        message = await tickets.fetch(Ticket(peer_id=roster[i], name=f"{prefix}/reduced{i}"), timeout=timeout)
+        return _checked(message, like, part, roster[i])
+
+    mean = torch.empty_like(like)
+    parts = _parts(len(like), len(roster))
+    for part, found in zip(parts, await gather(take(i, part) for i, part in enumerate(parts)), strict=True):
+        mean[part] = found
+    return mean
+
+
+def _parts(length: int, num_peers: int) -> list[slice]:
+    bounds = [length * i // num_peers for i in range(num_peers + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def _checked(message: Message, vector: Tensor, part: slice, sender: PeerId) -> Tensor:

@@ -11,32 +11,29 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
+from lightning_swarm.run_state import RunState
 from lightning_swarm.server import LOAD, STATE
 from lightning_swarm.tasks import gather
 from lightning_swarm.types import Manifest, StageState, StateRequest, decode, encode
 
 
 async def gather_weights(
-    transport: Transport, manifest: Manifest, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    transport: Transport, run: RunState, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
 ) -> dict[str, Tensor]:
     """Parameters and buffers of all stages at version `step`, by their names in the model's state dict."""
     weights: dict[str, Tensor] = {}
-    for state, tensors in await _states(
-        transport, manifest, step, optimizer=False, timeout=timeout, max_bytes=max_bytes
-    ):
+    for state, tensors in await _states(transport, run, step, optimizer=False, timeout=timeout, max_bytes=max_bytes):
         # What this process serves itself came without a copy, and goes on changing.
         weights.update(zip(state.names, (tensor.clone() for tensor in tensors), strict=True))
     return weights
 
 
 async def gather_optimizer(
-    transport: Transport, manifest: Manifest, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    transport: Transport, run: RunState, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state of all stages at version `step`, by parameter name."""
     found: dict[str, dict[str, Any]] = {}
-    for state, tensors in await _states(
-        transport, manifest, step, optimizer=True, timeout=timeout, max_bytes=max_bytes
-    ):
+    for state, tensors in await _states(transport, run, step, optimizer=True, timeout=timeout, max_bytes=max_bytes):
         found.update(zip(state.names, trees.unflatten(state.structure, list(tensors)), strict=True))
     return found
 
@@ -109,14 +106,14 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _states(
-    transport: Transport, manifest: Manifest, step: int, *, optimizer: bool, timeout: float, max_bytes: int
+    transport: Transport, run: RunState, step: int, *, optimizer: bool, timeout: float, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     async def one(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
         request = StateRequest(stage_index=index, step=step, optimizer=optimizer)
-        peers = [member.peer_id for member in manifest.stages[index].roster]
+        peers = [member.peer_id for member in run.rosters[index]]
         # Its own copy costs nothing.
         peer = transport.peer_id if transport.peer_id in peers else peers[0]
         message = await transport.stream(peer, STATE, Message(encode(request)), timeout=timeout, max_bytes=max_bytes)
         return decode(message.body, StageState), message.tensors
 
-    return await gather(one(index) for index in range(len(manifest.stages)))
+    return await gather(one(index) for index in range(len(run.rosters)))

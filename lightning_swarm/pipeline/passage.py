@@ -6,6 +6,7 @@ Every decision about the microbatch (which peers, what to send again) is made he
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from lightning_swarm.errors import (
     PeerError,
     ProtocolError,
     StepError,
+    SwarmError,
     TicketGone,
 )
 from lightning_swarm.network import Message, PeerId, Transport
@@ -38,15 +40,19 @@ from lightning_swarm.types import (
     ForwardRequest,
     Mode,
     Recompute,
+    Record,
     Ticket,
     Wire,
     decode,
     encode,
 )
 
+_log = logging.getLogger(__name__)
+
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _MAX_REPEATS = 8
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,25 @@ class Link:
     routers: Sequence[StageRouter]
     timeout: float
     count: Counter[str] = field(default_factory=Counter)  # of what went another way than straight on
+
+    async def follow(self, record: Record) -> None:
+        """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
+
+        A trainer that passes over records does not meet those who joined by them: others send them microbatches.
+        """
+        met = {peer for router in self.routers for peer in router.peers}
+        for newcomer in record.newcomers:
+            peer = newcomer.member.peer_id
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    await self.transport.connect(newcomer.addresses)
+                met.add(peer)
+            except (SwarmError, TimeoutError) as error:
+                _log.warning(
+                    "Server %s joined and cannot be reached: no microbatch goes there from here: %r", peer, error
+                )
+        for router, roster in zip(self.routers, record.next_roster, strict=False):  # none leads to a stage on trainers
+            router.set_peers(member.peer_id for member in roster if member.peer_id in met)
 
     async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
         """A small call where there are no tensors, a stream where there are."""

@@ -2,8 +2,9 @@
 
 ADMIT = "server.admit"
 LOAD = "server.load"
-LEAVE = "server.leave"
 FORWARD = "stage.forward"
 BACKWARD = "stage.backward"
 CANCEL = "stage.cancel"
 STATE = "stage.state"
+FOLLOW = "stage.follow"
+NEXT = "stage.next"

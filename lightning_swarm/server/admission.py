@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.server import ADMIT, LEAVE, LOAD, STATE
+from lightning_swarm.run_state import RunState
+from lightning_swarm.server import ADMIT, LOAD, STATE
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.steps import LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.types import (
     PROTOCOL_VERSION,
@@ -22,7 +25,6 @@ from lightning_swarm.types import (
     Member,
     StageState,
     StateRequest,
-    check_trainer,
     decode,
     encode,
 )
@@ -60,7 +62,8 @@ class Admission:
         self._limits = limits
         self._connect = connect
         self._one_by_one = asyncio.Lock()
-        self._manifest: Manifest | None = None
+        self._run: RunState | None = None
+        self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.coordinator: Coordinator | None = None
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
@@ -69,17 +72,45 @@ class Admission:
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
         transport.handle_call(LEAVE, self._handle_leave)
         transport.handle_stream(STATE, self._handle_state, max_bytes=0)
+        transport.handle_call(VIEW, self._handle_view)
 
     @property
-    def run(self) -> Manifest:
-        """The run that this server is in."""
-        if self._manifest is None:
+    def run(self) -> RunState:
+        """The run that this server is in, or follows in order to join it."""
+        if self._run is None:
             raise ProtocolError("this peer was not admitted to a run yet")
-        return self._manifest
+        return self._run
+
+    @property
+    def me(self) -> Member:
+        """This server in this life."""
+        return Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this server is in a roster, or was admitted to a run at its beginning."""
+        return self._run is not None and (self._asked is None or any(self.me in one for one in self._run.rosters))
 
     def led_by(self, peer: PeerId) -> bool:
-        """Whether `peer` coordinates the run that this server is in."""
-        return self._manifest is not None and peer == self._manifest.coordinator
+        """Whether `peer` coordinates the run that this server is in, or wants to join."""
+        return peer == (self._run.manifest.coordinator if self._run is not None else self._asked)
+
+    @contextlib.asynccontextmanager
+    async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
+        """Be admitted by nobody else while a run is being joined. False: that has happened already."""
+        async with self._one_by_one:
+            if self._run is None:
+                self._asked = coordinator
+            yield self._asked is not None
+            if self._run is None:
+                self._asked = None
+
+    def follow(self, run: RunState, stage: Stage) -> None:
+        """Go along with a run's records, as a member of it or not yet."""
+        self._run = run
+        self.loaded = {stage.index}
+        self._stepping.begin(run, {stage.index: stage})
+        self.ready.set()
 
     async def close(self) -> None:
         """Stop coordinating, if this server does. Raises what a task of it raised."""
@@ -98,58 +129,62 @@ class Admission:
                 f"`protocol_version` is {manifest.protocol_version} there and {PROTOCOL_VERSION} here. "
                 "Install the same version of lightning_swarm on all peers."
             )
-        if self._manifest is not None:
-            raise ProtocolError(f"this peer is in run {self._manifest.run_id!r} already")
+        if self._run is not None:
+            raise ProtocolError(f"this peer is in run {self._run.manifest.run_id!r} already")
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
-        me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
+        me = self.me
         named = {member for stage in manifest.stages for member in stage.roster if member.peer_id == me.peer_id}
         if named - {me}:
             raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
         served = [index for index, stage in enumerate(manifest.stages) if me in stage.roster]
         stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
         await self._connect()
-        self._manifest = manifest
-        self._stepping.begin(manifest, stages)
+        self._run = RunState(manifest)
+        self._stepping.begin(self._run, stages)
         if manifest.coordinator == me.peer_id:
-            limits = self._limits
-            self.coordinator = Coordinator(
-                self._transport, manifest, timeout=limits.call_timeout, lead_timeout=limits.lead_timeout
-            )
+            self.coordinator = Coordinator(self._transport, self._run, limits=self._limits)
             await self.coordinator.start()
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """The initial weights of a stage, from the starter. Nobody else's are ever used."""
-        if caller != self.run.lead:
-            raise ProtocolError(f"weights come from the lead {self.run.lead}, not from {caller}")
+        manifest = self.run.manifest
+        if caller != manifest.lead:
+            raise ProtocolError(f"weights come from the lead {manifest.lead}, not from {caller}")
         state = decode(message.body, StageState)
         stage = self._stepping.stage(state.stage_index)
         stage.check_version(state.step)
-        if state.step != self.run.first_step or (stage.index in self.loaded) != state.optimizer:
+        if state.step != manifest.first_step or (stage.index in self.loaded) != state.optimizer:
             raise ProtocolError(
                 f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
                 "the first step; from then on records change them"
             )
         if state.optimizer:
             values = trees.unflatten(state.structure, list(message.tensors))
-            await self._executor.submit((-1,), lambda: stage.load_optimizer_state(_named(state.names, values)))
+            await self._executor.submit((-1,), lambda: stage.load_optimizer_state(named(state.names, values)))
         else:
-            await self._executor.submit((-1,), lambda: stage.load_weights(_named(state.names, message.tensors)))
+            await self._executor.submit((-1,), lambda: stage.load_weights(named(state.names, message.tensors)))
             self.loaded.add(stage.index)
             if self.loaded.issuperset(self._stepping.stages):
                 self.ready.set()
         return Message()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
-        if self._manifest is not None and caller != self._manifest.lead:
-            raise ProtocolError(f"the lead {self._manifest.lead} ends the run, not {caller}")
+        if self._run is not None and caller not in (self._run.manifest.lead, self._run.manifest.coordinator):
+            raise ProtocolError(f"the lead {self._run.manifest.lead} ends the run, not {caller}")
         if body:
             raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
         self.left.set()
         return b""
 
+    async def _handle_view(self, caller: PeerId, body: bytes) -> bytes:
+        """What run this is and who is in it, for whoever asks: to join it, or to show it."""
+        if body:
+            raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
+        return encode(self.run.view())
+
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
-        check_trainer(self.run, caller)
+        self.run.check_trainer(caller)
         request = decode(message.body, StateRequest)
         await self._stepping.reached(request.step)
         stage = self._stepping.stage(request.stage_index)
@@ -158,7 +193,8 @@ class Admission:
         return message
 
 
-def _named(names: Sequence[str], values: Any) -> dict[str, Any]:
+def named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    """Values by their names, of which there must be as many, all different."""
     if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
         raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
     return dict(zip(names, values, strict=True))

@@ -64,8 +64,8 @@ class Model:
             for blocks, stage, roster in zip([*ranges, range(0)], self.cut(ranges), rosters, strict=False)
         ]
 
-    def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
-        """The stages that this peer serves, ready to compute once their weights are loaded.
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a run of another model.
 
         Raises:
             ConfigError: This peer's model is not the run's; names the first field that differs.
@@ -76,9 +76,7 @@ class Model:
                 f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
                 f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
             )
-        ranges = [range(one.first_block, one.end_block) for one in manifest.stages if not one.on_trainers]
-        modules = self.cut(ranges)
-        mine = self.describe(ranges, [[] for _ in modules])
+        mine = self.describe(_ranges(manifest), [[] for _ in manifest.stages])
         kinds = [[stage.on_trainers for stage in stages] for stages in (mine, manifest.stages)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
@@ -92,6 +90,11 @@ class Model:
                     f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
                     "Start all peers with the same script, versions and settings."
                 )
+
+    def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
+        """The stages that this peer serves, ready to compute once their weights are loaded. Raises as `check` does."""
+        self.check(manifest)
+        modules = self.cut(_ranges(manifest))
         if manifest.selection is not None:
             check_selection(manifest.selection, manifest.stages)
             self._freeze(set(manifest.selection.frozen))
@@ -140,6 +143,10 @@ def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> 
     for (_, parameter), (_, copy) in pairs:
         if parameter in optimizer.state:
             optimizer.state[copy] = optimizer.state.pop(parameter)
+
+
+def _ranges(manifest: Manifest) -> list[range]:
+    return [range(stage.first_block, stage.end_block) for stage in manifest.stages if not stage.on_trainers]
 
 
 def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -19,7 +19,9 @@ from lightning_swarm.randomness import key_seed
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
+from lightning_swarm.server.donor import Donor
 from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.joiner import Joiner
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
@@ -34,9 +36,9 @@ from lightning_swarm.types import (
     CancelRequest,
     Computed,
     ForwardRequest,
+    Record,
     ServerReport,
     Ticket,
-    check_trainer,
     decode,
     encode,
 )
@@ -79,11 +81,13 @@ class Server:
         self.num_forwards = 0
         self.num_samples = 0
         self.stepping = Stepping(
-            transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._forget_step
+            transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._take_leave_of
         )
         self.admission = Admission(
             transport, executor, model, self.stepping, boot_id=boot_id, limits=limits, connect=connect
         )
+        self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
+        self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         self.voter = Voter()
         self.voter.serve(transport, self.admission.led_by)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
@@ -108,7 +112,7 @@ class Server:
         """For people; None before there is a run."""
         if not self.admission.ready.is_set():
             return None
-        run = self.admission.run
+        run = self.admission.run.manifest
         return ServerReport(
             lead=run.lead,
             coordinator=run.coordinator,
@@ -127,7 +131,7 @@ class Server:
         return (await self._handle_forward(caller, Message(body))).body
 
     async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
-        check_trainer(self.admission.run, caller)
+        self.admission.run.check_trainer(caller)
         request = decode(message.body, ForwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         inputs, extras = _input_tree(request.structure, message.tensors, request.source)
@@ -145,7 +149,7 @@ class Server:
         inputs, wants_grad = await self._inputs(request.source, inputs, mode.input_grad)
         await self.stepping.reached(key.step)
         seed = key_seed(
-            self.admission.run.seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation)
+            self.admission.run.manifest.seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation)
         )
 
         def compute() -> Forwarded:
@@ -188,7 +192,7 @@ class Server:
         return (await self._handle_backward(caller, Message(body))).body
 
     async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
-        check_trainer(self.admission.run, caller)
+        self.admission.run.check_trainer(caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         if request.key.evaluation or request.key.step != stage.version or not request.mode.grad:
@@ -242,13 +246,13 @@ class Server:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
         inputs, extras = _input_tree(request.recompute.structure, tensors, request.recompute.source)
         inputs, wants_grad = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
-        seed = key_seed(self.admission.run.seed, key.step, key.first, key.index, key.call, stage.index, 0)
+        seed = key_seed(self.admission.run.manifest.seed, key.step, key.first, key.index, key.call, stage.index, 0)
         return Kept(inputs, extras, wants_grad, request.mode, seed)
 
     # ------------------------------------------------------------------ cancelling
 
     async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
-        check_trainer(self.admission.run, caller)
+        self.admission.run.check_trainer(caller)
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction)
@@ -266,15 +270,15 @@ class Server:
     # ------------------------------------------------------------------ parts
 
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
-        if key.generation != self.admission.run.generation:
-            raise ProtocolError(
-                f"the run generation is {self.admission.run.generation}, got a call of {key.generation}"
-            )
+        generation = self.admission.run.manifest.generation
+        if key.generation != generation:
+            raise ProtocolError(f"the run generation is {generation}, got a call of {key.generation}")
         if not key.evaluation and key.attempt != self.stepping.attempt:
             raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
         stage = self.stepping.stage(stage_index)
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
+        self.admission.run.check_holds(self.admission.me, stage_index)
         if stage_index not in self.admission.loaded:
             raise ProtocolError(f"stage {stage_index} has no weights yet")
         if key.step < stage.version:
@@ -318,9 +322,11 @@ class Server:
                 + "".join(traceback.format_exception(error))
             ) from error
 
-    def _forget_step(self, prefix: str) -> None:
+    def _take_leave_of(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+        prefix = f"g{record.closing.generation}.s{record.step}."
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
+        self.donor.note(record, gradients)
 
 
 def _age(key: CallKey) -> tuple[int, ...]:

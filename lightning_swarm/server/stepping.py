@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from lightning_swarm.averaging.butterfly import average
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.ledger import Ledger
@@ -25,7 +27,6 @@ from lightning_swarm.types import (
     Closing,
     FreezeReply,
     FreezeRequest,
-    Manifest,
     Member,
     PartNorm,
     Receipt,
@@ -46,7 +47,7 @@ _FIRST = (-1,)  # work of a step goes before any microbatch
 @dataclass(frozen=True)
 class _Averaged:
     closing: Closing
-    gradients: dict[int, Tensor]  # by stage
+    gradients: Mapping[int, Tensor]  # by stage
 
 
 class Stepping:
@@ -58,7 +59,7 @@ class Stepping:
         executor: Computes.
         boot_id: Of this process's life.
         timeout: Seconds for one exchange of an averaging round.
-        on_decided: Called with the ticket prefix of a step that was applied.
+        on_decided: Called with each record that was applied, and the mean gradients of this server's stages.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Stepping:
         *,
         boot_id: int,
         timeout: float,
-        on_decided: Callable[[str], None],
+        on_decided: Callable[[Record, Mapping[int, Tensor]], None],
     ) -> None:
         self._transport = transport
         self._tickets = tickets
@@ -77,13 +78,12 @@ class Stepping:
         self._boot_id = boot_id
         self._timeout = timeout
         self._on_decided = on_decided
-        self._manifest: Manifest | None = None
+        self._run: RunState | None = None
         self._stages: dict[int, Stage] = {}
         self._ledgers: dict[int, Ledger] = {}
         self._averaged: _Averaged | None = None
         self._reselected: Selection | None = None  # in the open step
         self._applied = asyncio.Condition()
-        self.version = 0
         self.began_s = 0.0  # on the monotonic clock: when this server came into the run
         self.attempt = 0
         transport.handle_call(SETTLE, self._handle_settle)
@@ -91,13 +91,18 @@ class Stepping:
         transport.handle_call(AVERAGE, self._handle_average)
         transport.handle_call(APPLY, self._handle_apply)
 
-    def begin(self, manifest: Manifest, stages: dict[int, Stage]) -> None:
-        """Enter the run."""
-        self._manifest = manifest
+    def begin(self, run: RunState, stages: dict[int, Stage]) -> None:
+        """Enter the run with stages at its version."""
+        self._run = run
         self._stages = stages
-        self.version = manifest.first_step
         self.began_s = time.monotonic()
+        self._averaged = self._reselected = None
         self._ledgers = {index: Ledger(self.version) for index in stages}
+
+    @property
+    def version(self) -> int:
+        """Of the weights of all stages here; the step that is open."""
+        return self._run.version if self._run is not None else 0
 
     def stage(self, index: int) -> Stage:
         """One of the stages that this server holds."""
@@ -164,17 +169,23 @@ class Stepping:
                 f"this peer is at version {self.version}; version {version} did not come in {self._timeout:g} s"
             ) from None
 
+    async def passed(self, version: int, *, within_s: float) -> None:
+        """Wait until the stages are beyond `version`, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._applied:
+                await self._applied.wait_for(lambda: self.version > version)
+
     # ------------------------------------------------------------------ the coordinator's calls
 
     async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, SettleRequest)
-        self._check(caller, request.generation, request.step, request.attempt)
+        self.check(caller, request.generation, request.step, request.attempt)
         await self._executor.submit(_FIRST, lambda: self._settle(request.selection))
         return b""
 
     def _settle(self, selection: Selection) -> None:
-        assert self._manifest is not None
-        check_selection(selection, self._manifest.stages)
+        assert self._run is not None
+        check_selection(selection, self._run.manifest.stages)
         if any(ledger.begun for ledger in self._ledgers.values()):
             raise ProtocolError(f"step {self.version} has begun here; what it trains changes no more")
         for stage in self._stages.values():
@@ -183,7 +194,7 @@ class Stepping:
 
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FreezeRequest)
-        self._check(caller, request.generation, request.step, request.attempt)
+        self.check(caller, request.generation, request.step, request.attempt)
         # On the compute thread, so that it falls between two additions and never into one.
         ledgers, _ = await self._executor.submit(_FIRST, lambda: self._freeze(request))
         return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers))
@@ -207,12 +218,11 @@ class Stepping:
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         closing = decode(body, Closing)
-        self._check(caller, closing.generation, closing.step, closing.attempt)
+        self.check(caller, closing.generation, closing.step, closing.attempt)
         # On the compute thread, so that it falls between two additions and never into one.
         places, _ = await self._executor.submit(_FIRST, lambda: self._bind(closing))
         averages = await gather(self._average(closing, index, place) for index, place in places.items())
-        gradients = {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)}
-        self._averaged = _Averaged(closing, gradients)
+        self.hold(closing, {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
     def _bind(self, closing: Closing) -> dict[int, int]:
@@ -221,9 +231,7 @@ class Stepping:
         Returns:
             This server's place in the roster of each of its stages.
         """
-        assert self._manifest is not None
-        if len(closing.stages) != len(self._manifest.stages):
-            raise ProtocolError(f"a closing of {len(closing.stages)} stages; there are {len(self._manifest.stages)}")
+        self.check_stages(closing)
         places = {index: self._place(closing.stages[index]) for index in self._stages}
         for index, place in places.items():
             holders, touched = closing.stages[index].holders[place], closing.stages[index].touched
@@ -241,18 +249,17 @@ class Stepping:
 
     def _expected(self, index: int, closing: FreezeRequest | Closing) -> list[Receipt]:
         """The receipts that stage `index` shall have, all replicas together."""
-        assert self._manifest is not None
-        return closing.batches if self._manifest.stages[index].on_trainers else closing.counted
+        assert self._run is not None
+        return closing.batches if self._run.manifest.stages[index].on_trainers else closing.counted
 
     async def _average(self, closing: Closing, index: int, place: int) -> tuple[Tensor, PartNorm]:
         stage_closing = closing.stages[index]
-        prefix = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/{index}"
         mean, squared_norm = await average(
             self._stages[index].gradient_sum,
             closing.total_weight,
             roster=[member.peer_id for member in stage_closing.roster],
             place=place,
-            prefix=prefix,
+            prefix=round_name(closing, index),
             tickets=self._tickets,
             timeout=self._timeout,
         )
@@ -263,39 +270,70 @@ class Stepping:
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)
         closing = record.closing
-        if record.step < self.version:
+        if self._run is not None and record.step < self.version:
             return b""  # told twice
-        self._check(caller, closing.generation, closing.step, closing.attempt)
+        self.check(caller, closing.generation, closing.step, closing.attempt)
         if record.selection != self._reselected:
             raise ProtocolError(f"record {record.step} is of another selection of parameters than its gradients here")
         averaged = self._averaged
         if averaged is None or averaged.closing != closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
-        await self._executor.submit(_FIRST, lambda: self._apply(record, averaged))
-        self._averaged = self._reselected = None
-        self._on_decided(f"g{closing.generation}.s{closing.step}.")
-        async with self._applied:
-            self.version = record.step + 1
-            self.attempt = 0
-            self._applied.notify_all()
+        await self.commit(record, averaged.gradients)
         return b""
 
-    def _apply(self, record: Record, averaged: _Averaged) -> None:
+    def hold(self, closing: Closing, gradients: Mapping[int, Tensor]) -> None:
+        """Keep a round's mean gradients until its record is decided, or another round's come."""
+        self._averaged = _Averaged(closing, gradients)
+
+    async def reselect(self, selection: Selection | None) -> None:
+        """For a joiner, that nobody asks to settle: train what the open step's gradients are of."""
+
+        def select() -> None:
+            for stage in self._stages.values():
+                if selection is not None:
+                    stage.select(selection)
+
+        await self._executor.submit(_FIRST, select)
+        self._reselected = selection
+
+    async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+        """Apply a decided record. Told twice at once, by whatever ways, it is applied once."""
+        await self._executor.submit(_FIRST, lambda: self._apply(record, gradients))
+        async with self._applied:
+            if self._run is None or self.version > record.step:
+                return
+            self._averaged = self._reselected = None
+            self._run.apply(record)
+            self._on_decided(record, gradients)
+            self.attempt = 0
+            self._applied.notify_all()
+
+    def _apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         if all(stage.version == record.step + 1 for stage in self._stages.values()):
             return  # told before, by a caller that hung up before it had the answer
+        assert self._run is not None
+        self._run.check(record)
         for stage in self._stages.values():  # all of them or none
             stage.check_applies(record)
         for index, stage in self._stages.items():
             touched = from_bitmap(record.closing.stages[index].touched, len(stage.trainable))
-            stage.apply(record, averaged.gradients[index], touched)
+            stage.apply(record, gradients[index], touched)
             self._ledgers[index] = Ledger(record.step + 1)
 
-    def _check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
-        if self._manifest is None:
+    def check_stages(self, closing: Closing) -> None:
+        """Refuse a closing of another number of stages than the run has."""
+        assert self._run is not None
+        if len(closing.stages) != len(self._run.rosters):
+            raise ProtocolError(f"a closing of {len(closing.stages)} stages; there are {len(self._run.rosters)}")
+
+    def check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
+        """Refuse who does not coordinate the run, and what is not of the open step."""
+        if self._run is None:
             raise ProtocolError("this peer was not admitted to a run yet")
-        if caller != self._manifest.coordinator:
-            raise ProtocolError(f"steps are led by the coordinator {self._manifest.coordinator}, not by {caller}")
-        here = (self._manifest.generation, self.version, self.attempt)
+        manifest = self._run.manifest
+        if caller != manifest.coordinator:
+            raise ProtocolError(f"steps are led by the coordinator {manifest.coordinator}, not by {caller}")
+        here = (manifest.generation, self.version, self.attempt)
         if (generation, step, attempt) != here:
             raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
 
@@ -306,3 +344,8 @@ class Stepping:
         if len(closing.holders) != len(closing.roster):
             raise ProtocolError(f"a roster of {len(closing.roster)} came with the receipts of {len(closing.holders)}")
         return closing.roster.index(me)
+
+
+def round_name(closing: Closing, stage_index: int) -> str:
+    """What the tickets of a stage's averaging begin with."""
+    return f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/{stage_index}"

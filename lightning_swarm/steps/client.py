@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, RunOver
 from lightning_swarm.network import Transport
+from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import DONE, GRANT, QUIT, RECORD, RENEW, SELECT
 from lightning_swarm.types import (
     BatchDone,
@@ -16,7 +17,6 @@ from lightning_swarm.types import (
     GrantReply,
     GrantRequest,
     Logged,
-    Manifest,
     Quit,
     Receipt,
     Record,
@@ -34,24 +34,32 @@ class StepClient:
 
     Args:
         transport: This trainer's network.
-        manifest: Of the run.
+        run: The run as this trainer knows it.
         timeout: Seconds for the coordinator to answer.
+        on_record: Takes note of a record, before anything is sent for the step after it.
 
     Attributes:
-        version: Of the newest weights that this trainer knows of.
         newest: The newest record that this trainer knows of.
         logs: What other trainers logged of the batches in records that came since these were taken; for the lead.
         hyperparameters: At the lead: tells with which ones to step.
     """
 
-    def __init__(self, transport: Transport, manifest: Manifest, *, timeout: float) -> None:
+    def __init__(
+        self, transport: Transport, run: RunState, *, timeout: float, on_record: Callable[[Record], Awaitable[None]]
+    ) -> None:
         self._transport = transport
-        self._coordinator = manifest.coordinator
+        self._coordinator = run.manifest.coordinator
         self._timeout = timeout
-        self.version = manifest.first_step
+        self._on_record = on_record
+        self.run = run
         self.newest: Record | None = None
         self.logs: list[Logged] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights that this trainer knows of."""
+        return self.run.version
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
@@ -110,7 +118,10 @@ class StepClient:
             reply = decode(await self._ask(RECORD, encode(request)), RecordReply)
             if reply.record is not None:
                 self.newest = reply.record
-                self.version = max(self.version, reply.record.step + 1)
+                if reply.record.step >= self.version:
+                    self.run.check(reply.record)
+                    await self._on_record(reply.record)
+                    self.run.apply(reply.record)
                 self.logs += reply.logs
                 return reply.record
             if not reply.closing:

@@ -12,11 +12,14 @@ from typing import Any
 
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection, first_trained
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, QUIT, RECORD, RENEW, SELECT, SETTLE
-from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
+from lightning_swarm.steps.gate import Gate
+from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor, with_newcomers
 from lightning_swarm.steps.voting import decide
 from lightning_swarm.tasks import TaskOwner, gather
 from lightning_swarm.types import (
@@ -30,7 +33,6 @@ from lightning_swarm.types import (
     GrantReply,
     GrantRequest,
     Logged,
-    Manifest,
     Member,
     Quit,
     Record,
@@ -43,7 +45,6 @@ from lightning_swarm.types import (
     StageLedger,
     Wait,
     Wire,
-    check_trainer,
     decode,
     encode,
 )
@@ -56,21 +57,20 @@ class Coordinator:
 
     Args:
         transport: Its network.
-        manifest: Of the run.
-        timeout: Seconds for one phase of a step.
-        lead_timeout: Seconds that the lead's loop may be elsewhere.
+        run: The run as this peer's server knows it, which applies the records.
+        limits: Bounds.
     """
 
-    def __init__(self, transport: Transport, manifest: Manifest, *, timeout: float, lead_timeout: float) -> None:
+    def __init__(self, transport: Transport, run: RunState, *, limits: Limits) -> None:
+        manifest = run.manifest
         self._transport = transport
+        self._run = run
         self._manifest = manifest
-        self._timeout = timeout
-        self._lead_timeout = lead_timeout
+        self._timeout = limits.call_timeout
+        self._lead_timeout = limits.lead_timeout
         self._term = (1, transport.peer_id)
         self._leases = itertools.count(1)
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
-        self._roster = [list(stage.roster) for stage in manifest.stages]
-        self._voters = list(manifest.voters)
         self._selection = manifest.selection
         self._reselected: Selection | None = None  # in the open step
         self._settling = asyncio.Lock()
@@ -85,6 +85,7 @@ class Coordinator:
         self._failure: SwarmError | None = None
         self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
+        self.gate = Gate(transport, run, limits=limits)
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)
         transport.handle_call(GRANT, self._handle_grant)
@@ -100,7 +101,10 @@ class Coordinator:
 
     async def close(self) -> None:
         """Stop. Raises what a task raised."""
-        await self._tasks.close()
+        try:
+            await self.gate.close()
+        finally:
+            await self._tasks.close()
 
     # ------------------------------------------------------------------ the trainers' calls
 
@@ -221,7 +225,7 @@ class Coordinator:
         return b""
 
     async def _handle_quit(self, caller: PeerId, body: bytes) -> bytes:
-        check_trainer(self._manifest, caller)
+        self._run.check_trainer(caller)
         request = decode(body, Quit)
         if caller == self._manifest.lead:
             raise ProtocolError("the lead ends the run by dismissing the others")
@@ -232,7 +236,7 @@ class Coordinator:
 
     def _hear(self, caller: PeerId) -> None:
         """Whoever may ask is answered with what went wrong, if something did."""
-        check_trainer(self._manifest, caller)
+        self._run.check_trainer(caller)
         if caller == self._manifest.lead:
             self._heard_s = _now_s()
         if self._failure is not None:
@@ -319,8 +323,12 @@ class Coordinator:
         await self._notify()
 
     async def _finish(self, step: OpenStep) -> Record:
-        closing = await self._close(step)
+        closing, version_hashes = await self._close(step)
+        begin_s = _now_s()
+        listening = self.gate.listen(closing, self._reselected, version_hashes)
+        hearing = [self._tasks.spawn(one) for one in listening]
         squared_norm = await self._average(closing)
+        newcomers = await self.gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
         hyperparameters = await self._asked_for(step)
         record = Record(
             closing=closing,
@@ -329,27 +337,30 @@ class Coordinator:
             clip_factor=clip_factor(squared_norm, self._manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
             selection=self._reselected,
-            next_roster=self._roster,
-            next_voters=self._voters,
+            next_roster=with_newcomers(self._run.rosters, newcomers),
+            next_voters=self._run.voters,
+            next_trainers=self._run.trainers,
+            newcomers=newcomers,
         )
-        await decide(self._transport, self._voters, self._term, record, timeout=self._timeout)
-        await self._ask_all(APPLY, record)
-        self._roster, self._voters = record.next_roster, record.next_voters
+        await decide(self._transport, self._run.voters, self._term, record, timeout=self._timeout)
+        await self._ask_all(APPLY, record, *(candidate.member.peer_id for candidate in newcomers))
+        self.gate.let_in(newcomers)
         return record
 
-    async def _close(self, step: OpenStep) -> Closing:
+    async def _close(self, step: OpenStep) -> tuple[Closing, list[int]]:
+        """The closing, and for each stage the hash of the weights that its replicas agree on."""
         counted, batches = step.counted, step.batches
         generation = self._manifest.generation
         request = FreezeRequest(generation=generation, step=step.step, attempt=0, counted=counted, batches=batches)
         replies = {peer: decode(body, FreezeReply) for peer, body in (await self._ask_all(FREEZE, request)).items()}
         ledgers = [
             [_ledger(replies[member.peer_id], member, index) for member in roster]
-            for index, roster in enumerate(self._roster)
+            for index, roster in enumerate(self._run.rosters)
         ]
         first = first_trained(self._selection, self._manifest.stages)
         expected = [batches if stage.on_trainers else counted for stage in self._manifest.stages]
         check_ledgers(step.step, expected, ledgers, first_trained=first)
-        return Closing(
+        closing = Closing(
             generation=generation,
             step=step.step,
             attempt=0,
@@ -364,10 +375,11 @@ class Coordinator:
                     holders=[ledger.held for ledger in stage],
                     touched=_union([ledger.touched for ledger in stage]),
                 )
-                for roster, stage in zip(self._roster, ledgers, strict=True)
+                for roster, stage in zip(self._run.rosters, ledgers, strict=True)
             ],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
+        return closing, [stage[0].version_hash for stage in ledgers]
 
     async def _average(self, closing: Closing) -> float:
         """The squared norm of the mean gradient over all stages. Every server holds its stages' means then."""
@@ -380,9 +392,9 @@ class Coordinator:
         )
         return add_up(squared_norm for _, _, squared_norm in parts)
 
-    async def _ask_all(self, method: str, request: Wire) -> dict[PeerId, bytes]:
-        """Ask every server of the roster at once; the first failure ends the phase."""
-        peers = sorted({member.peer_id for roster in self._roster for member in roster})
+    async def _ask_all(self, method: str, request: Wire, *more: PeerId) -> dict[PeerId, bytes]:
+        """Ask every server of the roster, and `more`, at once; the first failure ends the phase."""
+        peers = [*self._run.servers, *more]
         body = encode(request)
         bodies = await gather(self._transport.call(peer, method, body, timeout=self._timeout) for peer in peers)
         return dict(zip(peers, bodies, strict=True))

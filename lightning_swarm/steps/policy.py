@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_swarm.errors import ProtocolError, StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import MAX_LOGS, Logged, Receipt, StageLedger, from_bitmap
+from lightning_swarm.types import MAX_LOGS, Candidate, Logged, Member, Receipt, StageLedger, from_bitmap
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -194,6 +194,19 @@ def check_ledgers(
                 f"step {step}: each microbatch counts once in each stage that trains; in stage {stage_index} these "
                 f"were added {otherwise}: {wrong[:5]}"
             )
+
+
+def choose_stage(num_holders: Sequence[int]) -> int:
+    """The stage that needs a peer most: of those that the fewest hold, the first."""
+    return min(range(len(num_holders)), key=lambda index: num_holders[index])
+
+
+def with_newcomers(rosters: Sequence[Sequence[Member]], newcomers: Sequence[Candidate]) -> list[list[Member]]:
+    """The rosters of the next step."""
+    return [
+        [*roster, *(one.member for one in newcomers if one.stage_index == index)]
+        for index, roster in enumerate(rosters)
+    ]
 
 
 def add_up(squared_norms: Iterable[float]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.errors import SwarmError
 from lightning_swarm.launcher import arguments_of
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import find_blocks
@@ -24,6 +25,7 @@ from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
 from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
+from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types import Selection
 
 if TYPE_CHECKING:
@@ -52,7 +54,10 @@ class InMemoryHooks(_SwarmHooks):
         self._latency_s = latency_s
         self.network: MemoryNetwork | None = None
         self.peers: list[Peer] = []
+        self.refusals: list[SwarmError] = []  # what kept servers from joining, or ended them
         self._copies: list[LightningModule] = []
+        self._untouched: LightningModule | None = None
+        self._joining = TaskOwner()
         self._loop_of_all: VirtualLoop | None = None
 
     @property
@@ -75,32 +80,63 @@ class InMemoryHooks(_SwarmHooks):
         module = self.lightning_module
         assert module is not None
         self._copies = [_copy(module) for _ in self.peers[1:]]
+        self._untouched = _copy(module)
+        self._joining = TaskOwner()
+        self._loop_of_all.run_until_complete(self._joining.start())
 
     @override
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=True):
-            module.trainer = trainer
-            # Other processes would draw from generators of their own.
-            with isolate_rng():
-                self.framework.call._call_lightning_module_hook(
-                    trainer, "setup", stage=trainer.state.fn, pl_module=module
-                )
-                module.configure_model()
-            self.precision_plugin.convert_module(module)
-            module.to(self.root_device)
-            _poison(module)
-            peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
+            self._serve_copy(peer, module, trainer)
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
+
+    def join(self, module: LightningModule | None = None) -> Server:
+        """Start one more server, which joins the run under way with one of its next records.
+
+        Args:
+            module: What it builds; None: the run's own model.
+        """
+        assert self._untouched is not None
+        assert self.lightning_module is not None
+        peer = self._peer(len(self.peers))
+        self.peers.append(peer)
+        self._serve_copy(peer, _copy(module or self._untouched), self.lightning_module.trainer)
+        assert peer.server is not None
+        self._servers.append(peer.server)
+        peer.runtime.run(self._spawn(self._stay(peer)))
+        return peer.server
+
+    async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._joining.spawn(work)
+
+    async def _stay(self, peer: Peer) -> None:
+        try:
+            await peer.stay()
+        except SwarmError as error:
+            self.refusals.append(error)
+
+    def _serve_copy(self, peer: Peer, module: LightningModule, trainer: Trainer) -> None:
+        module.trainer = trainer
+        # Other processes would draw from generators of their own.
+        with isolate_rng():
+            self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
+            module.configure_model()
+        self.precision_plugin.convert_module(module)
+        module.to(self.root_device)
+        _poison(module)
+        peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
 
     @override
     def leave(self) -> None:
         try:
             super().leave()
         finally:
+            if self._loop_of_all is not None:
+                self._loop_of_all.run_until_complete(self._joining.close())
             for peer in self.peers:
                 peer.close()
             if self._loop_of_all is not None:

@@ -299,6 +299,12 @@ def test_peers_that_were_strangers_become_reachable(world: World, method: str) -
     assert world.run(world.a.transport.call(newcomer.id, method, b"hi", timeout=EVENTUALLY_S)).endswith(b"hi")
 
 
+@pytest.mark.parametrize("where", ["nonsense", "/ip4/1.2.3/tcp/5", "/ip4/127.0.0.1/tcp/99999"])
+def test_what_is_no_address(world: World, where: str) -> None:
+    with pytest.raises((ProtocolError, Unreachable)):
+        world.run(world.a.transport.connect([f"{where}/p2p/{world.stranger}"]))
+
+
 def test_an_address_where_nobody_answers(world: World) -> None:
     with pytest.raises(Unreachable):
         world.run(world.a.transport.connect([f"/ip4/127.0.0.1/tcp/1/p2p/{world.stranger}"]))

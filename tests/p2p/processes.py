@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -20,9 +20,11 @@ _MARK = "LIGHTNING_SWARM_TEST_RUN"
 class Run:
     """`train.py`, or another program, with some arguments, and all processes that come of it."""
 
-    def __init__(self, *arguments: object, program: Sequence[str] = (str(SCRIPT),)) -> None:
+    def __init__(
+        self, *arguments: object, program: Sequence[str] = (str(SCRIPT),), environment: Mapping[str, str] | None = None
+    ) -> None:
         self.mark = uuid.uuid4().hex
-        environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1", **(environment or {})}
         self.process = subprocess.Popen(
             [sys.executable, *program, *map(str, arguments)],
             env=environment,
@@ -36,14 +38,14 @@ class Run:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def wait_for(self, text: str, timeout: float = 120.0) -> None:
-        """Read the output until a line holds `text`."""
+    def wait_for(self, text: str, timeout: float = 120.0) -> str:
+        """Read the output until a line holds `text`; returns it."""
         deadline = time.monotonic() + timeout
         while True:
             line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.0))
             assert line is not None, f"the run ended before it said {text!r}:\n" + "".join(self.output)
             if text in line:
-                return
+                return line
 
     def wait(self, timeout: float = 150.0) -> int:
         """Its exit status."""

@@ -15,7 +15,7 @@ from tests.p2p.processes import Run
 from tests.p2p.train import ROWS, WIDTH, make
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
 
-# Cold starts of peers in this file: 3 + 2 + 3 for the curves, 4 times 2 for the ghosts.
+# Cold starts of peers in this file: 3 + 3 + 3 for the curves, 4 times 2 for the ghosts.
 
 Start = Callable[..., Run]
 
@@ -24,8 +24,8 @@ Start = Callable[..., Run]
 def start() -> Iterator[Start]:
     runs: list[Run] = []
 
-    def begin(*arguments: object) -> Run:
-        runs.append(Run(*arguments))
+    def begin(*arguments: object, **environment: str) -> Run:
+        runs.append(Run(*arguments, environment=environment))
         return runs[-1]
 
     yield begin
@@ -34,25 +34,38 @@ def start() -> Iterator[Start]:
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "num_stages", "clip"),
+    ("model", "devices", "num_stages", "clip", "joiner_at"),
     [
-        pytest.param("digits", 3, 2, 0.5, id="a stage with two servers"),
-        pytest.param("gpt-losses", 2, 4, None, id="servers with two stages"),
+        pytest.param("digits", 3, 2, 0.5, None, id="a stage with two servers"),
+        pytest.param("gpt-losses", 2, 4, None, 5, id="servers with two stages, and one that joins"),
     ],
 )
 def test_curve_equals_the_plain_trainers(
-    start: Start, tmp_path: Path, model: str, devices: int, num_stages: int, clip: float | None
+    start: Start, tmp_path: Path, model: str, devices: int, num_stages: int, clip: float | None, joiner_at: int | None
 ) -> None:
     # DataLoader workers: forked from a process with a swarm in it, alive when it leaves, and masters of SIGCHLD.
     options: list[object] = ["--clip", clip, "--num-workers", 2] if clip else []
+    if joiner_at:
+        options += ["--joiner-at", joiner_at]
     run = start(
         model, tmp_path, "--devices", devices, "--num-stages", num_stages, "--microbatch-size", 3, "--max-steps", 50,
         *options,
     )  # fmt: skip
+    if joiner_at:
+        invitation = run.wait_for("can join this run: lightning-swarm join ")
+        address, script = invitation.partition("lightning-swarm join ")[2].split()[:2]
+        assert script == "train.py"
+        run.wait_for("waiting for a joiner")
+        (tmp_path / "joiner").mkdir()
+        joiner = start(model, tmp_path / "joiner", "--devices", 1, SWARM_JOIN=address)
+        assert joiner.wait() == 0, "".join(joiner.output)
+        assert joiner.survivors() == []
+        assert [path.name for path in (tmp_path / "joiner").iterdir()] == ["traffic-0.json"], "it trained nothing"
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["status"]) == num_stages
+    assert sum(map(len, result["status"])) == max(devices, num_stages) + bool(joiner_at)
     assert all(num_microbatches > 0 for stage in result["status"] for num_microbatches in stage)
     norms = assert_plain(tmp_path, model, clip)
     if clip:

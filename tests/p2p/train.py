@@ -9,6 +9,8 @@ import argparse
 import json
 import os
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -81,11 +83,17 @@ class WatchedStrategy(SwarmStrategy):
 class Watch(L.Callback):
     """Losses as they come, and what the tests wait for."""
 
-    def __init__(self, out: Path, fail_at: int | None) -> None:
+    def __init__(self, out: Path, fail_at: int | None, joiner_at: int | None) -> None:
         self.out = out
+        self.joiner_at = joiner_at
         self.fail_at = fail_at
         self.losses: list[float] = []
         self.status: Any = None
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if len(self.losses) == self.joiner_at:
+            wait_for_joiner(trainer)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -101,6 +109,21 @@ class Watch(L.Callback):
         self.status = [[peer.num_microbatches for peer in stage.peers] for stage in strategy.status().stages]
 
 
+def wait_for_joiner(trainer: L.Trainer) -> None:
+    """Hold the step open until a server has caught up that waits for its record."""
+    assert isinstance(trainer.strategy, SwarmStrategy)
+    peer = trainer.strategy.peer
+    assert peer is not None
+    assert peer.server is not None
+    coordinator = peer.server.admission.coordinator
+    assert coordinator is not None
+    print("waiting for a joiner", flush=True)
+    deadline = time.monotonic() + 100.0
+    while not any(one.ready for one in list(coordinator.gate._waiting.values())):
+        assert time.monotonic() < deadline, "nobody came"
+        threading.Event().wait(0.1)  # another thread and other processes work meanwhile
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=["digits", "gpt-losses", "wide"])
@@ -113,12 +136,13 @@ def main() -> None:
     parser.add_argument("--clip", type=float)
     parser.add_argument("--precision", default="64-true")
     parser.add_argument("--fail-at", type=int)
+    parser.add_argument("--joiner-at", type=int)
     parser.add_argument("--num-workers", type=int, default=0)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model, data = make(arguments.model, arguments.num_workers, endless=arguments.max_steps == -1)
-    watch = Watch(arguments.out, arguments.fail_at)
+    watch = Watch(arguments.out, arguments.fail_at, arguments.joiner_at)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,

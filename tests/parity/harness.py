@@ -140,6 +140,7 @@ def run_swarm(
     *validation: DataLoader[Any],
     num_stages: int = 2,
     num_servers: int = 2,
+    num_joiners: int = 0,
     **options: Any,
 ) -> SwarmRun:
     """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal.
@@ -149,7 +150,8 @@ def run_swarm(
         data: As in `run_plain`.
         validation: As in `run_plain`.
         num_stages: Of the model.
-        num_servers: That hold them.
+        num_servers: That hold them from the beginning.
+        num_joiners: That a callback makes join, and that do.
         options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
     """
     swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
@@ -167,7 +169,7 @@ def run_swarm(
         num_microbatches=watch.num_microbatches,
         rerouted=watch.rerouted,
     )
-    _assert_all_took_part(run, num_stages, num_servers)
+    _assert_all_took_part(run, num_stages, num_servers, num_joiners)
     return run
 
 
@@ -315,7 +317,7 @@ def assert_replicas_equal(strategy: InMemoryHooks) -> None:
     """All replicas of a stage hold the same bits, optimizer state included."""
     by_stage: dict[int, set[int]] = {}
     for peer in strategy.peers:
-        if peer.server is not None:
+        if peer.server is not None and peer.server.admission.is_member:
             for index in peer.server.stepping.stages:
                 by_stage.setdefault(index, set()).add(peer.server.stepping.stage(index).fingerprint())
     assert all(len(prints) == 1 for prints in by_stage.values()), "replicas of a stage differ"
@@ -329,13 +331,19 @@ def assert_nothing_kept(strategy: InMemoryHooks) -> None:
         assert not held, f"{peer.transport.peer_id} still holds {held[:3]}"
 
 
-def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int) -> None:
+def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_joiners: int) -> None:
     strategy = run.strategy
     assert len(run.status.stages) == num_stages
-    held = [(server, index) for server in strategy.servers for index in server.stepping.stages if index < num_stages]
+    held = [
+        (server, index)
+        for server in strategy.servers
+        if server.admission.is_member
+        for index in server.stepping.stages
+        if index < num_stages
+    ]
     servers = {id(server): server for server, _ in held}.values()  # a trainer may serve what it computes itself
-    assert len(servers) == num_servers
-    assert len(held) == max(num_stages, num_servers)
+    assert len(servers) == num_servers + num_joiners
+    assert len(held) == max(num_stages, num_servers) + num_joiners
     assert all(server.num_forwards > 0 for server in servers), "some server computed nothing"
     routed = [peer.num_microbatches for stage in run.status.stages for peer in stage.peers]
     assert min(routed) > 0, "some peer was in no route"

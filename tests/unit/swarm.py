@@ -15,8 +15,9 @@ from lightning_swarm import hello, membership, survey, trees
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.partition import StageModule, find_blocks
+from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.executor import InlineExecutor
@@ -137,7 +138,8 @@ class Swarm:
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),
         )
-        self.steps = StepClient(self.trainer, self.manifest, timeout=30.0)
+        self.joining: list[asyncio.Task[None]] = []
+        self.steps = self.client(self.trainer)
         self.steps.hyperparameters = lambda: HYPERPARAMETERS
         for server in self.servers.values():
             self.run(server.start())
@@ -163,6 +165,31 @@ class Swarm:
 
         return Server(transport, tickets, InlineExecutor(), model, boot_id=boot_id, limits=self.limits, connect=connect)
 
+    def add_server(self, name: str) -> Server:
+        """One more, which is in no roster."""
+        server = self.servers[PeerId(name)] = self._server(PeerId(name), 100 + len(self.servers), make_optimizer)
+        self.run(server.start())
+        return server
+
+    def join(self, name: str) -> Server:
+        """One more, which has caught up, and waits for a record to let it in."""
+        server = self.add_server(name)
+
+        async def find() -> Sequence[PeerId]:
+            return [self.manifest.coordinator]
+
+        self.joining.append(self.loop.create_task(server.joiner.enter(find)))
+        self.run(asyncio.sleep(1.0))
+        return server
+
+    def client(self, trainer: MemoryTransport) -> StepClient:
+        """Of one more trainer."""
+
+        async def note(_: Record) -> None:
+            """The tests choose their routes themselves."""
+
+        return StepClient(trainer, RunState(self.manifest), timeout=30.0, on_record=note)
+
     @property
     def stages(self) -> Sequence[StageModule]:
         return self._model.cut(self.ranges)
@@ -183,6 +210,9 @@ class Swarm:
     def close(self) -> None:
         """Raises what a task of a server raised."""
         try:
+            for task in self.joining:
+                task.cancel()
+                self.run(asyncio.wait({task}))
             for server in self.servers.values():
                 self.run(server.close())
         finally:
@@ -197,12 +227,17 @@ class Swarm:
         for name, server in self.servers.items():
             stepping = server.stepping
             state[name] = (
-                server.admission._manifest,
+                None if server.admission._run is None else server.admission._run.view(),
                 server.admission.left.is_set(),
                 stepping.version,
                 stepping.attempt,
                 stepping._averaged,
                 stepping._reselected,
+            )
+            state[f"{name}'s joiners"] = (
+                dict(server.donor._met),
+                {peer: (one.stage_index, one.version) for peer, one in server.donor._followers.items()},
+                list(server.donor._kept),
             )
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
             for index in stepping.stages:
@@ -220,6 +255,10 @@ class Swarm:
             if server.admission.coordinator is not None:
                 books = server.admission.coordinator
                 state["books"] = copy.deepcopy((books._open, books._asked, books._selection))
+                state["gate"] = {
+                    peer: (one.candidate, one.ready, one.misses, one.refusal)
+                    for peer, one in books.gate._waiting.items()
+                }
         return state
 
     # ------------------------------------------------------------------ one microbatch, by hand

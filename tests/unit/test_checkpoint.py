@@ -59,8 +59,8 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_gathered_and_renumbered_is_torchs_own_state_dict(make_swarm: MakeSwarm, rosters: tuple[str, ...]) -> None:
     batches = [rows(i) for i in range(3)]
     swarm = trained(make_swarm, batches, *rosters)
-    weights = swarm.run(gather_weights(swarm.trainer, swarm.manifest, 3, timeout=1.0))
-    state = swarm.run(gather_optimizer(swarm.trainer, swarm.manifest, 3, timeout=1.0))
+    weights = swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 3, timeout=1.0))
+    state = swarm.run(gather_optimizer(swarm.trainer, swarm.steps.run, 3, timeout=1.0))
 
     module = swarm.module
     optimizer = two_groups(module)
@@ -82,7 +82,7 @@ def test_gathered_and_renumbered_is_torchs_own_state_dict(make_swarm: MakeSwarm,
 
 def test_before_the_first_step_there_is_no_optimizer_state(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", optimizer=two_groups)
-    state = swarm.run(gather_optimizer(swarm.trainer, swarm.manifest, 0, timeout=1.0))
+    state = swarm.run(gather_optimizer(swarm.trainer, swarm.steps.run, 0, timeout=1.0))
     names = {id(parameter): name for name, parameter in swarm.module.named_parameters()}
     assert renumbered(two_groups(swarm.module), names, state)["state"] == {}
 
@@ -91,7 +91,7 @@ def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:
     swarm = trained(make_swarm, [rows(1)], "a")
     names = {id(parameter): name for name, parameter in swarm.module.named_parameters()}
     own = swarm.servers[swarm.rosters[0][0]]._transport
-    state = swarm.run(gather_optimizer(own, swarm.manifest, 1, timeout=1.0))
+    state = swarm.run(gather_optimizer(own, swarm.steps.run, 1, timeout=1.0))
     snapshot = renumbered(two_groups(swarm.module), names, state)["state"]
     before = {index: one["exp_avg"].clone() for index, one in snapshot.items()}
 
@@ -105,6 +105,6 @@ def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:
 def test_a_snapshot_of_another_version_is_refused(make_swarm: MakeSwarm) -> None:
     swarm = trained(make_swarm, [rows(1)], "a", "b")
     with pytest.raises(ProtocolError, match="at version 1"):
-        swarm.run(gather_weights(swarm.trainer, swarm.manifest, 0, timeout=1.0))
+        swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 0, timeout=1.0))
     with pytest.raises(SwarmError):
-        swarm.run(gather_weights(swarm.trainer, swarm.manifest, 2, timeout=100.0))
+        swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 2, timeout=100.0))

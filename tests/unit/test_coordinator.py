@@ -15,7 +15,6 @@ from lightning_swarm.errors import ProtocolError, RunOver, StepError, SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
-from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
 from lightning_swarm.types import (
     BatchDone,
@@ -289,7 +288,7 @@ def test_no_step_opens_beyond_the_last(make_swarm: MakeSwarm) -> None:
 
 def test_who_comes_when_the_step_is_full_waits_for_the_next(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", target_batch_size=2)
-    second = StepClient(swarm.network.transport("second"), swarm.manifest, timeout=30.0)
+    second = swarm.client(swarm.network.transport("second"))
 
     async def go() -> Grant:
         grant = await swarm.steps.grant(2)
@@ -399,7 +398,7 @@ def test_a_request_to_close_that_comes_late_closes_no_later_step(make_swarm: Mak
 
 def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
-    other = StepClient(swarm.network.transport(OTHER), swarm.manifest, timeout=30.0)
+    other = swarm.client(swarm.network.transport(OTHER))
     other.hyperparameters = lambda: [{"lr": 1e9}]
 
     async def go() -> Record:
@@ -537,7 +536,7 @@ def test_nobody_waits_for_the_record_of_a_step_that_takes_batches(make_swarm: Ma
 
 def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", target_batch_size=4)
-    other = StepClient(swarm.network.transport(OTHER), swarm.manifest, timeout=30.0)
+    other = swarm.client(swarm.network.transport(OTHER))
 
     async def go() -> None:
         await swarm.batch(rows(1))

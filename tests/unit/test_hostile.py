@@ -16,32 +16,46 @@ from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
+from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LOAD, NEXT, STATE
 from lightning_swarm.steps import (
     APPLY,
     AVERAGE,
     DONE,
     FREEZE,
     GRANT,
+    JOIN,
+    LEAVE,
+    LISTEN,
+    MEET,
     PROPOSE,
     QUIT,
+    READY,
     RECORD,
     RENEW,
     SELECT,
     SETTLE,
+    VIEW,
 )
 from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types import (
+    PROTOCOL_VERSION,
     BatchDone,
     CancelRequest,
+    Candidate,
     Closing,
+    FollowRequest,
     FreezeReply,
     FreezeRequest,
     GrantRequest,
+    JoinRequest,
+    ListenRequest,
     Logged,
+    Member,
+    NextRequest,
     Proposal,
     Quit,
+    ReadyRequest,
     Receipt,
     Recompute,
     Record,
@@ -59,7 +73,7 @@ from lightning_swarm.types import (
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
-A, B = PeerId("a"), PeerId("b")
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 COUNTED: list[Receipt] = [(0, 0, 0)]
 LOGGED = Logged(
     name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
@@ -97,18 +111,23 @@ class Sample:
             return swarm
         if self.phase == "idle":
             return swarm
+        if self.phase == "joining":
+            swarm.join(C)
+        elif self.method in (JOIN, MEET):
+            swarm.add_server(C)
         swarm.run(swarm.steps.grant(2))
         output = swarm.run(swarm.forward(key(), rows(1)))
-        if self.phase == "open":
+        if self.phase == "open" or (self.phase == "joining" and self.method != LISTEN):
             return swarm
         swarm.run(swarm.backward(key(), output))
         if self.phase == "through":
             return swarm
         for peer in (A, B):
             swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
-        if self.phase == "averaged":
+        if self.phase in ("averaged", "joining"):
             body = encode(closing(swarm))
-            swarm.run(swarm.servers[A]._transport.call(B, AVERAGE, body, timeout=1.0))
+            for peer in (A, B) if self.phase == "joining" else (B,):
+                swarm.run(swarm.servers[A]._transport.call(peer, AVERAGE, body, timeout=1.0))
         return swarm
 
 
@@ -142,8 +161,10 @@ def record(swarm: Swarm) -> Record:
         clip_factor=1.0,
         hyperparameters=HYPERPARAMETERS,
         selection=None,
-        next_roster=[],
-        next_voters=[],
+        next_roster=[[swarm.members[peer]] for peer in swarm.route()],
+        next_voters=[swarm.members[A]],
+        next_trainers=[LEAD],
+        newcomers=[],
     )
 
 
@@ -192,7 +213,40 @@ def cancelling(swarm: Swarm) -> CancelRequest:
     return CancelRequest(key=key(), stage_index=1, direction="forward")
 
 
+def address(name: PeerId) -> list[str]:
+    return [f"/ip4/127.0.0.1/tcp/9/p2p/{name}"]
+
+
+def joining(swarm: Swarm) -> JoinRequest:
+    return JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=102, addresses=address(C), stage_index=1)
+
+
+def meeting(swarm: Swarm) -> Candidate:
+    return Candidate(member=Member(peer_id=C, boot_id=102), stage_index=1, addresses=address(C))
+
+
 SAMPLES = [
+    Sample(CALL, VIEW, lambda _: Message()),
+    Sample(CALL, JOIN, plain(joining), target=A, caller=C),
+    Sample(CALL, MEET, plain(meeting), caller=A),
+    Sample(CALL, READY, plain(lambda _: ReadyRequest(version=0)), target=A, caller=C, phase="joining"),
+    Sample(STREAM, FOLLOW, plain(lambda _: FollowRequest(stage_index=0)), target=A, caller=C, phase="joining"),
+    Sample(
+        STREAM,
+        NEXT,
+        plain(lambda _: NextRequest(stage_index=0, version=0, hold_s=0.0)),
+        target=A,
+        caller=C,
+        phase="joining",
+    ),
+    Sample(
+        CALL,
+        LISTEN,
+        plain(lambda s: ListenRequest(closing=closing(s), selection=None)),
+        target=C,
+        caller=A,
+        phase="joining",
+    ),
     Sample(CALL, HELLO, lambda _: Message()),
     Sample(CALL, REPORT, lambda _: Message()),
     Sample(CALL, OTHERS, lambda _: Message()),
@@ -438,8 +492,8 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 @every_sample
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
-    # For anyone; and any server may be the next stage's.
-    if sample.method in (HELLO, REPORT, OTHERS, WAIT_METHOD, FETCH_METHOD):
+    # For anyone, as yet; and any server may be the next stage's.
+    if sample.method in (HELLO, REPORT, OTHERS, VIEW, JOIN, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")

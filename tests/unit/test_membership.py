@@ -156,7 +156,7 @@ def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", "c")
     swarm.network.kill(PeerId("b"))
-    swarm.run(dismiss(swarm.trainer, swarm.manifest, timeout=1.0))
+    swarm.run(dismiss(swarm.trainer, swarm.steps.run, timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
 
 

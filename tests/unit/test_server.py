@@ -23,8 +23,9 @@ from lightning_swarm.errors import (
     TicketGone,
 )
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LEAVE, LOAD, STATE
+from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LOAD, STATE
 from lightning_swarm.server.executor import InlineExecutor, Priority
+from lightning_swarm.steps import LEAVE
 from lightning_swarm.types import (
     CancelRequest,
     ForwardRequest,

@@ -23,7 +23,7 @@ LIMITS = Limits(call_timeout=30.0, lead_timeout=100.0)
 
 
 def client(swarm: Swarm, name: PeerId = OTHER) -> StepClient:
-    return StepClient(swarm.network.transport(name), swarm.manifest, timeout=30.0)
+    return swarm.client(swarm.network.transport(name))
 
 
 def logged(value: float = 1.0, batch_size: int = 2, **changes: Any) -> Logged:

@@ -40,6 +40,8 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         selection=None,
         next_roster=[],
         next_voters=[],
+        next_trainers=[],
+        newcomers=[],
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from lightning_swarm.errors import Unreachable
+from lightning_swarm.errors import ProtocolError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.exchange import Channel
 from lightning_swarm.network.framing import Buffer
@@ -72,12 +72,15 @@ class Daemon:
 
         Raises:
             Unreachable: It does not answer there.
+            ProtocolError: These are no addresses.
         """
+        try:
+            encoded = [Multiaddr(address).to_bytes() for address in addresses]
+        except ValueError as error:
+            raise ProtocolError(f"No address can be read in {addresses}: {error}.") from error
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
-            connect=p2pd_pb2.ConnectRequest(
-                peer=to_peer_id(peer).to_bytes(), addrs=[Multiaddr(address).to_bytes() for address in addresses]
-            ),
+            connect=p2pd_pb2.ConnectRequest(peer=to_peer_id(peer).to_bytes(), addrs=encoded),
         )
         (await self._request(request, f"connect to {peer}")).close()
 

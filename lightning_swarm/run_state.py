@@ -1,0 +1,86 @@
+"""A run as it stands: the manifest, and what the records since then changed of it."""
+
+from __future__ import annotations
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.types import Manifest, Member, Record, RunView
+
+
+class RunState:
+    """Who is in a run at one version of its weights. Changed by applying records, and by nothing else.
+
+    A process has one for each part that it plays: its server's and its trainer's may be a record apart.
+
+    Args:
+        manifest: Record 0.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.version = manifest.first_step
+        self.rosters = [list(stage.roster) for stage in manifest.stages]
+        self.voters = list(manifest.voters)
+        self.trainers = list(manifest.trainers)
+
+    @classmethod
+    def seen(cls, view: RunView, version: int) -> RunState:
+        """What another peer said of the run, taken for what holds at `version`."""
+        run = cls(view.manifest)
+        run.version = version
+        run.rosters, run.voters, run.trainers = view.rosters, view.voters, view.trainers
+        return run
+
+    def apply(self, record: Record) -> None:
+        """Go on to the version after `record`. A trainer may pass over some: each names all who are in the run."""
+        self.version = record.step + 1
+        self.rosters = [list(roster) for roster in record.next_roster]
+        self.voters = list(record.next_voters)
+        self.trainers = list(record.next_trainers)
+
+    def check(self, record: Record) -> None:
+        """Refuse a record that would empty a stage, or is of a run with another number of them.
+
+        Raises:
+            ProtocolError: It can be no record of this run.
+        """
+        if len(record.next_roster) != len(self.rosters) or not all(record.next_roster):
+            raise ProtocolError(
+                f"record {record.step} must name at least one server for each of {len(self.rosters)} stages, got "
+                f"{[len(roster) for roster in record.next_roster][:100]}"
+            )
+
+    def view(self) -> RunView:
+        """For a peer that asks."""
+        return RunView(
+            manifest=self.manifest,
+            version=self.version,
+            rosters=self.rosters,
+            voters=self.voters,
+            trainers=self.trainers,
+        )
+
+    @property
+    def servers(self) -> list[PeerId]:
+        """All that hold a stage."""
+        return sorted({member.peer_id for roster in self.rosters for member in roster})
+
+    def check_trainer(self, caller: PeerId) -> None:
+        """Refuse a caller that does not train in this run.
+
+        Raises:
+            ProtocolError: It may not ask for places, computations or state.
+        """
+        if caller not in self.trainers:
+            raise ProtocolError(
+                f"{caller} is no trainer of run {self.manifest.run_id!r}; its trainers are {self.trainers}"
+            )
+
+    def check_holds(self, member: Member, stage_index: int) -> None:
+        """Refuse work for a stage on a peer that is not in its roster (yet).
+
+        Raises:
+            ProtocolError: Nothing that it computes would count.
+        """
+        if member not in self.rosters[stage_index]:
+            raise ProtocolError(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")

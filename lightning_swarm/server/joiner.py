@@ -1,0 +1,255 @@
+"""How a server joins a run that is under way: download a stage, follow its records, enter a roster by one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+from torch import Tensor
+
+from lightning_swarm import hello, trees
+from lightning_swarm.averaging.butterfly import collect
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ConfigError, PeerError, ProtocolError, SwarmError
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.server import FOLLOW, NEXT
+from lightning_swarm.server.admission import Admission, named
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.model import Model
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stepping import Stepping, round_name
+from lightning_swarm.steps import JOIN, LISTEN, READY, VIEW
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types import (
+    PROTOCOL_VERSION,
+    FollowRequest,
+    JoinReply,
+    JoinRequest,
+    ListenReply,
+    ListenRequest,
+    NextReply,
+    NextRequest,
+    ReadyRequest,
+    RunView,
+    Snapshot,
+    decode,
+    encode,
+)
+
+_log = logging.getLogger(__name__)
+
+_POLL_S: Final = 1.0
+_HOLD_S: Final = 15.0
+_MAX_ATTEMPTS: Final = 5
+_FIRST_PAUSE_S: Final = 1.0
+_FIRST: Final = (-1,)  # before any microbatch
+
+
+class Joiner:
+    """A server on its way into a run.
+
+    Args:
+        transport: Its network.
+        tickets: Where rounds are collected from.
+        executor: Computes.
+        model: Its copy of the model.
+        admission: Its place in the run.
+        stepping: Gets the stage.
+        limits: Bounds.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        executor: Executor,
+        model: Model,
+        admission: Admission,
+        stepping: Stepping,
+        *,
+        limits: Limits,
+    ) -> None:
+        self._transport = transport
+        self._tickets = tickets
+        self._executor = executor
+        self._model = model
+        self._admission = admission
+        self._stepping = stepping
+        self._limits = limits
+        self._stage: Stage | None = None
+        transport.handle_call(LISTEN, self._handle_listen)
+
+    async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
+        """Come into a run: be admitted at its beginning, or join it. There may be none for long.
+
+        Args:
+            find: Names coordinators of runs that may be under way, and makes their servers reachable.
+
+        Raises:
+            ConfigError: This peer's model or version is not the run's.
+            PeerError: The run is there, but does not let this peer in.
+        """
+        while not self._done:
+            for coordinator in await find():
+                if await self._runs(coordinator):
+                    async with self._admission.asking(coordinator) as free:
+                        if free:
+                            await self._join(coordinator)
+                        return
+            await asyncio.sleep(_POLL_S)
+
+    async def _runs(self, coordinator: PeerId) -> bool:
+        """Whether the run is there that was announced: announcements outlive runs."""
+        try:
+            there = (await hello.meet(self._transport, coordinator, timeout=self._timeout)).greeting.protocol_version
+        except SwarmError as error:
+            _log.info("No run at %s: %s", coordinator, error)
+            return False
+        if there != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
+                "Install the same version of lightning_swarm on all peers."
+            )
+        return True
+
+    async def _join(self, coordinator: PeerId) -> None:
+        """Try a few times."""
+        for attempt in range(1, _MAX_ATTEMPTS + 1):
+            try:
+                await self._try(coordinator)
+            except PeerError as error:
+                if self._done:
+                    return
+                _log.warning("Could not join the run (attempt %d of %d): %s", attempt, _MAX_ATTEMPTS, error)
+                if attempt == _MAX_ATTEMPTS:
+                    raise
+                await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            if self._done:  # the record may have come another way
+                return
+
+    @property
+    def _done(self) -> bool:
+        """Whether there is nothing left to do: this server is in, or the run is over."""
+        return self._admission.is_member or self._admission.left.is_set()
+
+    async def _try(self, coordinator: PeerId) -> None:
+        view = decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
+        if self._stage is None:
+            self._model.check(view.manifest)  # before anyone is asked for anything
+        request = JoinRequest(
+            protocol_version=PROTOCOL_VERSION,
+            boot_id=self._admission.me.boot_id,
+            addresses=list(await self._transport.addresses()),
+            stage_index=self._stage.index if self._stage is not None else None,
+        )
+        reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
+        if self._stage is None:
+            stages, _ = await self._executor.submit(
+                _FIRST, lambda: self._model.build(view.manifest, [reply.stage_index])
+            )
+            self._stage = stages[reply.stage_index]
+        roster = reply.view.rosters[self._stage.index]
+        # Joiners of one stage go round its members.
+        donor = roster[self._admission.me.boot_id % len(roster)].peer_id
+        version = await self._download(donor, self._stage)
+        self._admission.follow(RunState.seen(reply.view, version), self._stage)
+        await self._follow(donor, coordinator, self._stage)
+
+    async def _download(self, donor: PeerId, stage: Stage) -> int:
+        """Take over the donor's state; returns its version."""
+        request = Message(encode(FollowRequest(stage_index=stage.index)))
+        message = await self._transport.stream(
+            donor, FOLLOW, request, timeout=self._limits.join_timeout, max_bytes=self._limits.max_message_bytes
+        )
+        snapshot = decode(message.body, Snapshot)
+        if snapshot.stage_index != stage.index:
+            raise ProtocolError(f"stage {stage.index} was asked for, {donor} sent stage {snapshot.stage_index}")
+        count = len(snapshot.weights)
+        weights = named(snapshot.weights, message.tensors[:count])
+        state = named(snapshot.optimizer, trees.unflatten(snapshot.structure, list(message.tensors[count:])))
+
+        def load() -> int:
+            if snapshot.selection is not None:
+                stage.select(snapshot.selection)
+            stage.load_weights(weights)
+            stage.load_optimizer_state(state)
+            stage.version = snapshot.version
+            stage.zero_sum()
+            return stage.fingerprint()
+
+        version_hash, _ = await self._executor.submit(_FIRST, load)
+        if version_hash != snapshot.version_hash:
+            raise ConfigError(
+                f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
+                f"{donor} sent. Use the run's precision, optimizer and versions here."
+            )
+        return snapshot.version
+
+    async def _follow(self, donor: PeerId, coordinator: PeerId, stage: Stage) -> None:
+        """Apply the records that come, until one of them makes this server a member."""
+        hold_s = 0.0
+        while not self._admission.is_member:
+            version = self._stepping.version
+            request = NextRequest(stage_index=stage.index, version=version, hold_s=hold_s)
+            message = await self._transport.stream(
+                donor,
+                NEXT,
+                Message(encode(request)),
+                timeout=self._limits.join_timeout,
+                max_bytes=self._limits.max_message_bytes,
+            )
+            record = decode(message.body, NextReply).record
+            if record is None:
+                ready = encode(ReadyRequest(version=version))
+                await self._transport.call(coordinator, READY, ready, timeout=self._timeout)
+                hold_s = _HOLD_S
+                continue
+            if record.step >= self._stepping.version:  # else the coordinator was quicker
+                await self._stepping.reselect(record.selection)
+                await self._stepping.commit(record, {stage.index: _gradient(message, stage)})
+            hold_s = 0.0
+
+    # ------------------------------------------------------------------ a round
+
+    async def _handle_listen(self, caller: PeerId, body: bytes) -> bytes:
+        """Hold a round's mean gradient, so that its record may let this server in."""
+        request = decode(body, ListenRequest)
+        closing = request.closing
+        stage = self._stage
+        if stage is None or self._admission.is_member or not self._admission.led_by(caller):
+            raise ProtocolError(f"this peer is not joining a run of {caller}")
+        await self._stepping.reached(closing.step)
+        self._stepping.check(caller, closing.generation, closing.step, closing.attempt)
+        self._stepping.check_stages(closing)
+        round_of_stage = closing.stages[stage.index]
+        if not round_of_stage.roster:
+            raise ProtocolError(f"a round of stage {stage.index} must have members")
+        await self._stepping.reselect(request.selection)
+        mean = await collect(
+            stage.gradient_sum,
+            roster=[member.peer_id for member in round_of_stage.roster],
+            prefix=round_name(closing, stage.index),
+            tickets=self._tickets,
+            timeout=self._limits.call_timeout,
+        )
+        version_hash, _ = await self._executor.submit(_FIRST, stage.fingerprint)
+        self._stepping.check(caller, closing.generation, closing.step, closing.attempt)
+        self._stepping.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})
+        return encode(ListenReply(boot_id=self._admission.me.boot_id, version_hash=version_hash))
+
+    @property
+    def _timeout(self) -> float:
+        return min(self._limits.call_timeout, 30.0)
+
+
+def _gradient(message: Message, stage: Stage) -> Tensor:
+    like = stage.gradient_sum
+    if len(message.tensors) != 1 or (message.tensors[0].shape, message.tensors[0].dtype) != (like.shape, like.dtype):
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
+        raise ProtocolError(
+            f"a mean gradient of stage {stage.index} has {tuple(like.shape)}, {like.dtype}; got {found}"
+        )
+    return message.tensors[0].to(like.device)

@@ -1,0 +1,250 @@
+"""The coordinator's side of joining: who may follow a stage, and who enters with which record.
+
+``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
+A joiner that is slow or gone delays nobody by more than a round's own time, and that a few times only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps import JOIN, LEAVE, LISTEN, MEET, READY
+from lightning_swarm.steps.policy import choose_stage
+from lightning_swarm.tasks import gather
+from lightning_swarm.types import (
+    PROTOCOL_VERSION,
+    Candidate,
+    Closing,
+    JoinReply,
+    JoinRequest,
+    ListenReply,
+    ListenRequest,
+    Member,
+    ReadyRequest,
+    Selection,
+    decode,
+    encode,
+)
+
+_log = logging.getLogger(__name__)
+
+_MAX_CANDIDATES: Final = 64
+_MAX_MISSES: Final = 3
+_MEET_TIMEOUT_S: Final = 10.0
+_GRACE_S: Final = 2.0
+
+
+@dataclass
+class _Waiting:
+    candidate: Candidate
+    last_heard_s: float
+    ready: bool = False
+    misses: int = 0
+    asked: Closing | None = None  # in which round last
+    holds: Closing | None = None  # whose mean gradient it has
+    refusal: str | None = None  # told when it asks next
+
+
+class Gate:
+    """Who wants to join.
+
+    Args:
+        transport: The coordinator's.
+        run: Which.
+        limits: Bounds.
+    """
+
+    def __init__(self, transport: Transport, run: RunState, *, limits: Limits) -> None:
+        self._transport = transport
+        self._run = run
+        self._limits = limits
+        self._waiting: dict[PeerId, _Waiting] = {}
+        transport.handle_call(JOIN, self._handle_join)
+        transport.handle_call(READY, self._handle_ready)
+
+    async def close(self) -> None:
+        """The run is over: tell those who did not get in, as far as they can be told."""
+
+        async def tell(peer: PeerId) -> None:
+            try:
+                await self._transport.call(peer, LEAVE, b"", timeout=self._limits.leave_timeout)
+            except SwarmError as error:
+                _log.info("Server %s, which was joining, did not hear of the end: %s", peer, error)
+
+        await gather(tell(peer) for peer in self._waiting)
+
+    # ------------------------------------------------------------------ the joiners' calls
+
+    async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, JoinRequest)
+        stage_index = self._admissible(caller, request)
+        member = Member(peer_id=caller, boot_id=request.boot_id)
+        candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
+        # Before anyone is told, so that of two that come at once at least one is told of the other.
+        waiting = self._waiting[caller] = _Waiting(candidate, asyncio.get_running_loop().time())
+        try:
+            await self._introduce(candidate)
+        except BaseException:
+            if self._waiting.get(caller) is waiting:
+                del self._waiting[caller]
+            raise
+        _log.info("Server %s is joining stage %d.", caller, stage_index)
+        return encode(JoinReply(view=self._run.view(), stage_index=stage_index))
+
+    def _admissible(self, caller: PeerId, request: JoinRequest) -> int:
+        """Refuse who cannot join; returns the stage for who can."""
+        manifest = self._run.manifest
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"`protocol_version` is {request.protocol_version} there and {PROTOCOL_VERSION} in the run. "
+                "Install the same version of lightning_swarm on all peers."
+            )
+        if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
+            raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
+        if manifest.selection is None:
+            raise ConfigError(
+                f"run {manifest.run_id!r} takes no steps, and servers join between two. Start it with all."
+            )
+        if caller in self._run.servers:
+            raise ConfigError(
+                f"{caller} is in run {manifest.run_id!r} already. Give every peer an identity of its own."
+            )
+        self._forget_the_silent()
+        num_stages = sum(not stage.on_trainers for stage in manifest.stages)
+        others = [one for peer, one in self._waiting.items() if peer != caller]
+        if len(others) >= _MAX_CANDIDATES:
+            raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
+        if request.stage_index is None:
+            coming = [one.candidate.stage_index for one in others]
+            return choose_stage([len(self._run.rosters[index]) + coming.count(index) for index in range(num_stages)])
+        if request.stage_index >= num_stages:
+            raise ProtocolError(f"servers hold {num_stages} stages, got stage {request.stage_index}")
+        return request.stage_index
+
+    def _forget_the_silent(self) -> None:
+        oldest_s = asyncio.get_running_loop().time() - self._limits.join_timeout
+        for peer in [peer for peer, one in self._waiting.items() if one.last_heard_s < oldest_s]:
+            del self._waiting[peer]
+
+    async def _introduce(self, candidate: Candidate) -> None:
+        """Have every server, and everyone who is joining, meet the candidate."""
+        body = encode(candidate)
+        newcomer = candidate.member.peer_id
+
+        async def introduce(peer: PeerId, *, member: bool) -> None:
+            try:
+                await self._transport.call(peer, MEET, body, timeout=min(self._limits.call_timeout, _MEET_TIMEOUT_S))
+            except SwarmError as error:
+                if member:
+                    raise Unreachable(
+                        f"every server of the run must reach who joins it, and {peer} does not reach {newcomer} at "
+                        f"{candidate.addresses}: {error}. Set `listen` (and `announce` behind a router) to an address "
+                        "that the others can reach."
+                    ) from error
+                _log.info("%s, which is joining, did not meet %s: %s", peer, newcomer, error)
+
+        servers = self._run.servers
+        joining = [peer for peer in self._waiting if peer != newcomer and peer not in servers]
+        await gather(
+            [*(introduce(peer, member=True) for peer in servers), *(introduce(peer, member=False) for peer in joining)]
+        )
+
+    async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
+        version = decode(body, ReadyRequest).version
+        waiting = self._waiting.get(caller)
+        if waiting is None:
+            raise ProtocolError(f"{caller} is not joining run {self._run.manifest.run_id!r} (any more)")
+        if version > self._run.version:
+            raise ProtocolError(f"step {self._run.version} is open; nobody can hold version {version}")
+        if waiting.refusal is not None:
+            del self._waiting[caller]
+            raise Busy(waiting.refusal)
+        waiting.ready, waiting.last_heard_s = True, asyncio.get_running_loop().time()
+        return b""
+
+    # ------------------------------------------------------------------ a round
+
+    def listen(
+        self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int]
+    ) -> list[Coroutine[Any, Any, None]]:
+        """Work for each candidate that has caught up: have it hold the round's result, too.
+
+        Args:
+            closing: The round.
+            selection: What trains in its step, if it is not what trained in the step before.
+            version_hashes: Of each stage before the step.
+        """
+        request = ListenRequest(closing=closing, selection=selection)
+        work = []
+        for one in self._waiting.values():
+            if one.ready and one.refusal is None:
+                one.asked = closing
+                work.append(self._listen(one, request, version_hashes[one.candidate.stage_index]))
+        return work
+
+    async def _listen(self, waiting: _Waiting, request: ListenRequest, version_hash: int) -> None:
+        member = waiting.candidate.member
+        try:
+            answer = await self._transport.call(
+                member.peer_id, LISTEN, encode(request), timeout=self._limits.call_timeout
+            )
+            reply = decode(answer, ListenReply)
+        except SwarmError as error:
+            self._miss(waiting, str(error))
+            return
+        if reply.boot_id != member.boot_id:
+            waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
+        elif reply.version_hash != version_hash:
+            waiting.refusal = (
+                f"the weights of {member.peer_id} are not those of stage {waiting.candidate.stage_index}. Join again."
+            )
+        else:
+            waiting.holds = request.closing
+            return
+        _log.warning("A server did not get in: %s", waiting.refusal)
+
+    async def heard(
+        self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float
+    ) -> list[Candidate]:
+        """Who holds the round's result. Waits a little for the last of them, and does without who takes longer.
+
+        Args:
+            closing: The round.
+            hearing: The work of `listen`.
+            averaging_s: What the round took.
+        """
+        if not hearing:
+            return []
+        _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+        for one in self._waiting.values():
+            if one.asked is closing and one.ready and one.holds is not closing and one.refusal is None:
+                self._miss(one, "it did not hold the round's result in time")
+        there = [one.candidate for one in self._waiting.values() if one.holds is closing]
+        return sorted(there, key=lambda candidate: candidate.member.peer_id)
+
+    def _miss(self, waiting: _Waiting, reason: str) -> None:
+        waiting.misses += 1
+        waiting.ready = False  # until it says so again
+        _log.info("%s missed a round: %s", waiting.candidate.member.peer_id, reason)
+        if waiting.misses >= _MAX_MISSES:
+            waiting.refusal = (
+                f"{waiting.candidate.member.peer_id} missed {waiting.misses} rounds: {reason}. Join again."
+            )
+
+    def let_in(self, newcomers: Sequence[Candidate]) -> None:
+        """Their record is decided and applied."""
+        for candidate in newcomers:
+            self._waiting.pop(candidate.member.peer_id, None)
+            _log.info("Server %s is in stage %d now.", candidate.member.peer_id, candidate.stage_index)

@@ -1,0 +1,263 @@
+"""Servers that join a run under way: they hold what its servers hold, compute, and change nothing of the curve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import nn
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.framing import Buffer
+from lightning_swarm.server import NEXT
+from lightning_swarm.server.server import Server
+from lightning_swarm.steps import LISTEN
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, digits, loader, sentences
+
+STEPS = 12
+
+
+class Joining(L.Callback):
+    """Has servers join when a batch begins.
+
+    Args:
+        at: Which batch.
+        prepare: Called before, with the strategy; what it returns is called with the server that joins.
+        count: How many servers.
+        module: What they build; None: the run's model.
+    """
+
+    def __init__(
+        self,
+        *,
+        at: int = 2,
+        prepare: Callable[[InMemoryStrategy], Callable[[Server], None] | None] | None = None,
+        count: int = 1,
+        module: L.LightningModule | None = None,
+    ) -> None:
+        self.at = at
+        self.prepare = prepare
+        self.count = count
+        self.module = module
+        self.joiners: list[Server] = []
+        self.entered_at: list[int] = []  # before which batch each was first seen to be a member
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, InMemoryStrategy)
+        if trainer.global_step == self.at and not self.joiners:
+            noted = self.prepare(strategy) if self.prepare else None
+            for _ in range(self.count):
+                self.joiners.append(strategy.join(self.module))
+                if noted is not None:
+                    noted(self.joiners[-1])
+        while len(self.entered_at) < sum(joiner.admission.is_member for joiner in self.joiners):
+            self.entered_at.append(trainer.global_step)
+
+
+def digits_net() -> Net:
+    return DigitsMLP(Recipe(optimizer="adamw", schedule="onecycle"))
+
+
+def plain() -> Run:
+    return run_plain(digits_net, loader(digits()), max_steps=STEPS, max_epochs=-1)
+
+
+def swarm(joining: Joining, num_joiners: int | None = None, **options: Any) -> SwarmRun:
+    return run_swarm(
+        digits_net,
+        loader(digits()),
+        callbacks=[joining],
+        num_joiners=joining.count if num_joiners is None else num_joiners,
+        max_steps=STEPS,
+        max_epochs=-1,
+        **{"latency_s": 0.001, **options},
+    )
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_server_joins_at_the_next_step(at: int) -> None:
+    joining = Joining(at=at)
+    run = swarm(joining)
+    assert_exact(run, plain())
+    (joiner,) = joining.joiners
+    (entered,) = joining.entered_at
+    assert entered in (at + 1, at + 2), "messages take time, steps as well"
+    assert joiner.stepping.stages == (0,), "both stages have one server, so it takes the first"
+    assert [record.step for record in run.records if record.newcomers] == [entered - 1]
+    assert joiner.num_forwards > STEPS - entered, "it computes like the other server of its stage"
+    assert run.strategy.refusals == []
+    assert joiner.admission.left.is_set(), "it was told of the end"
+
+
+def test_ten_servers_join_at_once() -> None:
+    joining = Joining(count=10)
+    run = swarm(joining, microbatch_size=1)
+    assert_exact(run, plain())
+    assert sorted(len(roster) for roster in run.records[-1].next_roster) == [6, 6]
+    assert run.strategy.refusals == []
+
+
+def test_a_joiner_of_a_larger_model_with_clipping_computes_all_it_needs() -> None:
+    """Three stages, extras, per-sample losses: whatever a stage holds, its newcomer takes over."""
+
+    def make() -> Net:
+        return TinyGPTWithLosses(Recipe(optimizer="adamw"))
+
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "gradient_clip_val": 0.5}
+    joining = Joining(count=2)
+    run = run_swarm(
+        make, loader(sentences()), callbacks=[joining], num_stages=3, num_servers=3, num_joiners=2, latency_s=0.001,
+        **options,
+    )  # fmt: skip
+    assert_exact(run, run_plain(make, loader(sentences()), **options))
+    assert run.num_clipped > 0
+
+
+def slowly(bytes_per_s: float) -> Callable[[InMemoryStrategy], Callable[[Server], None]]:
+    """Limits what reaches the joiners."""
+
+    def prepare(strategy: InMemoryStrategy) -> Callable[[Server], None]:
+        network = strategy.network
+        assert network is not None
+        carry, slow = network.carry, set[PeerId]()
+
+        async def limited(sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
+            if receiver in slow:
+                await asyncio.sleep(len(bytes(buffer)) / bytes_per_s)
+            return await carry(sender, receiver, buffer)
+
+        network.carry = limited  # type: ignore[method-assign]
+        return lambda server: slow.add(server.admission.me.peer_id)
+
+    return prepare
+
+
+def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
+    joining = Joining(at=1, prepare=slowly(2_000_000.0))
+    run = swarm(joining)
+    assert_exact(run, plain())
+    (joiner,) = joining.joiners
+    (entered,) = joining.entered_at
+    assert entered > 3, "the download took more than a step"
+    donor = run.strategy.servers[0]
+    sent = donor._transport.traffic.sent_bytes[joiner.admission.me.peer_id, NEXT]
+    assert sent > 2 * joiner.stepping.stage(0).gradient_sum.nbytes, "it applied at least two records on its way"
+    assert donor.donor._kept == {}, "nothing is kept once nobody needs it"
+
+
+def test_who_needs_more_records_than_are_kept_begins_again() -> None:
+    joining = Joining(at=1, prepare=slowly(300_000.0))
+    run = swarm(joining, num_joiners=0, limits=Limits(join_bytes=1))
+    assert_exact(run, plain())
+    assert joining.entered_at == []
+    assert all(server.donor._kept == {} for server in run.strategy.servers)
+
+
+def dying(strategy: InMemoryStrategy) -> Callable[[Server], None]:
+    """The joiner's process ends between its word that it is ready and the record."""
+
+    def noted(server: Server) -> None:
+        async def die(caller: PeerId, body: bytes) -> bytes:
+            assert strategy.network is not None
+            strategy.network.kill(server.admission.me.peer_id)
+            return b""
+
+        server._transport._call_handlers[LISTEN] = die  # type: ignore[attr-defined]
+
+    return noted
+
+
+def test_a_joiner_that_vanishes_before_its_record_is_left_out() -> None:
+    joining = Joining(prepare=dying)
+    run = swarm(joining, num_joiners=0)
+    assert_exact(run, plain())
+    assert all(record.newcomers == [] for record in run.records)
+    assert run.strategy.network is not None
+    with pytest.raises(Unreachable):
+        run.strategy.network.find(joining.joiners[0].admission.me.peer_id)
+
+
+class Asked:
+    """A joiner that does not answer in its rounds, or not in time."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, strategy: InMemoryStrategy) -> Callable[[Server], None]:
+        def noted(server: Server) -> None:
+            async def be_silent(caller: PeerId, body: bytes) -> bytes:
+                self.times.append(asyncio.get_running_loop().time())
+                await asyncio.sleep(1000.0)
+                return b""
+
+            server._transport._call_handlers[LISTEN] = be_silent  # type: ignore[attr-defined]
+
+        return noted
+
+
+def test_a_joiner_that_does_not_answer_delays_few_steps() -> None:
+    asked = Asked()
+    joining = Joining(prepare=asked)
+    run = swarm(joining, num_joiners=0)
+    assert_exact(run, plain())
+    assert len(asked.times) == 3, "then it has to join anew"
+
+
+def test_who_is_still_joining_is_told_of_the_end() -> None:
+    joining = Joining(prepare=slowly(100_000.0))
+    run = swarm(joining, num_joiners=0)
+    assert_exact(run, plain())
+    assert joining.joiners[0].admission.left.is_set()
+    assert run.strategy.refusals == []
+
+
+def spoiling(strategy: InMemoryStrategy) -> Callable[[Server], None]:
+    """What the joiner downloaded goes bad in its memory."""
+
+    def noted(server: Server) -> None:
+        follow = server.admission.follow
+
+        def spoiled(run: Any, stage: Any) -> None:
+            next(iter(stage.parameters.values())).data.flatten()[0] += 1e-9
+            follow(run, stage)
+
+        server.admission.follow = spoiled  # type: ignore[method-assign]
+
+    return noted
+
+
+def test_weights_that_differ_by_a_bit_do_not_get_in(caplog: pytest.LogCaptureFixture) -> None:
+    joining = Joining(prepare=spoiling)
+    run = swarm(joining, num_joiners=0)
+    assert_exact(run, plain())
+    assert "are not those of stage 0" in caplog.text
+
+
+class Wider(DigitsMLP):
+    """Another model by one field."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe())
+        first = self.net[0]
+        assert isinstance(first, nn.Linear)
+        self.net[0] = nn.Linear(first.in_features, first.out_features, bias=False)
+
+
+def test_another_model_is_refused_by_the_field() -> None:
+    joining = Joining(module=Wider())
+    run = swarm(joining, num_joiners=0)
+    assert_exact(run, plain())
+    (refusal,) = run.strategy.refusals
+    assert isinstance(refusal, ConfigError)
+    assert "stage 0 differs in ['net.0.bias']" in str(refusal)
+    assert "Start all peers with the same script" in str(refusal)
