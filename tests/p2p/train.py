@@ -31,17 +31,18 @@ ROWS = 64
 
 
 class Wide(Net):
-    """Boundaries wide enough for their activations to outweigh the words around them."""
+    """Boundaries wide enough for their activations to outweigh the words around them; the trainer has a weight, too."""
 
     def __init__(self) -> None:
         super().__init__(
             nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)),
             Recipe(optimizer="sgd", learning_rate=1e-4),
         )
+        self.offset = nn.Parameter(torch.ones(1))
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.net(batch[0]).square().mean()
+        return (self.net(batch[0]) + self.offset).square().mean()
 
 
 def make(name: str, num_workers: int = 0, *, endless: bool = False) -> tuple[Net, DataLoader[Any]]:
@@ -151,6 +152,7 @@ def main() -> None:
             num_stages=arguments.num_stages,
             role=arguments.role,
             microbatch_size=arguments.microbatch_size,
+            pipeline="net",
         ),
         max_steps=arguments.max_steps,
         max_epochs=-1,

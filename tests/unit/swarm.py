@@ -88,6 +88,7 @@ class Swarm:
         network: Another one than the plain one.
         admit: Whether to begin the run.
         optimizer: Of every server.
+        around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
 
     def __init__(
@@ -100,22 +101,27 @@ class Swarm:
         network: MemoryNetwork | None = None,
         admit: bool = True,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
+        around: str = "",
     ) -> None:
         self.loop = VirtualLoop()
         self.network = network or MemoryNetwork(latency_s=0.001)
         self.limits = limits or Limits(call_timeout=30.0)
         self.rosters = [[PeerId(name) for name in roster.split()] for roster in rosters]
-        self.module = make_module(len(rosters))
+        self.around = [PeerId(name) for name in around.split()]
+        self.module: nn.Module = make_module(len(rosters))
+        if around:
+            self.module = nn.ModuleDict({"body": self.module, "head": make_module(1)})
+        self._pipeline = "body" if around else None
         self.trainer = self.network.transport(LEAD)
         self.tickets = TicketStore(self.trainer, max_bytes=1 << 30)
-        names = sorted({name for roster in self.rosters for name in roster})
+        names = sorted({name for roster in [*self.rosters, self.around] for name in roster})
         self.servers: dict[PeerId, Server] = {
             name: self._server(name, 100 + i, optimizer) for i, name in enumerate(names)
         }
         self.members = {name: Member(peer_id=name, boot_id=100 + i) for i, name in enumerate(names)}
         self._model = Model(
             self.module,
-            find_blocks(self.module, None),
+            find_blocks(self.module, self._pipeline),
             lambda _: optimizer(self.module),
             torch.device("cpu"),
             keep=True,
@@ -136,7 +142,9 @@ class Swarm:
             max_steps=max_steps,
             total_steps=None,
             selection=read_selection(self.module, optimizer(self.module)),
-            stages=self._model.describe(self.ranges, [[self.members[name] for name in r] for r in self.rosters]),
+            stages=self._model.describe(
+                self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]
+            ),
         )
         self.joining: list[asyncio.Task[None]] = []
         self.steps = self.client(self.trainer)
@@ -153,7 +161,8 @@ class Swarm:
         module = copy.deepcopy(self.module)
         for parameter in module.parameters():
             nn.init.constant_(parameter, float("nan"))
-        model = Model(module, find_blocks(module, None), lambda _: optimizer(module), torch.device("cpu"), keep=False)
+        blocks = find_blocks(module, self._pipeline)
+        model = Model(module, blocks, lambda _: optimizer(module), torch.device("cpu"), keep=False)
         transport = self.network.transport(name)
         hello.answer(transport, now=lambda: 1000.0)
         report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)

@@ -1,0 +1,129 @@
+"""The stage that trainers hold: counted by batch, averaged among them, and out of the microbatches' way."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm import membership
+from lightning_swarm.errors import ConfigError, ProtocolError, StepError
+from lightning_swarm.network import PeerId
+from lightning_swarm.types import Grant, Record
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import WIDTH, Swarm, key, make_optimizer, rows
+
+AROUND = 2
+"""The stage's index, behind the two of the pipeline."""
+
+NAMES = ["head.0.0.weight", "head.0.0.bias"]
+
+
+@pytest.fixture
+def swarm(make_swarm: MakeSwarm) -> Swarm:
+    """Two stages on two servers, and two trainers around them, of which one is a server, too."""
+    return make_swarm("a", "b", around="b t")
+
+
+def gradients(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((WIDTH, WIDTH), (WIDTH,))
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in zip(NAMES, shapes, strict=True)
+    }
+
+
+def add(swarm: Swarm, trainer: str, grant: Grant, seed: int) -> None:
+    stepping = swarm.servers[PeerId(trainer)].stepping
+    swarm.run(stepping.add_batch(AROUND, key(grant.first, step=grant.step), gradients(seed), grant.weight))
+
+
+def granted(swarm: Swarm, *, microbatch: bool = True) -> Grant:
+    """A batch whose way through the pipeline is over."""
+    grant = swarm.run(swarm.steps.grant(2))
+    if microbatch:
+        swarm.run(swarm.through(key(grant.first, step=grant.step), rows(grant.first), weight=grant.weight))
+    return grant
+
+
+def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record | None:
+    for grant in grants:
+        completed = [key(grant.first).receipt] if microbatch else []
+        swarm.run(swarm.steps.done(grant.lease, completed))
+    swarm.run(swarm.steps.done(None, [], close=True))
+    return swarm.run(swarm.steps.record(swarm.steps.version))
+
+
+def heads(swarm: Swarm) -> list[dict[str, Tensor]]:
+    return [swarm.servers[name].stepping.stage(AROUND).weights() for name in swarm.around]
+
+
+@pytest.mark.parametrize("microbatch", [True, False])
+def test_trainers_average_what_their_batches_gave(swarm: Swarm, microbatch: bool) -> None:
+    reference = copy.deepcopy(swarm.module)
+    optimizer = make_optimizer(reference)
+    for _ in range(2):
+        first, second = granted(swarm, microbatch=microbatch), granted(swarm, microbatch=microbatch)
+        add(swarm, "t", first, 1)
+        add(swarm, "b", second, 2)
+        add(swarm, "b", second, 2)  # said twice, counted once
+        record = close(swarm, first, second, microbatch=microbatch)
+        assert record is not None
+        assert record.closing.batches == [(0, 0, 0), (2, 0, 0)]
+        assert len(record.closing.counted) == (2 if microbatch else 0)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = (gradients(1)[name] + gradients(2)[name]) / 2 if name in NAMES else None
+        optimizer.step()
+    own, other = heads(swarm)
+    for name, tensor in own.items():
+        assert torch.equal(tensor, other[name])
+        torch.testing.assert_close(tensor, dict(reference.named_parameters())[name].detach(), rtol=0.0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("adds", "words"),
+    [
+        ([("t", 0), ("b", 0)], "stage 2 .*more than once: .*2, 0, 0"),
+        ([("t", 0)], r"stage 2 .*not at all .*2, 0, 0"),
+    ],
+    ids=["one of them twice", "one of them never"],
+)
+def test_a_batch_that_does_not_count_once_voids_the_step(swarm: Swarm, adds: list[tuple[str, int]], words: str) -> None:
+    grants = [granted(swarm), granted(swarm)]
+    for trainer, place in adds:
+        add(swarm, trainer, grants[place], place)
+    with pytest.raises(StepError, match=words):
+        close(swarm, *grants)
+
+
+def test_a_gradient_of_another_step_is_refused(swarm: Swarm) -> None:
+    grant = granted(swarm)
+    add(swarm, "t", grant, 1)
+    close(swarm, grant)
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match="step 1, attempt 0 is open"):
+        add(swarm, "t", grant, 1)
+    assert swarm.state() == before
+
+
+def test_no_microbatch_goes_there(swarm: Swarm) -> None:
+    with pytest.raises(ProtocolError, match="stage 2 is what trainers compute themselves"):
+        swarm.run(
+            swarm.send(PeerId("t"), "stage.forward", swarm.forward_request(key(), AROUND, ["", PeerId("b")], rows(1)))
+        )
+
+
+@pytest.mark.parametrize("flags", [(False, False, False), (True, False, True), (False, True, True)])
+def test_a_manifest_that_says_otherwise_is_refused(make_swarm: MakeSwarm, flags: tuple[bool, ...]) -> None:
+    swarm = make_swarm("a", "b", around="t", admit=False)
+    stages = [
+        msgspec.structs.replace(stage, on_trainers=flag)
+        for stage, flag in zip(swarm.manifest.stages, flags, strict=True)
+    ]
+    manifest = msgspec.structs.replace(swarm.manifest, stages=stages)
+    with pytest.raises(ConfigError):
+        swarm.run(membership.admit(swarm.trainer, manifest, swarm.stages, timeout=1.0))
