@@ -12,11 +12,11 @@ export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fmt lint type docs bench clean
+.PHONY: help demo test versions check fmt lint type docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1	\2/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1	\2/p' Makefile | expand -t 16
 
 demo: $(STAMP) ## train a small GPT on a swarm of four local peers, then without one, and compare (a few minutes)
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
@@ -25,6 +25,19 @@ demo: $(STAMP) ## train a small GPT on a swarm of four local peers, then without
 test: $(STAMP) ## run the tests; some of them: make test ARGS="tests/unit -k router"
 	@echo "== test"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o cache_dir=$(CACHE)/pytest $(ARGS)
+
+# Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
+LIGHTNINGS := 2.5.0 2.5.6 2.6.0
+VERSIONS_TESTS := tests/unit tests/parity tests/features tests/p2p/test_processes.py
+
+versions: $(STAMP) ## run the tests with older versions of Lightning (CI does not): make versions LIGHTNINGS=2.5.6
+	@failed=; for version in $(LIGHTNINGS); do \
+		echo "== test with Lightning $$version"; folder=$(CURDIR)/$(VENV)/versions/$$version; \
+		test -d $$folder || $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $$folder \
+			lightning==$$version pytorch-lightning==$$version || { rm -rf $$folder; exit 1; }; \
+		PYTHONPATH=$$folder OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --show-capture=no --tb=line \
+			-o cache_dir=$(CACHE)/pytest $(VERSIONS_TESTS) || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "Failures with Lightning$$failed: see docs/versions.md" >&2; exit 1; }
 
 # One after the other, also under -j: the cheap ones first, and their output apart.
 check: ## lint, type and test: what has to pass before a change is merged
