@@ -34,6 +34,7 @@ class Framework:
     configure_optimizers: Callable[..., Any]
     extract_batch_size: Callable[[Any], int]
     is_overridden: Callable[..., bool]
+    to_uncompiled: Callable[[Any], Any]
 
     @classmethod
     def load(cls, name: str, *, strategies: str) -> Framework:
@@ -56,6 +57,7 @@ class Framework:
             configure_optimizers=of("core.optimizer", "_configure_optimizers"),
             extract_batch_size=of("utilities.data", "extract_batch_size"),
             is_overridden=of("utilities.model_helpers", "is_overridden"),
+            to_uncompiled=of("utilities.compile", "to_uncompiled"),
         )
 
     @property

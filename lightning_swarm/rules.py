@@ -12,6 +12,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
@@ -151,6 +152,19 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
         raise ConfigError(
             "`target_batch_size` and `accumulate_grad_batches` both say when a step ends: got "
             f"{config.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
+        )
+
+
+def check_compiling() -> None:
+    """Refuse to compile where nothing would be compiled.
+
+    Raises:
+        ConfigError: This torch leaves the code under a dispatch mode as it is, without a word.
+    """
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):
+        raise ConfigError(
+            "`torch.compile` of a swarm's stages needs a newer torch, which compiles where random numbers are keyed; "
+            f"got {torch.__version__}. Update torch, or pass the module uncompiled."
         )
 
 

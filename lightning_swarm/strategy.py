@@ -107,6 +107,7 @@ class SwarmHooks(_Strategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        self._compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
         self.config = SwarmConfig(
@@ -139,6 +140,21 @@ class SwarmHooks(_Strategy):
         self._home_version: int | None = None  # of the weights that the module was seen to hold
 
     # ------------------------------------------------------------------ what Lightning asks
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # Lightning refuses a compiled module with all but three strategies, right after it has set this. Here the
+        # trainer's hooks run as they are, and the stages are compiled where they are computed.
+        context = getattr(module, "_compiler_ctx", None)
+        if context is not None:
+            self._compiler = context["dynamo_ctx"]
+            rules.check_compiling()
+            module = self.framework.to_uncompiled(module)
+        self._module = module
 
     @property
     @override
@@ -329,7 +345,7 @@ class SwarmHooks(_Strategy):
             configured: Any = module.configure_optimizers()
             return rules.check_optimizers(self.framework.configure_optimizers(configured)[0])
 
-        return Model(module, blocks, optimizer, self.root_device, keep=keep)
+        return Model(module, blocks, optimizer, self.root_device, keep=keep, compiler=self._compiler)
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
@@ -478,7 +494,7 @@ class SwarmHooks(_Strategy):
         if self._home is not None:
             self._home.close()
         self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
-        self._home = None
+        self._home = self._compiler = None
         peer, self.peer = self.peer, None
         began = peer is not None and peer.run is not None
         try:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_swarm.errors import ConfigError
@@ -38,7 +40,12 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
         callable_blocks: The blocks themselves may be called: something else stands in for their forward.
     """
     blocks = list(blocks)
-    parts = {id(part): part for block in blocks for part in block.modules() if any(True for _ in part._parameters)}
+    parts = {
+        id(part): part
+        for block in blocks
+        for part in block.modules()
+        if part._parameters or isinstance(part, OptimizedModule)
+    }
     if callable_blocks:
         for block in blocks:
             parts.pop(id(block), None)
@@ -46,7 +53,8 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 
 def _refuse(part: nn.Module, _inputs: Any) -> None:
-    if not _computing.get():
+    # Traced into a compiled stage, it would break the graph; what is compiled is looked at from outside.
+    if not torch.compiler.is_compiling() and not _computing.get():
         raise ConfigError(
             "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
             f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."

@@ -4,7 +4,7 @@ A stage holds the user's own modules, not copies, and knows their tensors by the
 LightningModule's state dict gives them. So a checkpoint needs no translation.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -81,6 +81,14 @@ class StageModule(nn.Module):
             extras: Keyword arguments of the pipeline's call. Those that no block here names are ignored.
         """
         return call_blocks(self.blocks, inputs, extras)
+
+    def compile_by(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Have the whole run of blocks compiled when it is called.
+
+        Args:
+            compiler: What ``torch.compile`` makes of the user's options: it takes a function and gives a compiled one.
+        """
+        self.forward = compiler(self.forward)  # type: ignore[method-assign]
 
     def named_stage_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Full names and parameters, each once, in the LightningModule's order."""

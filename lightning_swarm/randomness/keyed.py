@@ -80,6 +80,14 @@ class KeyedRandom(TorchDispatchMode):
         return rule(self, func, args, dict(kwargs or {}))
 
     @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have blocks compiled. What compiled code draws from is drawn here when it runs, so it is keyed like all else.
+
+        A backend that computes random numbers in kernels of its own (inductor) draws their seed.
+        """
+        return True
+
+    @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Torch's own guard around the method above takes longer than the method; `skip` costs nothing.
         return False

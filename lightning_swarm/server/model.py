@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ class Model:
         optimizer: Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if known.
         device: Where this peer computes.
         keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
+        compiler: Compiles the stages' forwards; see `StageModule.compile_by`.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Model:
         device: torch.device,
         *,
         keep: bool,
+        compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self._module = module
         self._blocks = blocks
         self._optimizer = optimizer
         self._device = device
         self._keep = keep
+        self._compiler = compiler
 
     def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """The stages that begin and end as `ranges` of blocks say."""
@@ -109,6 +113,8 @@ class Model:
             own, module = module, module.copied()  # the trainer goes on computing with its own
             if optimizer is not None:
                 _move_state(optimizer, own, module)
+        elif self._compiler is not None:
+            module.compile_by(self._compiler)
         return Stage(
             module,
             optimizer,

@@ -30,6 +30,7 @@ _MODULES = (
     "test_optimization",
     "test_finetuning",
     "test_precision",
+    "test_compiling",
     "test_logging",
     "test_checkpoints",
     "test_callbacks",

@@ -281,6 +281,7 @@ _IN_MEMORY: dict[Framework, Any] = {
 
 def _framework_of(module: Any) -> Framework:
     """Whichever of Lightning's import trees the module is from, the Trainer will be from it too."""
+    module = getattr(module, "_orig_mod", module)  # a compiled one wraps it
     return next(framework for framework in FRAMEWORKS if isinstance(module, framework.module))
 
 

@@ -527,7 +527,35 @@ def test_a_stream_may_begin_in_the_middle() -> None:
 
 def test_compiled_blocks_draw_the_same() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    compiled = torch.compile(block, backend="eager")
+    ran = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            ran.append(graph)
+            return graph(*args)
+
+        return run
+
+    compiled = torch.compile(block, backend=backend)
     x = torch.randn(3, 4)
 
-    assert torch.equal(drawn(lambda: compiled(x)), drawn(lambda: block(x)))
+    for _ in range(2):
+        assert torch.equal(drawn(lambda: compiled(x)), drawn(lambda: block(x)))
+    assert len(ran) == 2, "it ran as it was"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_inductor_draws_its_seeds_from_the_stream() -> None:
+    """Its kernels make random numbers of their own, but from seeds that they are given."""
+    block = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+    compiled = torch.compile(block, backend="inductor")
+    x = torch.randn(3, 4)
+    before = torch.get_rng_state()
+
+    first, again = (drawn(lambda: compiled(x)) for _ in range(2))
+    with KeyedRandom(99):
+        other = compiled(x)
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(before, torch.get_rng_state())
