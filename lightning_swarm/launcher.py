@@ -46,7 +46,10 @@ ROLE: Final = "SWARM_ROLE"
 """What to be, whatever the script says."""
 _RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
-_OWN_OPTIONS = tuple(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path"))
+_OWN_OPTIONS = (
+    "--trainer.devices",
+    *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
+)
 _BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
 
 

@@ -89,6 +89,8 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
                 "2",
                 "--trainer.strategy.init_args.announce",
                 "192.0.2.9:5",
+                "--trainer.devices",
+                "4",
                 "--seed_everything=1",
             ],
             None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy, cli, launcher, rules
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.errors import ConfigError, Unreachable
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET
@@ -185,6 +187,39 @@ def test_what_looks_wrong_and_is_right(options: dict[str, Any], devices: int) ->
     trainer = L.Trainer(**{**QUIET, "devices": devices, "max_steps": 1}, strategy=InMemoryStrategy(**options))
     trainer.fit(Net(), loader())
     assert trainer.global_step == 1
+
+
+def test_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwarmLauncher, "_first_module", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as refusal:
+            swarm({"listen": f"127.0.0.1:{port}"}, devices=1).fit(Net(), loader())
+    assert f"a free port, got 127.0.0.1 and {port}: Address already in use. End what listens there" in str(
+        refusal.value
+    )
+
+
+def test_nobody_answers_where_the_run_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a daemon of one's own to find out; it is gone when the error comes."""
+    monkeypatch.setattr(SwarmLauncher, "_first_module", None)
+    daemons: list[int] = []
+    create = asyncio.create_subprocess_exec
+
+    async def watched(*arguments: Any, **options: Any) -> Any:
+        process = await create(*arguments, **options)
+        daemons.append(process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio.subprocess, "create_subprocess_exec", watched)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+    with pytest.raises(Unreachable) as refusal:
+        swarm({"role": "both", "initial_peers": address}, devices=1).fit(Net(), loader())
+    assert "`initial_peers` must run and be reachable from here, and none of " in str(refusal.value)
+    assert "`lightning-swarm doctor --peer` what is in the way" in str(refusal.value)
+    assert daemons
+    assert not any(Path(f"/proc/{pid}").exists() for pid in daemons)
 
 
 # ---------------------------------------------------------------------- at the command line
