@@ -77,7 +77,8 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
     """
     if trainer.num_nodes != 1:
         raise ConfigError(
-            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out."
+            f"`num_nodes` must be 1: a swarm has peers, not nodes; got {trainer.num_nodes}. Leave it out, and type on "
+            "the other machines the line that the first one prints: lightning-swarm join ADDRESS train.py"
         )
     _check_callback_imports(trainer)
     _check_precision(trainer)
@@ -127,7 +128,7 @@ def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, o
         others = "no dataloader and no data module" if data is module else "a data module"
         raise ConfigError(
             f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
-            f"`{hook}`. Give it one, or define `{hook}`."
+            f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`."
         )
 
 

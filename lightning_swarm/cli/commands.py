@@ -65,6 +65,8 @@ def main() -> int:
         return _complain(error, 2)
     except SwarmError as error:
         return _complain(error, 1)
+    except KeyboardInterrupt:
+        return 130  # as a shell has it
 
 
 def _complain(error: SwarmError, status: int) -> int:

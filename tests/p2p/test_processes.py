@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.p2p.processes import Run
+from tests.p2p.processes import SCRIPT, Run
 from tests.p2p.train import ROWS, WIDTH, make
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
 
@@ -24,8 +24,8 @@ Start = Callable[..., Run]
 def start() -> Iterator[Start]:
     runs: list[Run] = []
 
-    def begin(*arguments: object, **environment: str) -> Run:
-        runs.append(Run(*arguments, environment=environment))
+    def begin(*arguments: object, **options: Any) -> Run:
+        runs.append(Run(*arguments, **options))
         return runs[-1]
 
     yield begin
@@ -57,7 +57,10 @@ def test_curve_equals_the_plain_trainers(
         assert script == "train.py"
         run.wait_for("waiting for a joiner")
         (tmp_path / "joiner").mkdir()
-        joiner = start(model, tmp_path / "joiner", "--devices", 1, SWARM_JOIN=address)
+        joiner = start(
+            "serve", address, SCRIPT, model, tmp_path / "joiner", "--devices", 1, "--role", "both",
+            program=["-m", "lightning_swarm"], environment={"PYTHONPATH": str(SCRIPT.parents[2])},
+        )  # fmt: skip
         assert joiner.wait() == 0, "".join(joiner.output)
         assert joiner.survivors() == []
         assert [path.name for path in (tmp_path / "joiner").iterdir()] == ["traffic-0.json"], "it trained nothing"
