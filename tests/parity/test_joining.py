@@ -155,6 +155,24 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     assert donor.donor._kept == {}, "nothing is kept once nobody needs it"
 
 
+class Unsteady(DigitsMLP):
+    """What trains changes with every step."""
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(self.global_step % 2 == 0)
+
+
+@pytest.mark.parametrize("bytes_per_s", [2_000_000.0, 1e9])
+def test_a_joiner_trains_what_the_others_train(bytes_per_s: float) -> None:
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1}
+    joining = Joining(at=1, prepare=slowly(bytes_per_s))
+    run = run_swarm(Unsteady, loader(digits()), callbacks=[joining], num_joiners=1, latency_s=0.001, **options)
+    assert_exact(run, run_plain(Unsteady, loader(digits()), **options))
+    assert sum(record.selection is not None for record in run.records) > STEPS / 2
+    assert run.strategy.refusals == []
+
+
 def test_who_needs_more_records_than_are_kept_begins_again() -> None:
     joining = Joining(at=1, prepare=slowly(300_000.0))
     run = swarm(joining, num_joiners=0, limits=Limits(join_bytes=1))
