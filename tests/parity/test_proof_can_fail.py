@@ -122,7 +122,7 @@ def test_a_lost_microbatch_is_seen(plain: Run, lost_microbatch: list[CallKey], d
 @pytest.fixture
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The protocol's own check would stop the run first."""
-    monkeypatch.setattr(coordinator, "check_ledgers", lambda *_: None)
+    monkeypatch.setattr(coordinator, "check_ledgers", lambda *_, **__: None)
 
 
 # ---------------------------------------------------------------------- wrong arithmetic
