@@ -26,6 +26,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm doctor                                          is this machine fit to be a peer?
     lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
+    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
 """
 
 _DOCTOR: Final = """\
@@ -60,7 +61,7 @@ _EXPORT: Final = """\
 def main() -> int:
     """Run the command line. Returns the exit status."""
     try:
-        return _chosen(sys.argv[1:])()
+        return _chosen(sys.argv[1:] or ["--help"])()
     except ConfigError as error:
         return _complain(error, 2)
     except SwarmError as error:

@@ -206,9 +206,12 @@ def test_printed_configuration_says_the_same_again(
     assert capsys.readouterr().out == printed
 
 
-def test_help_lists_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--help"], []])
+def test_help_lists_the_commands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
-        command(monkeypatch, "--help")
+        command(monkeypatch, *arguments)
     said = capsys.readouterr().out
     for name in COMMANDS:
         assert f"\n    {name} " in said
