@@ -6,8 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
-
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
@@ -178,7 +176,7 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
 
 
 def _weights(module: StageModule, manifest: Manifest) -> Message:
-    tensors: dict[str, Tensor] = {**dict(module.named_stage_parameters()), **dict(module.named_stage_buffers())}
+    tensors = module.named_stage_tensors()
     state = StageState(
         stage_index=module.spec.index,
         step=manifest.first_step,

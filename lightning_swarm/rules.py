@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
-_WEIGHT_CALLBACKS = ("ModelPruning", "StochasticWeightAveraging", "WeightAveraging")
+_WEIGHT_CALLBACKS = ("ModelPruning",)
 
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
 _TRIAL_CALLBACKS = ("BatchSizeFinder", "LearningRateFinder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -24,11 +25,11 @@ from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import LIGHTNING, Framework
-from lightning_swarm.home import Home
+from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
-from lightning_swarm.partition import Blocks, find_blocks, time_costs
+from lightning_swarm.partition import Blocks, StageModule, find_blocks, time_costs
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
@@ -136,6 +137,8 @@ class SwarmHooks(_Strategy):
         self._interception: Interception | None = None
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._stale = False  # the module's weights are older than what the swarm made of them
+        self._stages: Sequence[StageModule] = ()
+        self._num_lent = 0
         self._home: Home | None = None
         self._home_version: int | None = None  # of the weights that the module was seen to hold
 
@@ -254,15 +257,14 @@ class SwarmHooks(_Strategy):
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
         ranges = choose_ranges(self._blocks, self._num_stages, self.config.split, self._measured)
-        model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
+        self._stages = model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, ranges, selection)
         self._interception = Interception(self._blocks, self._session.pipeline)
         self._home_version = self._session.version
         if fitting:
             self._stale = True
             self._take_steps(trainer, self._session)
-            callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-            self._home = Home(callbacks, self._visit_home, self._stay_home if self.config.gather_on_end else None)
+        self._home = Home(trainer.callbacks, self)  # type: ignore[attr-defined]  # Lightning sets it in its connector
 
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
@@ -270,7 +272,7 @@ class SwarmHooks(_Strategy):
         assert self.peer is not None
         assert self._blocks is not None
         if self.config.role != "trainer":
-            self.peer.serve(model)
+            self.peer.serve(self._apart(trainer) if writes_weights(trainer) else model)
         clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
         by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         spec = RunSpec(
@@ -347,6 +349,13 @@ class SwarmHooks(_Strategy):
 
         return Model(module, blocks, optimizer, self.root_device, keep=keep, compiler=self._compiler)
 
+    def _apart(self, trainer: Trainer) -> Model:
+        """For this peer's server, where callbacks write into the module: its stages' weights are no part of that."""
+        assert self.lightning_module is not None
+        twin = copy.deepcopy(self.lightning_module)
+        twin.trainer = trainer
+        return self.make_model(twin, find_blocks(twin, self.config.pipeline), keep=False)
+
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
         if isinstance(self._launcher, SwarmLauncher):
@@ -412,15 +421,40 @@ class SwarmHooks(_Strategy):
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
-    def _stay_home(self) -> None:
-        """From here on the module is what it looks like: callbacks may change it, and it is saved as it is."""
-        self._bring_home(self.config.limits.call_timeout)
+    def stay_home(self) -> None:
+        """With training over, the module is what it looks like: callbacks may change it, and it is saved as it is."""
+        if self.config.gather_on_end:
+            self._bring_home(self.config.limits.call_timeout)
 
-    def _visit_home(self) -> None:
+    def visit_home(self) -> None:
         """Let the module hold the weights of the last step, for a callback."""
         assert self._session is not None
         if self._home_version != self._session.version:
             self._bring_weights_home(self.config.limits.call_timeout)
+
+    def lend(self) -> None:
+        """Let the servers evaluate with what the module holds now; their weights stay as they are."""
+        assert self.peer is not None
+        assert self.peer.run is not None
+        assert self._session is not None
+        self._num_lent += 1
+        timeout = self.config.limits.call_timeout
+        self.peer.runtime.run(
+            checkpoints.lend_weights(self.peer.transport, self.peer.run, self._stages, self._num_lent, timeout=timeout)
+        )
+        self._session.pipeline.lent = self._num_lent
+
+    def take_back(self) -> None:
+        """Let the servers evaluate with their own weights again."""
+        assert self.peer is not None
+        assert self.peer.run is not None
+        assert self._session is not None
+        number, self._session.pipeline.lent = self._session.pipeline.lent, 0
+        if number:
+            timeout = self.config.limits.call_timeout
+            self.peer.runtime.run(
+                checkpoints.take_weights_back(self.peer.transport, self.peer.run, number, timeout=timeout)
+            )
 
     def _bring_home(self, timeout: float) -> None:
         """Put weights and optimizer state of the last step where one machine would have them."""
@@ -494,7 +528,7 @@ class SwarmHooks(_Strategy):
         if self._home is not None:
             self._home.close()
         self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
-        self._home = self._compiler = None
+        self._home, self._compiler, self._stages = None, None, ()
         peer, self.peer = self.peer, None
         began = peer is not None and peer.run is not None
         try:

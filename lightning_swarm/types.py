@@ -82,10 +82,11 @@ class CallKey(Wire, frozen=True):
     index: Count  # which microbatch of the batch
     call: Count  # which call of the pipeline within the training_step
     evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
+    weights: Count = 0  # of an evaluation: which lent ones it means; 0: those of the step
 
     def name(self, stage_index: int, direction: Direction) -> str:
         """The ticket name of one call's result."""
-        kind = "e" if self.evaluation else "t"
+        kind = f"e{self.weights}." if self.evaluation else "t"
         return (
             f"g{self.generation}.s{self.step}.a{self.attempt}.{kind}{self.first}+{self.index}"
             f".c{self.call}/{stage_index}/{direction}"
@@ -564,6 +565,14 @@ class StageState(Wire, frozen=True):
     optimizer: bool
     names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
+
+
+class LentWeights(Wire, frozen=True):
+    """Goes with weights that evaluations may mean in place of a stage's own, which stay as they are."""
+
+    stage_index: Count
+    number: Annotated[int, msgspec.Meta(ge=1)]  # by which calls mean them
+    names: list[str]  # one a tensor, all of the stage; none: they are given back
 
 
 def to_bitmap(bits: Iterable[bool]) -> bytes:

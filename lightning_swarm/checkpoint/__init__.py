@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
+from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
-from lightning_swarm.server import LOAD, STATE
+from lightning_swarm.server import LEND, LOAD, STATE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import Manifest, StageState, StateRequest, decode, encode
+from lightning_swarm.types import LentWeights, Manifest, Member, StageState, StateRequest, decode, encode
 
 
 async def gather_weights(
@@ -66,10 +67,53 @@ async def scatter_optimizer(
         head = StageState(stage_index=index, step=manifest.first_step, optimizer=True, names=names, structure=structure)
         return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
 
+    messages = {index: message(index) for index in range(len(manifest.stages))}
+    rosters = [stage.roster for stage in manifest.stages]
+    await _to_rosters(transport, rosters, LOAD, messages, timeout=timeout)
+
+
+async def lend_weights(
+    transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
+) -> None:
+    """Lend the servers what the lead's module holds, to evaluate with. Their own weights stay as they are.
+
+    Args:
+        transport: The lead's.
+        run: The run.
+        stages: The lead's own.
+        number: By which calls mean them.
+        timeout: Seconds.
+    """
+    messages = {}
+    for stage in stages:
+        if not stage.spec.on_trainers:  # the lead evaluates with that one itself
+            tensors = stage.named_stage_tensors()
+            head = LentWeights(stage_index=stage.spec.index, number=number, names=list(tensors))
+            values = tuple(tensor.detach().cpu() for tensor in tensors.values())
+            messages[stage.spec.index] = Message(encode(head), values)
+    await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
+
+
+async def take_weights_back(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
+    """Have the servers drop the weights that were lent by `number`."""
+    served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
+    heads = {index: LentWeights(stage_index=index, number=number, names=[]) for index in served}
+    messages = {index: Message(encode(head)) for index, head in heads.items()}
+    await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
+
+
+async def _to_rosters(
+    transport: Transport,
+    rosters: Sequence[Sequence[Member]],
+    method: str,
+    messages: Mapping[int, Message],
+    *,
+    timeout: float,
+) -> None:
     await gather(
-        transport.stream(member.peer_id, LOAD, message(index), timeout=timeout)
-        for index, stage in enumerate(manifest.stages)
-        for member in stage.roster
+        transport.stream(member.peer_id, method, message, timeout=timeout)
+        for index, message in messages.items()
+        for member in rosters[index]
     )
 
 

@@ -98,6 +98,10 @@ class StageModule(nn.Module):
         """Full names and buffers, persistent or not, each once, in the LightningModule's order."""
         return [(name, getattr(owner, key)) for name, owner, key in self._slots.buffers]
 
+    def named_stage_tensors(self) -> dict[str, Tensor]:
+        """Both."""
+        return {**dict(self.named_stage_parameters()), **dict(self.named_stage_buffers())}
+
     def copied(self) -> "StageModule":
         """A stage without blocks that has copies of this one's parameters."""
         holder = nn.ParameterList(

@@ -70,6 +70,7 @@ class Pipeline:
         self.runtime = runtime
         self.config = config
         self.version = 0  # of the weights that calls outside a batch use
+        self.lent = 0  # of what calls outside a batch mean by it; 0: the weights of the step
         self.first_trained = 0  # no stage before this one trains
         self.batch: BatchInHand | None = None
         self.num_microbatches = 0
@@ -110,6 +111,7 @@ class Pipeline:
                 index=index,
                 call=call,
                 evaluation=True,
+                weights=self.lent,
             )
         grant = batch.grant
         return CallKey(

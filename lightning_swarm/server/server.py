@@ -22,6 +22,7 @@ from lightning_swarm.server.cache import Cache, Kept, num_bytes
 from lightning_swarm.server.donor import Donor
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.joiner import Joiner
+from lightning_swarm.server.lending import Lending
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
@@ -88,6 +89,7 @@ class Server:
         )
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
+        Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter()
         self.voter.serve(transport, self.admission.led_by)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
@@ -154,7 +156,8 @@ class Server:
 
         def compute() -> Forwarded:
             stage.check_version(key.step)
-            return stage.forward(inputs, extras, wants_grad, mode, seed)
+            with stage.holding(key.weights):
+                return stage.forward(inputs, extras, wants_grad, mode, seed)
 
         result, busy_s = await self._compute(stage, (1, *_age(key)), compute)
         self.num_forwards += 1
@@ -279,6 +282,9 @@ class Server:
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
         self.admission.run.check_holds(self.admission.me, stage_index)
+        if key.weights and not key.evaluation:
+            raise ProtocolError(f"only evaluations may mean lent weights, got {key}")
+        stage.check_borrowed(key.weights)
         if stage_index not in self.admission.loaded:
             raise ProtocolError(f"stage {stage_index} has no weights yet")
         if key.step < stage.version:

@@ -76,6 +76,7 @@ class Stage:
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         self.selection: Selection | None = None
+        self._borrowed: tuple[int, dict[str, Tensor]] | None = None
         self._train([])
         if selection is not None:
             self.select(selection)
@@ -279,6 +280,48 @@ class Stage:
         Raises:
             ProtocolError: A name, shape or dtype differs; nothing was changed then.
         """
+        own = self._check_weights(weights)
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+
+    def borrow(self, number: int, weights: dict[str, Tensor]) -> None:
+        """Keep weights that evaluations may mean by `number`; with no weights, drop those.
+
+        Raises:
+            ProtocolError: A name, shape or dtype differs; nothing was changed then.
+        """
+        if not weights:
+            self.check_borrowed(number)
+            self._borrowed = None
+            return
+        self._check_weights(weights)
+        self._borrowed = number, {name: tensor.to(self.device, copy=True) for name, tensor in weights.items()}
+
+    def check_borrowed(self, number: int) -> None:
+        """Refuse to compute with other weights than those that are meant."""
+        here = self._borrowed[0] if self._borrowed is not None else 0
+        if number not in (0, here):
+            raise ProtocolError(f"stage {self.index} has borrowed no weights {number}; it has {here or None}")
+
+    @contextlib.contextmanager
+    def holding(self, number: int) -> Iterator[None]:
+        """Hold the weights borrowed by `number` inside, and the stage's own again afterwards; 0: nothing changes."""
+        self.check_borrowed(number)
+        if number == 0 or self._borrowed is None:
+            yield
+            return
+        own: dict[str, Tensor] = {**self.parameters, **dict(self._buffers())}
+        before = {name: tensor.data for name, tensor in own.items()}
+        try:
+            for name, tensor in own.items():
+                tensor.data = self._borrowed[1][name]
+            yield
+        finally:
+            for name, tensor in own.items():
+                tensor.data = before[name]
+
+    def _check_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This stage's own, which those given are alike in name, shape and dtype."""
         own = self.weights()
         if own.keys() != weights.keys():
             raise ProtocolError(f"stage {self.index} has the weights {sorted(own)}, got {sorted(weights)}")
@@ -288,8 +331,7 @@ class Stage:
                     f"`{name}` has shape {tuple(tensor.shape)} and {tensor.dtype}, "
                     f"got {tuple(weights[name].shape)} and {weights[name].dtype}"
                 )
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
+        return own
 
     def optimizer_state(self) -> dict[str, Any]:
         """For each parameter that has some, its optimizer state: a tree of tensors and numbers."""

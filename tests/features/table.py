@@ -33,6 +33,7 @@ _MODULES = (
     "test_compiling",
     "test_logging",
     "test_checkpoints",
+    "test_averaging",
     "test_callbacks",
 )
 

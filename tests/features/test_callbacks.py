@@ -18,11 +18,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import STEPS, Evaluated, fit_both, trainers
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
 from tests.features.test_logging import assert_same_tables, table
-from tests.parity.harness import quiet_warnings, run_plain, run_swarm
+from tests.parity.harness import WEIGHT_TOLERANCE, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Recipe, digits, loader
 
 
@@ -198,19 +199,37 @@ def test_own_callbacks() -> None:
     assert calls["swarm"] == calls["plain"] == list(range(1, STEPS + 1))
 
 
+@feature(
+    "weights in `on_train_end`, `on_fit_end` of callbacks and of the module", WORKS, "unless `gather_on_end` is off"
+)
+def test_weights_at_the_end() -> None:
+    seen: dict[str, list[tuple[str, torch.Tensor]]] = {"plain": [], "swarm": []}
+
+    class Looks(DigitsMLP):
+        def look(self, where: str) -> None:
+            name = "swarm" if isinstance(self.trainer.strategy, InMemoryStrategy) else "plain"
+            seen[name].append((where, self.net[0].weight.detach().clone()))
+
+        @override
+        def on_train_end(self) -> None:
+            self.look("on_train_end of the module")
+
+        @override
+        def on_fit_end(self) -> None:
+            self.look("on_fit_end of the module")
+
+    looking = callbacks.LambdaCallback(
+        on_train_end=lambda _, module: module.look("on_train_end of a callback"),
+        on_fit_end=lambda _, module: module.look("on_fit_end of a callback"),
+    )
+    fit_both(Looks, made={"callbacks": lambda _: [looking]}, swarm={"role": "trainer"}, max_steps=STEPS)
+    assert len(seen["plain"]) == 4
+    for (where, weight), (where_plain, plain) in zip(seen["swarm"], seen["plain"], strict=True):
+        assert where == where_plain
+        torch.testing.assert_close(weight, plain, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
 # ---------------------------------------------------------------------- refused
-
-
-def make_averaging() -> L.Callback:
-    return callbacks.WeightAveraging()
-
-
-def make_ema() -> L.Callback:
-    return callbacks.EMAWeightAveraging()
-
-
-def make_swa() -> L.Callback:
-    return callbacks.StochasticWeightAveraging(1e-2)
 
 
 def make_pruning() -> L.Callback:
@@ -220,25 +239,10 @@ def make_pruning() -> L.Callback:
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        pytest.param(
-            make_averaging,
-            "WeightAveraging",
-            marks=feature("`WeightAveraging`", REFUSED, "remove it, for now: weights are on the servers"),
-        ),
-        pytest.param(
-            make_ema, "EMAWeightAveraging", marks=feature("`EMAWeightAveraging`", REFUSED, "as `WeightAveraging`")
-        ),
-        pytest.param(
-            make_swa,
-            "StochasticWeightAveraging",
-            marks=feature("`StochasticWeightAveraging`", REFUSED, "as `WeightAveraging`"),
-        ),
         pytest.param(make_pruning, "ModelPruning", marks=feature("`ModelPruning`", REFUSED, "prune after training")),
     ],
 )
 def test_refused_callbacks(make: Callable[[], L.Callback], name: str) -> None:
-    if not hasattr(callbacks, name):
-        pytest.skip("came with Lightning 2.6")
     assert_refused(rf"callbacks must not read or change weights.*got {name}\b.*Remove it", callbacks=[make()])
 
 

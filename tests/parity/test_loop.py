@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -428,11 +428,11 @@ AT_ONCE: dict[str, Case] = {
         {"target_batch_size": 20},
         r"`target_batch_size` and `accumulate_grad_batches`.*got 20 and 3.*Set one of them",
     ),
-    "averaged weights": (
+    "pruned weights": (
         DigitsMLP,
-        {"callbacks": lambda: [StochasticWeightAveraging(1e-2)]},
+        {"callbacks": lambda: [ModelPruning("l1_unstructured")]},
         {},
-        r"callbacks must not .*got StochasticWeightAveraging.*Remove it",
+        r"callbacks must not .*got ModelPruning.*Remove it",
     ),
     "nobody serves": (DigitsMLP, {"devices": 1}, {"role": "trainer"}, r"`role='trainer'`.*at least 2, got 1.*Raise"),
 }
@@ -474,14 +474,3 @@ def test_it_is_refused_before_anything_starts(case: Case) -> None:
 def test_it_is_refused_before_anyone_is_asked(case: Case) -> None:
     strategy = refused(case)
     assert all(peer.server is None and peer.run is None for peer in strategy.peers)
-
-
-def test_the_averaging_callback_is_refused() -> None:
-    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
-    case: Case = (
-        DigitsMLP,
-        {"callbacks": lambda: [averaging.WeightAveraging()]},
-        {},
-        r"got WeightAveraging.*Remove it",
-    )
-    assert refused(case).network is None

@@ -16,7 +16,7 @@ from lightning_swarm.server import BACKWARD, FORWARD
 from tests.features.both import Trained, fit_both
 from tests.features.test_finetuning import EPOCH, Backbone, Filtered, in_phases, reselections, unfreezing
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
-from tests.parity.models import DigitsMLP, digits, loader
+from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
 
 
 def test_frozen_from_the_first_step_on() -> None:
@@ -88,3 +88,25 @@ def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPat
     }
     held = [[any(map(any, stage.holders)) for stage in record.closing.stages] for record in both.swarm.records]
     assert held == [[False, True]] * EPOCH + [[True, True]] * EPOCH
+
+
+class Head(NanoGPT):
+    """Only what is on the trainer trains at first; its first stage thaws later, then the embeddings freeze."""
+
+    @override
+    def setup(self, stage: str) -> None:
+        for block in self.transformer["h"]:  # type: ignore[union-attr]  # the type of a dict's values is `Module`
+            block.requires_grad_(False)
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        for index, block in enumerate(self.transformer["h"]):  # type: ignore[union-attr, arg-type]  # see above
+            block.requires_grad_(self.current_epoch + index > 3)
+        self.transformer["wpe"].requires_grad_(self.current_epoch != 2)
+
+
+@pytest.mark.parametrize("role", ["auto", "trainer"])
+def test_blocks_frozen_under_a_head_on_the_trainer(role: str) -> None:
+    swarm = {"pipeline": "transformer.h", "role": role}
+    both = fit_both(Head, data=lambda: loader(sentences()), swarm=swarm, max_epochs=4)
+    assert set(reselections(both.swarm)) == {EPOCH, 2 * EPOCH, 3 * EPOCH}

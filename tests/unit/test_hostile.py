@@ -16,7 +16,7 @@ from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LOAD, NEXT, STATE
+from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LEND, LOAD, NEXT, STATE
 from lightning_swarm.steps import (
     APPLY,
     AVERAGE,
@@ -49,6 +49,7 @@ from lightning_swarm.types import (
     FreezeRequest,
     GrantRequest,
     JoinRequest,
+    LentWeights,
     ListenRequest,
     Logged,
     Member,
@@ -186,6 +187,11 @@ def weights(swarm: Swarm) -> Message:
     return Message(encode(state), tuple(tensors.values()))
 
 
+def lent(swarm: Swarm) -> Message:
+    tensors = swarm.stages[1].named_stage_tensors()
+    return Message(encode(LentWeights(stage_index=1, number=1, names=list(tensors))), tuple(tensors.values()))
+
+
 def momenta(swarm: Swarm) -> Message:
     tensors = {name: torch.ones_like(parameter) for name, parameter in swarm.stages[1].named_stage_parameters()}
     structure, flat = trees.flatten([{"momentum_buffer": tensor} for tensor in tensors.values()])
@@ -255,6 +261,7 @@ SAMPLES = [
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
     Sample(STREAM, LOAD, weights, phase="admitted"),
     Sample(STREAM, LOAD, momenta),
+    Sample(STREAM, LEND, lent),
     Sample(CALL, LEAVE, lambda _: Message()),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
     Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),
@@ -336,6 +343,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "anomaly",
         "recompute",
         "keep",
+        "weights",
         "logs",
         "hyperparameters",
     }

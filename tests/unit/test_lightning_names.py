@@ -73,8 +73,14 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framew
     for run in (Trainer._validate_impl, Trainer._test_impl, Trainer._predict_impl):
         assert {"dataloaders", "datamodule"} <= set(parameters(run))
     assert _IS_INTERACTIVE is False
-    present = [name for name in _WEIGHT_CALLBACKS if hasattr(framework.callbacks, name)]
-    assert len(present) >= len(_WEIGHT_CALLBACKS) - 1, "WeightAveraging came with 2.6; the others have long been there"
+    assert all(hasattr(framework.callbacks, name) for name in _WEIGHT_CALLBACKS)
+
+    # home.py wraps these.
+    assert hasattr(framework.callbacks, "BaseFinetuning")
+    assert isinstance(framework.callbacks.StochasticWeightAveraging.swa_start, property)
+    if hasattr(framework.callbacks, "WeightAveraging"):  # since 2.6
+        wrapped = ("should_update", "on_validation_epoch_start", "on_validation_epoch_end")
+        assert all(name in vars(framework.callbacks.WeightAveraging) for name in wrapped)
 
     # Schedulers look for this before they say that no optimizer stepped.
     assert "_opt_called" in inspect.getsource(torch.optim.lr_scheduler)

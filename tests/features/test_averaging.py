@@ -1,0 +1,127 @@
+"""Averaged weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim.swa_utils import get_ema_avg_fn
+from typing_extensions import override
+
+from tests.features.both import Both, Evaluated, fit_both
+from tests.features.mark import WORKS, feature
+from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.models import digits, loader
+
+
+class Watched(Evaluated):
+    """Notes what validation finds; float64 from the start, as the averages are copies of the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+        self.found: list[float] = []
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.found.append(float(self.trainer.callback_metrics["val_loss"]))
+
+
+def skip_if_older() -> None:
+    if not hasattr(callbacks, "WeightAveraging"):
+        pytest.skip("came with Lightning 2.6")
+
+
+def averaging() -> L.Callback:
+    skip_if_older()
+    return callbacks.WeightAveraging(avg_fn=get_ema_avg_fn(0.7))
+
+
+def ema() -> L.Callback:
+    skip_if_older()
+    return callbacks.EMAWeightAveraging(decay=0.8, update_every_n_steps=3, update_starting_at_epoch=1)
+
+
+def swa() -> L.Callback:
+    return callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=2, annealing_epochs=2)
+
+
+def averaged(make: Any, folder: Path, **options: Any) -> Both:
+    """Losses, validation losses, final weights and all that is in the files are equal."""
+    both = fit_both(
+        Watched,
+        loader(digits(), 20),
+        made={"callbacks": lambda name: [make(), ModelCheckpoint(folder / name, "{step}", save_top_k=-1)]},
+        enable_checkpointing=True,
+        **options,
+    )
+    plain, swarm = both.plain.module, both.swarm.module
+    assert isinstance(plain, Watched)
+    assert isinstance(swarm, Watched)
+    assert len(swarm.found) > 1
+    assert swarm.found == pytest.approx(plain.found, rel=LOSS_TOLERANCE)
+    files = sorted(path.name for path in (folder / "plain").iterdir())
+    assert files == sorted(path.name for path in (folder / "swarm").iterdir())
+    for name in files:
+        theirs, ours = (torch.load(folder / run / name, weights_only=False) for run in ("plain", "swarm"))
+        assert ours.keys() == theirs.keys()
+        for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states"):
+            torch.testing.assert_close(ours.get(key), theirs.get(key), rtol=0.0, atol=WEIGHT_TOLERANCE)
+    return both
+
+
+@pytest.mark.parametrize(
+    ("make", "validates"),
+    [
+        pytest.param(
+            averaging,
+            True,
+            marks=feature("`WeightAveraging`", WORKS, "the model comes home at each update, and goes out to validate"),
+        ),
+        pytest.param(
+            ema, True, marks=feature("`EMAWeightAveraging`", WORKS, "`update_every_n_steps` decides what travels")
+        ),
+        pytest.param(
+            swa,
+            False,
+            marks=feature("`StochasticWeightAveraging`", WORKS, "the model comes home at each epoch that it averages"),
+        ),
+    ],
+)
+def test_averages(make: Any, validates: bool, tmp_path: Path) -> None:
+    both = averaged(make, tmp_path, max_epochs=4, swarm={"num_servers": 4})
+    strategy = both.swarm.strategy
+    stages = [server.stepping.stage(index) for server in strategy.servers for index in server.stepping.stages]
+    trained = {name: tensor for stage in stages for name, tensor in stage.weights().items()}
+    moved = [name for name, tensor in trained.items() if not torch.equal(tensor, both.swarm.weights[name])]
+    assert len(moved) == len(trained), "the module holds the averages, the servers what was trained"
+    assert all(stage._borrowed is None for stage in stages)
+    assert strategy._num_lent == (4 if validates else 0)
+
+
+@pytest.mark.parametrize("make", [averaging, swa])
+@pytest.mark.parametrize(("first", "then"), [(run_plain, run_swarm), (run_swarm, run_plain)])
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@feature("averages in checkpoints", WORKS, "both ways between a swarm and a plain Trainer")
+def test_resuming(make: Any, first: Any, then: Any, tmp_path: Path) -> None:
+    """What the plain Trainer does with its own file is what all others do."""
+
+    def parts(first: Any, then: Any, folder: Path) -> Any:
+        def go(run: Any, name: str, **options: Any) -> Any:
+            own = [make(), ModelCheckpoint(folder / name, "saved")]
+            data, validation = loader(digits()), loader(digits(), 20)
+            return run(Watched, data, validation, callbacks=own, enable_checkpointing=True, **options)
+
+        go(first, "first", max_epochs=3)
+        return go(then, "then", max_epochs=5, ckpt_path=folder / "first" / "saved.ckpt")
+
+    plain, other = parts(run_plain, run_plain, tmp_path / "plain"), parts(first, then, tmp_path / "other")
+    assert len(plain.module.found) == 2
+    assert other.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    assert other.module.found == pytest.approx(plain.module.found, rel=LOSS_TOLERANCE)
+    torch.testing.assert_close(other.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
