@@ -32,7 +32,7 @@ from lightning_swarm.session import Session
 from lightning_swarm.steps import VIEW
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, PeerReport, Selection
+from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, PeerReport, RestartRequest, Selection
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class Peer:
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
         self.run: RunState | None = None  # that this peer began, as its trainer knows it
+        self._stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
         self._closed = False
 
     def _report(self) -> PeerReport:
@@ -208,7 +209,7 @@ class Peer:
                 check=check,
             )
         )
-        stages = model.cut(spec.ranges)
+        self._stages = stages = model.cut(spec.ranges)
         if self.server is None and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
         manifest = self._manifest(spec, model, self._own_first(servers))
@@ -277,7 +278,6 @@ class Peer:
                 num_microbatches=1 if alone else _MICROBATCHES_PER_STAGE * max(len(rosters), widest),
                 max_in_flight=limits.max_in_flight,
                 device=device,
-                generation=run.manifest.generation,
             ),
         )
         steps = StepClient(self.transport, run, timeout=limits.call_timeout, on_record=link.follow)
@@ -288,6 +288,24 @@ class Peer:
             return None
         assert self.server is not None
         return Around(last, self.server.stepping, self.runtime)
+
+    def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
+        """Send the run back to `step`, with other weights, in its next generation.
+
+        Args:
+            session: This trainer's.
+            step: Where the run goes on.
+            load: Puts the weights of that step into the model that the run was started with; called when no server
+                computes with it any more. The optimizer's state starts empty.
+        """
+        assert self.run is not None
+        timeout = self._config.limits.call_timeout
+        generation = self.run.manifest.generation + 1
+        request = RestartRequest(generation=generation, first_step=step, selection=session.selection)
+        self.runtime.run(membership.restart(self.transport, self.run, request, timeout=timeout))
+        session.go_back(request)
+        load()
+        self.runtime.run(membership.hand_out(self.transport, self.run, self._stages, timeout=timeout))
 
     # ------------------------------------------------------------------ the end
 

@@ -94,6 +94,11 @@ class SwarmOptimization:
             self._step(optimizer)
         return {} if result.loss is None else result.asdict()
 
+    def go_back(self) -> None:
+        """The run goes on from other weights; what the open step had is gone."""
+        self.pending_samples = 0
+        self.stepped = False
+
     def _begin(self, optimizer: Optimizer, num_samples: int) -> None:
         """Get a place. Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
         before = self._session.version

@@ -10,10 +10,10 @@ from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, S
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
-from lightning_swarm.server import ADMIT, LOAD
+from lightning_swarm.server import ADMIT, LOAD, RESTART
 from lightning_swarm.steps import LEAVE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import Manifest, Member, StageState, Wire, decode, encode
+from lightning_swarm.types import Manifest, Member, RestartRequest, StageState, Wire, decode, encode
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -167,11 +167,29 @@ async def admit(transport: Transport, manifest: Manifest, stages: Sequence[Stage
         PeerError: Some server left.
     """
     body = encode(manifest)
-    await gather(transport.call(peer, ADMIT, body, timeout=timeout) for peer in RunState(manifest).servers)
+    run = RunState(manifest)
+    await gather(transport.call(peer, ADMIT, body, timeout=timeout) for peer in run.servers)
+    await hand_out(transport, run, stages, timeout=timeout)
+
+
+async def restart(transport: Transport, run: RunState, request: RestartRequest, *, timeout: float) -> None:
+    """Send the run back; then `hand_out` the weights of the step that `request` names.
+
+    When this returns no server holds anything of an older generation, and calls of it are refused.
+
+    Raises:
+        PeerError: Some server left.
+    """
+    body = encode(request)
+    await gather(transport.call(peer, RESTART, body, timeout=timeout) for peer in run.servers)
+
+
+async def hand_out(transport: Transport, run: RunState, stages: Sequence[StageModule], *, timeout: float) -> None:
+    """Send each stage's weights at the first step to its roster."""
     await gather(
         transport.stream(member.peer_id, LOAD, message, timeout=timeout)
-        for message, stage in zip((_weights(module, manifest) for module in stages), manifest.stages, strict=True)
-        for member in stage.roster
+        for message, roster in zip((_weights(module, run.manifest) for module in stages), run.rosters, strict=True)
+        for member in roster
     )
 
 

@@ -25,8 +25,11 @@ _PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true", "64-true")
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
 
+# It looks for the largest batch that fits into memory, in batches that fail: on the servers, where it cannot see it.
+_MEMORY_CALLBACKS = ("BatchSizeFinder",)
+
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
-_TRIAL_CALLBACKS = ("BatchSizeFinder", "LearningRateFinder")
+_TRIAL_CALLBACKS = ("LearningRateFinder",)
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
 
@@ -235,9 +238,14 @@ def _check_callbacks(trainer: Trainer) -> None:
                 "callbacks must not read or change weights during fit, they live on the servers: "
                 f"got {type(callback).__name__}. Remove it for now."
             )
-        if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)):
+        if isinstance(callback, callbacks_named(*_MEMORY_CALLBACKS)):
             raise ConfigError(
-                "callbacks must not go back to older weights during fit, the steps of a swarm only go on: "
-                f"got {type(callback).__name__}. Run it with the plain Trainer, on a smaller model if need be, and "
-                "set what it finds."
+                "callbacks must not look for the batch that fits into memory, it is cut into microbatches for the "
+                f"servers': got {type(callback).__name__}. Choose `microbatch_size` for the smallest server, and the "
+                "batch size for the training."
             )
+
+
+def makes_trials(trainer: Trainer) -> bool:
+    """Whether a callback may train for a while and then go back."""
+    return any(isinstance(one, callbacks_named(*_TRIAL_CALLBACKS)) for one in trainer.callbacks)  # type: ignore[attr-defined]

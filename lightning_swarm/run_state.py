@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import Manifest, Member, Record, RunView
+from lightning_swarm.types import Manifest, Member, Record, RestartRequest, RunView
 
 
 class RunState:
@@ -37,6 +39,25 @@ class RunState:
         self.rosters = [list(roster) for roster in record.next_roster]
         self.voters = list(record.next_voters)
         self.trainers = list(record.next_trainers)
+
+    def go_back(self, request: RestartRequest) -> None:
+        """Enter the next generation of the run, at its first step. Who is in the run stays in it."""
+        self.manifest = structs.replace(
+            self.manifest,
+            generation=request.generation,
+            first_step=request.first_step,
+            selection=request.selection,
+        )
+        self.version = request.first_step
+
+    def check_generation(self, generation: int) -> None:
+        """Refuse what belongs to another generation of the run.
+
+        Raises:
+            ProtocolError: Says both.
+        """
+        if generation != self.manifest.generation:
+            raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
     def check(self, record: Record) -> None:
         """Refuse a record that would empty a stage, or is of a run with another number of them.

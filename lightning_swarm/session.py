@@ -11,7 +11,7 @@ from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import StepClient
-from lightning_swarm.types import Logged, Manifest, Record, Selection
+from lightning_swarm.types import Logged, Manifest, Record, RestartRequest, Selection
 
 
 class Session:
@@ -51,6 +51,13 @@ class Session:
     def version(self) -> int:
         """Records that were applied so far."""
         return self._steps.version
+
+    def go_back(self, request: RestartRequest) -> None:
+        """Train on in the run's next generation, from its first step."""
+        self._steps.go_back(request)
+        self.pipeline.go_back(request.generation, request.first_step)
+        if self.around is not None:
+            self.around.go_back()
 
     @property
     def newest_record(self) -> Record | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -262,7 +263,6 @@ class SwarmHooks(_Strategy):
         self._interception = Interception(self._blocks, self._session.pipeline)
         self._home_version = self._session.version
         if fitting:
-            self._stale = True
             self._take_steps(trainer, self._session)
         self._home = Home(trainer.callbacks, self)  # type: ignore[attr-defined]  # Lightning sets it in its connector
 
@@ -284,7 +284,8 @@ class SwarmHooks(_Strategy):
             # Lightning restores its own counter only after this.
             first_step=trainer.global_step if self._restored_step is None else self._restored_step,
             selection=selection,
-            max_steps=trainer.max_steps if trainer.max_steps != -1 else None,
+            # Trial steps do not count, and Lightning sets a limit of its own for them.
+            max_steps=trainer.max_steps if trainer.max_steps != -1 and not rules.makes_trials(trainer) else None,
             total_steps=_total_steps(trainer) if selection is not None else None,
         )
         return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
@@ -390,6 +391,24 @@ class SwarmHooks(_Strategy):
         return restored
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
+        if self._session is None:  # the run is still to begin, with these weights
+            load()
+            return
+        if self._session.num_trainers > 1:
+            raise ConfigError(
+                "a run goes back with its only trainer: the others would go on from newer weights; this one has "
+                f"{self._session.num_trainers}. Look for a learning rate with one trainer, and set what it finds."
+            )
+        assert self.peer is not None
+        self.peer.go_back(self._session, checkpoint["global_step"], load)
+        if self._loop is not None:
+            self._loop.go_back()
+        self._stale = False
+        self._home_version = self._session.version
+
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         assert self.peer is not None
@@ -398,9 +417,11 @@ class SwarmHooks(_Strategy):
         self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
         state = checkpoints.by_name(self.optimizers[0], self._parameter_names)
         timeout = self.config.limits.call_timeout
-        self.peer.runtime.run(
-            checkpoints.scatter_optimizer(self.peer.transport, self.peer.run.manifest, state, timeout=timeout)
-        )
+        self.peer.runtime.run(checkpoints.scatter_optimizer(self.peer.transport, self.peer.run, state, timeout=timeout))
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._stale = True
 
     @override
     def on_train_end(self) -> None:

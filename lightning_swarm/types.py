@@ -185,6 +185,7 @@ class Selection(Wire, frozen=True):
 class SelectRequest(Wire, frozen=True):
     """The lead's selection is another one from step `step` on, in which nothing was granted yet."""
 
+    generation: Count
     step: Count
     selection: Selection
 
@@ -203,6 +204,7 @@ class GrantRequest(Wire, frozen=True):
 
     step: Count  # the weight version that the trainer knows
     num_samples: NumSamples
+    generation: Count  # of the run, as the trainer knows it
     gradient_scale: Positive = 1.0  # what it multiplies its losses by; one for all batches of a step
 
 
@@ -257,6 +259,7 @@ class BatchDone(Wire, frozen=True):
     withdrawn: bool
     close: bool  # the lead asks to close the step with what it has
     total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
+    generation: Count
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = []  # for the lead, if the batch counts
 
 
@@ -273,6 +276,7 @@ class RecordRequest(Wire, frozen=True):
     """
 
     step: int
+    generation: Count
     hyperparameters: list[dict[str, Any]] | None = None  # from the lead: to step with; one dict a parameter group
 
 
@@ -549,12 +553,21 @@ class OtherPeers(Wire, frozen=True):
     peers: Annotated[list[OtherPeer], msgspec.Meta(max_length=1024)]
 
 
+class RestartRequest(Wire, frozen=True):
+    """The run goes back: the running generation is void, and the stages wait for weights of `first_step`."""
+
+    generation: Count  # the next one
+    first_step: Count
+    selection: Selection | None  # of the first step, as in the manifest
+
+
 class StateRequest(Wire, frozen=True):
     """Read one stage's state at a version."""
 
     stage_index: int
     step: int
     optimizer: bool  # False: weights and buffers. True: the optimizer's state
+    generation: Count
 
 
 class StageState(Wire, frozen=True):

@@ -15,7 +15,7 @@ from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import LEND, LOAD, STATE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import LentWeights, Manifest, Member, StageState, StateRequest, decode, encode
+from lightning_swarm.types import LentWeights, Member, StageState, StateRequest, decode, encode
 
 
 async def gather_weights(
@@ -47,19 +47,20 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 async def scatter_optimizer(
-    transport: Transport, manifest: Manifest, state: Mapping[str, dict[str, Any]], *, timeout: float
+    transport: Transport, run: RunState, state: Mapping[str, dict[str, Any]], *, timeout: float
 ) -> None:
     """Hand the optimizer's state to the servers of its stages, before their first step.
 
     Args:
         transport: The lead's.
-        manifest: Of the run.
+        run: Before the first step of its generation.
         state: Optimizer state by parameter name; of the whole model.
         timeout: Seconds.
 
     Raises:
         ConfigError: It holds something other than tensors and numbers.
     """
+    manifest = run.manifest
 
     def message(index: int) -> Message:
         names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
@@ -68,8 +69,7 @@ async def scatter_optimizer(
         return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
 
     messages = {index: message(index) for index in range(len(manifest.stages))}
-    rosters = [stage.roster for stage in manifest.stages]
-    await _to_rosters(transport, rosters, LOAD, messages, timeout=timeout)
+    await _to_rosters(transport, run.rosters, LOAD, messages, timeout=timeout)
 
 
 async def lend_weights(
@@ -153,7 +153,7 @@ async def _states(
     transport: Transport, run: RunState, step: int, *, optimizer: bool, timeout: float, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     async def one(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
-        request = StateRequest(stage_index=index, step=step, optimizer=optimizer)
+        request = StateRequest(stage_index=index, step=step, generation=run.manifest.generation, optimizer=optimizer)
         peers = [member.peer_id for member in run.rosters[index]]
         # Its own copy costs nothing.
         peer = transport.peer_id if transport.peer_id in peers else peers[0]

@@ -69,6 +69,11 @@ class Around:
         for parameter in self.parameters.values():
             parameter.grad = None
 
+    def go_back(self) -> None:
+        """The module's own came with the weights that the run goes back to."""
+        self._version = None
+        self.clear()
+
     def refresh(self, version: int) -> None:
         """Bring the module's own to `version`, or a later one if there is one."""
         if self._version is not None and self._version >= version:

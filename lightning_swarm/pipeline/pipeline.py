@@ -42,7 +42,6 @@ class PipelineConfig:
         num_microbatches: See above.
         max_in_flight: Microbatches under way at once.
         device: Where the trainer's tensors live.
-        generation: Of the run.
     """
 
     keywords: Sequence[frozenset[str]]
@@ -51,7 +50,6 @@ class PipelineConfig:
     num_microbatches: int
     max_in_flight: int
     device: torch.device
-    generation: int
 
 
 class Pipeline:
@@ -69,6 +67,7 @@ class Pipeline:
         self.link = link
         self.runtime = runtime
         self.config = config
+        self.generation = 0  # of the run
         self.version = 0  # of the weights that calls outside a batch use
         self.lent = 0  # of what calls outside a batch mean by it; 0: the weights of the step
         self.first_trained = 0  # no stage before this one trains
@@ -100,11 +99,15 @@ class Pipeline:
                 outputs, _ = call.forward()
         return trees.unflatten(call.output_structure, outputs)
 
+    def go_back(self, generation: int, version: int) -> None:
+        """Enter the run's next generation; a batch in hand is given up."""
+        self.generation, self.version, self.batch = generation, version, None
+
     def key(self, batch: BatchInHand | None, call: int, index: int) -> CallKey:
         """The key of a microbatch of the current batch, or of an evaluation."""
         if batch is None:
             return CallKey(
-                generation=self.config.generation,
+                generation=self.generation,
                 step=self.version,
                 attempt=0,
                 first=0,

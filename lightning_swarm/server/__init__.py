@@ -2,6 +2,7 @@
 
 ADMIT = "server.admit"
 LOAD = "server.load"
+RESTART = "server.restart"
 FORWARD = "stage.forward"
 BACKWARD = "stage.backward"
 CANCEL = "stage.cancel"

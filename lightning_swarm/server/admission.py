@@ -12,6 +12,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
+from lightning_swarm.selection import check_selection
 from lightning_swarm.server import ADMIT, LOAD, STATE
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.model import Model
@@ -23,6 +24,7 @@ from lightning_swarm.types import (
     PROTOCOL_VERSION,
     Manifest,
     Member,
+    RestartRequest,
     StageState,
     StateRequest,
     decode,
@@ -146,6 +148,20 @@ class Admission:
             self.coordinator = Coordinator(self._transport, self._run, limits=self._limits)
             await self.coordinator.start()
 
+    def go_back(self, caller: PeerId, request: RestartRequest) -> None:
+        """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""
+        manifest = self.run.manifest
+        if caller != manifest.lead:
+            raise ProtocolError(f"the lead {manifest.lead} sends a run back, not {caller}")
+        if request.generation != manifest.generation + 1:
+            raise ProtocolError(f"the run generation is {manifest.generation}; {request.generation} is not the next")
+        if (request.selection is None) != (manifest.selection is None):
+            raise ProtocolError("a run trains in all of its generations, or in none")
+        if request.selection is not None:
+            check_selection(request.selection, manifest.stages)
+        self.run.go_back(request)
+        self.loaded.clear()
+
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """The initial weights of a stage, from the starter. Nobody else's are ever used."""
         manifest = self.run.manifest
@@ -186,10 +202,16 @@ class Admission:
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
         self.run.check_trainer(caller)
         request = decode(message.body, StateRequest)
+        self.run.check_generation(request.generation)
         await self._stepping.reached(request.step)
         stage = self._stepping.stage(request.stage_index)
+
+        def read() -> Message:
+            self.run.check_generation(request.generation)  # it may have changed meanwhile
+            return _state(stage, request)
+
         # On the compute thread, so that it falls between two records.
-        message, _ = await self._executor.submit((-1,), lambda: _state(stage, request))
+        message, _ = await self._executor.submit((-1,), read)
         return message
 
 

@@ -16,7 +16,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, InputMissing, ProtocolError, StageError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.randomness import key_seed
-from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
+from lightning_swarm.server import BACKWARD, CANCEL, FORWARD, RESTART
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
 from lightning_swarm.server.donor import Donor
@@ -38,6 +38,7 @@ from lightning_swarm.types import (
     Computed,
     ForwardRequest,
     Record,
+    RestartRequest,
     ServerReport,
     Ticket,
     decode,
@@ -92,6 +93,7 @@ class Server:
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter()
         self.voter.serve(transport, self.admission.led_by)
+        transport.handle_call(RESTART, self._handle_restart)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
         transport.handle_call(FORWARD, self._handle_forward_call)
@@ -126,6 +128,24 @@ class Server:
             num_samples=self.num_samples // max(1, len(self.stepping.stages)),
             queued=self._executor.queued,
         )
+
+    # ------------------------------------------------------------------ going back
+
+    async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
+        """Nothing is left of the running generation when this returns."""
+        run = self.admission.run
+        old = run.manifest.generation
+        self.admission.go_back(caller, decode(body, RestartRequest))
+        if self.admission.coordinator is not None:
+            await self.admission.coordinator.go_back()
+        calls = set(self._calls.values())
+        for task in calls:
+            task.cancel()
+        if calls:
+            await asyncio.wait(calls)
+        self._forget(f"g{old}.")
+        await self.stepping.go_back()
+        return b""
 
     # ------------------------------------------------------------------ forward
 
@@ -273,9 +293,7 @@ class Server:
     # ------------------------------------------------------------------ parts
 
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
-        generation = self.admission.run.manifest.generation
-        if key.generation != generation:
-            raise ProtocolError(f"the run generation is {generation}, got a call of {key.generation}")
+        self.admission.run.check_generation(key.generation)
         if not key.evaluation and key.attempt != self.stepping.attempt:
             raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
         stage = self.stepping.stage(stage_index)
@@ -329,10 +347,12 @@ class Server:
             ) from error
 
     def _take_leave_of(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
-        prefix = f"g{record.closing.generation}.s{record.step}."
+        self._forget(f"g{record.closing.generation}.s{record.step}.")
+        self.donor.note(record, gradients)
+
+    def _forget(self, prefix: str) -> None:
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
-        self.donor.note(record, gradients)
 
 
 def _age(key: CallKey) -> tuple[int, ...]:

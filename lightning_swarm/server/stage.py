@@ -223,6 +223,14 @@ class Stage:
         self.gradient_sum.zero_()
         self.touched = [False] * len(self.trainable)
 
+    def go_back(self, version: int, selection: Selection | None) -> None:
+        """Begin anew at `version`: its weights and its optimizer's state are still to come."""
+        self.version = version
+        if selection is not None:
+            self.select(selection)
+        self.optimizer.state.clear()
+        self.zero_sum()
+
     def check_applies(self, record: Record) -> None:
         """Refuse a record that `apply` would fail on, before anything is changed."""
         if record.step != self.version:

@@ -99,6 +99,22 @@ class Stepping:
         self._averaged = self._reselected = None
         self._ledgers = {index: Ledger(self.version) for index in stages}
 
+    async def go_back(self) -> None:
+        """The run entered its next generation: nothing of the old one may change a stage any more."""
+        self._averaged = self._reselected = None
+        # After what runs on the compute thread; what comes later there looks at the generation first.
+        await self._executor.submit(_FIRST, self._reset)
+        async with self._applied:
+            self.attempt = 0
+            self._applied.notify_all()
+
+    def _reset(self) -> None:
+        assert self._run is not None
+        manifest = self._run.manifest
+        for index, stage in self._stages.items():
+            stage.go_back(manifest.first_step, manifest.selection)
+            self._ledgers[index] = Ledger(manifest.first_step)
+
     @property
     def version(self) -> int:
         """Of the weights of all stages here; the step that is open."""
@@ -121,6 +137,7 @@ class Stepping:
         Returns:
             True: the sum holds the microbatch, from now on or from before.
         """
+        self._check_generation(key.generation)
         ledger = self._ledgers[stage.index]
         if (key.step, key.attempt) != (ledger.step, ledger.attempt):
             raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
@@ -180,10 +197,12 @@ class Stepping:
     async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, SettleRequest)
         self.check(caller, request.generation, request.step, request.attempt)
-        await self._executor.submit(_FIRST, lambda: self._settle(request.selection))
+        await self._executor.submit(_FIRST, lambda: self._settle(request))
         return b""
 
-    def _settle(self, selection: Selection) -> None:
+    def _settle(self, request: SettleRequest) -> None:
+        self._check_generation(request.generation)
+        selection = request.selection
         assert self._run is not None
         check_selection(selection, self._run.manifest.stages)
         if any(ledger.begun for ledger in self._ledgers.values()):
@@ -200,6 +219,7 @@ class Stepping:
         return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers))
 
     def _freeze(self, request: FreezeRequest) -> list[StageLedger]:
+        self._check_generation(request.generation)
         reports = []
         for index, stage in sorted(self._stages.items()):
             ledger = self._ledgers[index]
@@ -222,6 +242,7 @@ class Stepping:
         # On the compute thread, so that it falls between two additions and never into one.
         places, _ = await self._executor.submit(_FIRST, lambda: self._bind(closing))
         averages = await gather(self._average(closing, index, place) for index, place in places.items())
+        self._check_generation(closing.generation)
         self.hold(closing, {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
@@ -231,6 +252,7 @@ class Stepping:
         Returns:
             This server's place in the roster of each of its stages.
         """
+        self._check_generation(closing.generation)
         self.check_stages(closing)
         places = {index: self._place(closing.stages[index]) for index in self._stages}
         for index, place in places.items():
@@ -299,6 +321,7 @@ class Stepping:
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record. Told twice at once, by whatever ways, it is applied once."""
         await self._executor.submit(_FIRST, lambda: self._apply(record, gradients))
+        self._check_generation(record.closing.generation)
         async with self._applied:
             if self._run is None or self.version > record.step:
                 return
@@ -309,6 +332,7 @@ class Stepping:
             self._applied.notify_all()
 
     def _apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+        self._check_generation(record.closing.generation)
         if all(stage.version == record.step + 1 for stage in self._stages.values()):
             return  # told before, by a caller that hung up before it had the answer
         assert self._run is not None
@@ -336,6 +360,11 @@ class Stepping:
         here = (manifest.generation, self.version, self.attempt)
         if (generation, step, attempt) != here:
             raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
+
+    def _check_generation(self, generation: int) -> None:
+        """After a wait, in which the run may have gone back."""
+        assert self._run is not None
+        self._run.check_generation(generation)
 
     def _place(self, closing: StageClosing) -> int:
         me = Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)

@@ -22,6 +22,7 @@ from lightning_swarm.types import (
     Record,
     RecordReply,
     RecordRequest,
+    RestartRequest,
     Selection,
     SelectRequest,
     decode,
@@ -61,9 +62,17 @@ class StepClient:
         """Of the newest weights that this trainer knows of."""
         return self.run.version
 
+    def go_back(self, request: RestartRequest) -> None:
+        """Take part in the run's next generation."""
+        self.run.go_back(request)
+        self.newest, self.logs = None, []
+
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
-        await self._ask(SELECT, encode(SelectRequest(step=self.version, selection=selection)))
+        await self._ask(
+            SELECT,
+            encode(SelectRequest(generation=self.run.manifest.generation, step=self.version, selection=selection)),
+        )
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
         """A place in the open step; waits for the next step when this one is full.
@@ -72,8 +81,13 @@ class StepClient:
             RunOver: The run's last step is decided.
         """
         while True:
-            request = encode(GrantRequest(step=self.version, num_samples=num_samples, gradient_scale=gradient_scale))
-            reply = decode(await self._ask(GRANT, request), GrantReply)
+            request = GrantRequest(
+                step=self.version,
+                num_samples=num_samples,
+                generation=self.run.manifest.generation,
+                gradient_scale=gradient_scale,
+            )
+            reply = decode(await self._ask(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
                 return reply.grant
             if reply.over:
@@ -101,6 +115,7 @@ class StepClient:
             withdrawn=withdrawn,
             close=close,
             total_weight=total_weight,
+            generation=self.run.manifest.generation,
             logs=list(logs),
         )
         return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
@@ -113,7 +128,7 @@ class StepClient:
         """
         while True:
             hyperparameters = self.hyperparameters() if self.hyperparameters is not None else None
-            request = RecordRequest(step=step, hyperparameters=hyperparameters)
+            request = RecordRequest(step=step, generation=self.run.manifest.generation, hyperparameters=hyperparameters)
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
             reply = decode(await self._ask(RECORD, encode(request)), RecordReply)
             if reply.record is not None:

@@ -106,12 +106,25 @@ class Coordinator:
         finally:
             await self._tasks.close()
 
+    async def go_back(self) -> None:
+        """The run entered its next generation: a step that closes is given up, and whoever waits for it is told."""
+        self._manifest = manifest = self._run.manifest
+        tasks, self._tasks = self._tasks, TaskOwner()
+        await self._tasks.start()
+        await tasks.close()
+        self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
+        self._selection, self._reselected = manifest.selection, None
+        self._closing_s = self._asked = self._record = self._failure = None
+        self._waiting, self._reserved, self._logs = {}, {}, []
+        await self._notify()
+
     # ------------------------------------------------------------------ the trainers' calls
 
     async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
         if caller != self._manifest.lead:
             raise ProtocolError(f"the lead {self._manifest.lead} says what trains, not {caller}")
         request = decode(body, SelectRequest)
+        self._run.check_generation(request.generation)
         check_selection(request.selection, self._manifest.stages)
         async with self._settling:
             step = self._open
@@ -123,12 +136,14 @@ class Coordinator:
             generation = self._manifest.generation
             settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
             await self._ask_all(SETTLE, settle)
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
             self._selection = self._reselected = request.selection
         return b""
 
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, GrantRequest)
+        self._run.check_generation(request.generation)
         if request.step > self._open.step:
             raise ProtocolError(f"step {self._open.step} is open, got a request for step {request.step}")
         if caller == self._manifest.lead and not self._begun:
@@ -141,6 +156,7 @@ class Coordinator:
             return encode(self._place(caller, request))
 
     def _place(self, caller: PeerId, request: GrantRequest) -> GrantReply:
+        self._run.check_generation(request.generation)
         step = self._open
         asked, grant = self._reserved.get(caller, (None, None))
         if grant is not None and asked == replaced(request, step=step.step - 1):
@@ -175,6 +191,7 @@ class Coordinator:
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, BatchDone)
+        self._run.check_generation(request.generation)
         step = self._open
         if request.step != step.step:
             raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
@@ -201,6 +218,7 @@ class Coordinator:
         """Hold the answer until the record is decided and applied everywhere, for a while."""
         self._hear(caller)
         request = decode(body, RecordRequest)
+        self._run.check_generation(request.generation)
         step = self._open
         if request.step > step.step:
             raise ProtocolError(f"step {step.step} is open, got a request for record {request.step}")
@@ -210,6 +228,7 @@ class Coordinator:
             self._asked = (step.step, request.hyperparameters)
             await self._notify()
         await self._until(lambda: self._open.step > request.step or not self._open.closing)
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
         if self._open.step > request.step:
             logs = self._logs if caller == self._manifest.lead else []
             return encode(RecordReply(record=self._record, closing=False, logs=logs))

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.testing import InMemoryStrategy
-from tests.features.both import STEPS, Evaluated, fit_both, trainers
+from tests.features.both import STEPS, Evaluated, approx, fit_both, trainers
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
 from tests.features.test_logging import assert_same_tables, table
@@ -246,6 +246,9 @@ def test_refused_callbacks(make: Callable[[], L.Callback], name: str) -> None:
     assert_refused(rf"callbacks must not read or change weights.*got {name}\b.*Remove it", callbacks=[make()])
 
 
+# ---------------------------------------------------------------------- trials
+
+
 class Tunable(DigitsMLP):
     def __init__(self) -> None:
         super().__init__()
@@ -256,32 +259,97 @@ class Tunable(DigitsMLP):
     def train_dataloader(self) -> Any:
         return loader(digits(), self.batch_size)
 
-
-def lr_find(tuner: Tuner) -> Any:
-    return tuner.lr_find(Tunable(), num_training=10)
-
-
-def scale_batch_size(tuner: Tuner) -> Any:
-    return tuner.scale_batch_size(Tunable(), max_trials=1)
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
-@pytest.mark.parametrize(
-    ("tune", "name"),
-    [
-        pytest.param(
-            lr_find,
-            "LearningRateFinder",
-            marks=feature("`Tuner.lr_find`, `LearningRateFinder`", REFUSED, "run it with the plain Trainer"),
-        ),
-        pytest.param(
-            scale_batch_size,
-            "BatchSizeFinder",
-            marks=feature("`Tuner.scale_batch_size`, `BatchSizeFinder`", REFUSED, "run it with the plain Trainer"),
-        ),
-    ],
+@feature(
+    "`Tuner.lr_find`",
+    WORKS,
+    "the run goes back to where the trial began: the losses of the trial, its suggestion and what follows are the same",
 )
-def test_refused_trials(tune: Callable[[Tuner], Any], name: str) -> None:
+def test_lr_find(tmp_path: Path) -> None:
+    found = []
+    for trainer in trainers(max_steps=STEPS, default_root_dir=tmp_path):
+        torch.manual_seed(0)
+        module = Tunable().double()
+        start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        with quiet_warnings():
+            tuned = Tuner(trainer).lr_find(module, num_training=20)
+            assert tuned is not None
+            torch.testing.assert_close(dict(module.state_dict()), start, rtol=0.0, atol=0.0)
+            assert (trainer.global_step, module.learning_rate) == (0, tuned.suggestion())
+            trainer.save_checkpoint(
+                tmp_path / "after.ckpt"
+            )  # the weights are those of before the trial: nothing is stale
+            trainer.fit(module)
+        assert trainer.global_step == STEPS
+        found.append((tuned.results, module.learning_rate, dict(module.state_dict())))
+    (plain, plain_rate, plain_weights), (swarm, swarm_rate, swarm_weights) = found
+    assert len(plain["lr"]) == 20, "more than the run's `max_steps`"
+    assert swarm["lr"] == approx(plain["lr"])
+    assert swarm["loss"] == approx(plain["loss"])
+    assert swarm_rate == approx(plain_rate)
+    torch.testing.assert_close(swarm_weights, plain_weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class FindsAgain(callbacks.LearningRateFinder):
+    """As Lightning's documentation has it: at the beginning of certain epochs."""
+
+    def __init__(self, *epochs: int) -> None:
+        super().__init__(num_training_steps=20)
+        self.epochs = epochs
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Not yet."""
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch in self.epochs:
+            self.lr_find(trainer, pl_module)
+
+
+def assert_same_rates(make: Callable[[], Any], folder: Path, *, num_restarts: int) -> Any:
+    """What the plain Trainer's finder found; the swarm's is equal, and so is the training around it."""
+    finders: dict[str, Any] = {}
+
+    def finding(name: str) -> list[L.Callback]:
+        finders[name] = make()
+        return [finders[name]]
+
+    both = fit_both(Tunable, made={"callbacks": finding}, max_epochs=3, default_root_dir=folder)
+    plain, swarm = (finders[name].optimal_lr for name in ("plain", "swarm"))
+    assert swarm.results["lr"] == approx(plain.results["lr"])
+    assert swarm.results["loss"] == approx(plain.results["loss"])
+    assert both.swarm.learning_rates == approx(both.plain.learning_rates)
+    assert {server.admission.run.manifest.generation for server in both.swarm.strategy.servers} == {num_restarts}
+    return both.plain.learning_rates, plain
+
+
+@feature("`LearningRateFinder`", WORKS, "as `Tuner.lr_find`")
+def test_finding_a_rate(tmp_path: Path) -> None:
+    rates, finder = assert_same_rates(
+        lambda: callbacks.LearningRateFinder(num_training_steps=20), tmp_path, num_restarts=1
+    )
+    assert set(rates) == {finder.suggestion()}
+    assert finder.suggestion() != 1e-3
+
+
+@feature("`LearningRateFinder` at the beginning of an epoch", WORKS, "in Lightning 2.6 its trial has one step then")
+def test_finding_rates_again(tmp_path: Path) -> None:
+    _, finder = assert_same_rates(lambda: FindsAgain(1), tmp_path, num_restarts=1)
+    assert finder.results["loss"]
+
+
+@feature(
+    "`Tuner.scale_batch_size`, `BatchSizeFinder`",
+    REFUSED,
+    "`microbatch_size` is what has to fit into a server's memory",
+)
+def test_refused_batch_sizes() -> None:
     with quiet_warnings():
         _, swarm = trainers(max_steps=1)
-        with pytest.raises(ConfigError, match=rf"must not go back to older weights.*got {name}\b.*plain Trainer"):
-            tune(Tuner(swarm))
+        with pytest.raises(ConfigError, match=r"must not look for the batch.*got BatchSizeFinder\b.*`microbatch_size`"):
+            Tuner(swarm).scale_batch_size(Tunable(), max_trials=1)

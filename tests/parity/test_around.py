@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -464,3 +465,27 @@ def test_what_cannot_be_is_refused(make: type[NanoGPT], options: dict[str, Any],
     with pytest.raises(ConfigError, match=message), quiet_warnings():
         trainer.fit(module, loader(sentences()))
     assert not any("forward" in vars(one) for one in module.modules()), "something still stands in for a forward"
+
+
+def test_a_run_that_goes_back_takes_it_along(tmp_path: Path) -> None:
+    """A learning rate finder changes what stands around the pipeline as well; afterwards it is as before."""
+
+    class Tunable(NanoGPT):
+        learning_rate = 1e-3
+
+        def __init__(self) -> None:
+            super().__init__(Recipe())
+
+        @override
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+    runs = []
+    for run, options in (run_plain, {}), (run_swarm, LIST):
+        finder = LearningRateFinder(num_training_steps=20, max_lr=0.1)
+        done = run(Tunable, loader(sentences()), max_epochs=3, callbacks=[finder], default_root_dir=tmp_path, **options)
+        runs.append((done, finder.optimal_lr))
+    (plain, wanted), (swarm, found) = runs
+    assert found.results["loss"] == pytest.approx(wanted.results["loss"], rel=1e-9)
+    assert len(wanted.results["loss"]) > 15
+    assert_exact(swarm, plain)

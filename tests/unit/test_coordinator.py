@@ -355,6 +355,7 @@ def batch_done(**changes: Any) -> BatchDone:
         "withdrawn": False,
         "close": False,
         "total_weight": None,
+        "generation": 0,
     }
     return BatchDone(**{**fields, **changes})
 
@@ -416,11 +417,13 @@ def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None
 def test_a_trainer_cannot_be_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     with pytest.raises(ProtocolError, match="step 0 is open"):
-        swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=1, num_samples=1)), timeout=1.0))
+        swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=1, num_samples=1, generation=0)), timeout=1.0))
     with pytest.raises(ProtocolError, match="step 0 is open"):
         swarm.run(swarm.record(1))
     swarm.run(swarm.step(rows(1)))
-    body = swarm.run(swarm.trainer.call(A, GRANT, encode(GrantRequest(step=0, num_samples=1)), timeout=1.0))
+    body = swarm.run(
+        swarm.trainer.call(A, GRANT, encode(GrantRequest(step=0, num_samples=1, generation=0)), timeout=1.0)
+    )
     wait = decode(body, GrantReply).wait
     assert wait is not None
     assert wait.step == 0, "one that is behind waits for what was decided"

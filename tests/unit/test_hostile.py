@@ -16,7 +16,7 @@ from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LEND, LOAD, NEXT, STATE
+from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LEND, LOAD, NEXT, RESTART, STATE
 from lightning_swarm.steps import (
     APPLY,
     AVERAGE,
@@ -61,6 +61,7 @@ from lightning_swarm.types import (
     Recompute,
     Record,
     RecordRequest,
+    RestartRequest,
     Selection,
     SelectRequest,
     SettleRequest,
@@ -177,6 +178,7 @@ def done(swarm: Swarm) -> BatchDone:
         withdrawn=False,
         close=False,
         total_weight=None,
+        generation=0,
         logs=[LOGGED],
     )
 
@@ -263,16 +265,17 @@ SAMPLES = [
     Sample(STREAM, LOAD, momenta),
     Sample(STREAM, LEND, lent),
     Sample(CALL, LEAVE, lambda _: Message()),
+    Sample(CALL, RESTART, plain(lambda s: RestartRequest(generation=1, first_step=3, selection=other_selection(s)))),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
     Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),
     Sample(STREAM, BACKWARD, from_nothing),
     Sample(CALL, BACKWARD, lambda swarm: swarm.backward_request(key(), 0, [A, B], rows(2)), target=A),
     Sample(CALL, CANCEL, plain(cancelling)),
-    Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, optimizer=True))),
+    Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, optimizer=True, generation=0))),
     Sample(
         CALL,
         SELECT,
-        plain(lambda swarm: SelectRequest(step=0, selection=other_selection(swarm))),
+        plain(lambda swarm: SelectRequest(generation=0, step=0, selection=other_selection(swarm))),
         target=A,
         phase="idle",
     ),
@@ -281,9 +284,13 @@ SAMPLES = [
     Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
     Sample(CALL, PROPOSE, plain(lambda s: Proposal(term=(1, A), record=record(s))), caller=A, phase="averaged"),
-    Sample(CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, gradient_scale=1.0)), target=A),
+    Sample(
+        CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, generation=0, gradient_scale=1.0)), target=A
+    ),
     Sample(CALL, DONE, plain(done), target=A),
-    Sample(CALL, RECORD, plain(lambda _: RecordRequest(step=0, hyperparameters=HYPERPARAMETERS)), target=A),
+    Sample(
+        CALL, RECORD, plain(lambda _: RecordRequest(step=0, generation=0, hyperparameters=HYPERPARAMETERS)), target=A
+    ),
     Sample(CALL, RENEW, lambda _: Message(), target=A),
     Sample(CALL, QUIT, plain(lambda _: Quit(reason="a fault")), target=A, caller=B),
 ]

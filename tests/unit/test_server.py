@@ -506,7 +506,7 @@ def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.step(x))
 
     def read(step: int) -> Message:
-        request = StateRequest(stage_index=0, step=step, optimizer=False)
+        request = StateRequest(stage_index=0, step=step, optimizer=False, generation=0)
         return swarm.run(swarm.trainer.stream(A, STATE, Message(encode(request)), timeout=100.0))
 
     assert len(read(1).tensors) == 2

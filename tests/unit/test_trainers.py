@@ -304,7 +304,14 @@ def test_there_is_an_end_to_what_a_step_logs(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", target_batch_size=4)
     grant = swarm.run(swarm.steps.grant(2))
     request = BatchDone(
-        step=0, lease=grant.lease, completed=[], withdrawn=False, close=False, total_weight=None, logs=many
+        step=0,
+        lease=grant.lease,
+        completed=[],
+        withdrawn=False,
+        close=False,
+        total_weight=None,
+        generation=0,
+        logs=many,
     )
     before = swarm.state()
     with pytest.raises(ProtocolError, match="length <= 256"):
