@@ -16,7 +16,7 @@ import torch
 
 from lightning_swarm import hello, membership, partition, survey
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
+from lightning_swarm.errors import ConfigError, DeadlineExceeded, SwarmError, Unreachable
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
@@ -24,7 +24,7 @@ from lightning_swarm.pipeline.passage import Link
 from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.run_state import RunState
-from lightning_swarm.runtime import Runtime, ThreadRuntime
+from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilOver
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
@@ -118,17 +118,18 @@ class Peer:
             server=self.server.report() if self.server is not None else None,
         )
 
-    def serve(self, model: Model) -> None:
-        """Hold stages from now on, as soon as a run wants this peer."""
-        self.runtime.run(self._serve(model))
+    def serve(self, model: Model, *, trains: bool = False) -> None:
+        """Hold stages from now on, as soon as a run wants this peer. `trains`: it has data for the run, too."""
+        self.runtime.run(self._serve(model, trains=trains))
 
-    async def _serve(self, model: Model) -> None:
+    async def _serve(self, model: Model, *, trains: bool) -> None:
         await self._start_server(model)
         await membership.announce(
             self._directory,
             self.transport,
             self._config.run_id,
             self.boot_id,
+            trains=trains,
             timeout=self._config.limits.start_timeout,
         )
 
@@ -182,7 +183,46 @@ class Peer:
             return False
         return True
 
+    # ------------------------------------------------------------------ another trainer than the starter
+
+    def await_prepared(self) -> None:
+        """Wait until the starter has prepared the data."""
+        timeout = self._config.limits.lead_timeout
+        self.runtime.run(membership.await_prepared(self._directory, self._config.run_id, timeout=timeout))
+
+    def join_run(self, model: Model, server: Model, blocks: Blocks, device: torch.device) -> Session:
+        """Serve, and open a trainer's session in the run as soon as the starter has begun it.
+
+        Args:
+            model: This peer's copy.
+            server: What its server computes with.
+            blocks: Where the first is cut.
+            device: Where the trainer's tensors live.
+
+        Raises:
+            DeadlineExceeded: The starter did not begin.
+            RunOver: It ended before it began.
+        """
+        self.serve(server, trains=True)
+        assert self.server is not None
+        admission, limits = self.server.admission, self._config.limits
+        runtime = UntilOver(self.runtime, admission.left, grace_s=limits.leave_timeout)
+        runtime.run(_begun(admission.ready, timeout=limits.lead_timeout))
+        run = RunState(admission.run.manifest)
+        ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
+        return self._session(run, model.cut(ranges), blocks, device, runtime)
+
+    def wait_until_dismissed(self) -> None:
+        """Serve until the run is over."""
+        assert self.server is not None
+        self.runtime.run(self.server.admission.left.wait())
+
     # ------------------------------------------------------------------ the starter
+
+    def say_prepared(self) -> None:
+        """Tell the other trainers that the data is prepared."""
+        timeout = self._config.limits.start_timeout
+        self.runtime.run(membership.say_prepared(self._directory, self._config.run_id, timeout=timeout))
 
     def start_run(
         self, spec: RunSpec, model: Model, blocks: Blocks, device: torch.device, check: Callable[[], None]
@@ -209,14 +249,15 @@ class Peer:
                 check=check,
             )
         )
+        trainers = self.runtime.run(membership.trainers_among(self._directory, self._config.run_id, servers))
         self._stages = stages = model.cut(spec.ranges)
         if self.server is None and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
-        manifest = self._manifest(spec, model, self._own_first(servers))
+        manifest = self._manifest(spec, model, self._own_first(servers), trainers)
         self.run = RunState(manifest)
         self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
         self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
-        return self._session(self.run, stages, blocks, device)
+        return self._session(self.run, stages, blocks, device, self.runtime)
 
     async def _check_first(self) -> None:
         """One run at a time: two would take each other's servers."""
@@ -230,14 +271,15 @@ class Peer:
                 "start another one with another `run_id`."
             )
 
-    def _manifest(self, spec: RunSpec, model: Model, servers: list[Member]) -> Manifest:
-        trainers = [Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)]
+    def _manifest(self, spec: RunSpec, model: Model, servers: list[Member], others: list[Member]) -> Manifest:
+        me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
+        trainers = [me, *(member for member in others if member != me)]
         return Manifest(
             protocol_version=PROTOCOL_VERSION,
             run_id=self._config.run_id,
             generation=0,
             seed=spec.seed,
-            lead=self.transport.peer_id,
+            lead=me.peer_id,
             trainers=[member.peer_id for member in trainers],
             coordinator=servers[0].peer_id,
             voters=[servers[0]],
@@ -255,7 +297,9 @@ class Peer:
         """The starter's own server coordinates: its trainer's control calls then cross no network."""
         return sorted(servers, key=lambda member: member.peer_id != self.transport.peer_id)
 
-    def _session(self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device) -> Session:
+    def _session(
+        self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device, runtime: Runtime
+    ) -> Session:
         limits = self._config.limits
         around = self._around(stages[-1])
         rosters = [
@@ -270,7 +314,7 @@ class Peer:
         pipeline = Pipeline(
             blocks.modules,
             link,
-            self.runtime,
+            runtime,
             PipelineConfig(
                 keywords=[stage.keywords for stage in stages if not stage.spec.on_trainers],
                 shared=self._config.shared,
@@ -281,7 +325,8 @@ class Peer:
             ),
         )
         steps = StepClient(self.transport, run, timeout=limits.call_timeout, on_record=link.follow)
-        return Session(self.runtime, pipeline, steps, run.manifest, around=around)
+        is_lead = self.transport.peer_id == run.manifest.lead
+        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
     def _around(self, last: StageModule) -> Around | None:
         if not last.spec.on_trainers:
@@ -333,6 +378,16 @@ class Peer:
         finally:
             await self._directory.close()
             await self.transport.close()
+
+
+async def _begun(ready: asyncio.Event, *, timeout: float) -> None:
+    try:
+        async with asyncio.timeout(timeout):
+            await ready.wait()
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the run's starter did not begin within {timeout:g} s. Look for its error, or raise `Limits.lead_timeout`."
+        ) from None
 
 
 def hivemind_peer(config: SwarmConfig) -> Peer:

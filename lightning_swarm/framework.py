@@ -35,6 +35,9 @@ class Framework:
     extract_batch_size: Callable[[Any], int]
     is_overridden: Callable[..., bool]
     to_uncompiled: Callable[[Any], Any]
+    is_shuffled: Callable[[Any], bool]
+    distributed_sampler: Callable[..., Any]
+    with_sampler: Callable[..., Any]
 
     @classmethod
     def load(cls, name: str, *, strategies: str) -> Framework:
@@ -58,6 +61,9 @@ class Framework:
             extract_batch_size=of("utilities.data", "extract_batch_size"),
             is_overridden=of("utilities.model_helpers", "is_overridden"),
             to_uncompiled=of("utilities.compile", "to_uncompiled"),
+            is_shuffled=of("utilities.data", "_is_dataloader_shuffled"),
+            distributed_sampler=of("trainer.connectors.data_connector", "_get_distributed_sampler"),
+            with_sampler=of("utilities.data", "_update_dataloader"),
         )
 
     @property

@@ -30,7 +30,7 @@ from typing_extensions import override
 from lightning_swarm.assembly import Peer, hivemind_peer
 from lightning_swarm.config import Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
-from lightning_swarm.framework import FRAMEWORKS
+from lightning_swarm.framework import FRAMEWORKS, framework_of
 from lightning_swarm.network.addresses import Address, Place, widest
 from lightning_swarm.rules import check_data_module
 
@@ -46,6 +46,7 @@ ROLE: Final = "SWARM_ROLE"
 """What to be, whatever the script says."""
 _RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
+_TRAINS = "SWARM_TRAINS"  # a child that reads data, too
 _OWN_OPTIONS = (
     "--trainer.devices",
     *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
@@ -59,11 +60,18 @@ class Launched(Protocol):
     config: SwarmConfig
     peer: Peer | None
 
+    @property
+    def num_trainers(self) -> int:
+        """That are started together, on this machine."""
+
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
         """Refuse what cannot work."""
 
     def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
         """Be a server until the run is over."""
+
+    def follow(self, trainer: Trainer) -> None:
+        """Become a trainer beside the lead."""
 
 
 class SwarmLauncher(_Launcher):
@@ -106,6 +114,8 @@ class SwarmLauncher(_Launcher):
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer, arguments_of(function, args, kwargs))
+        if self.local_rank:
+            self._follow(trainer, lambda: function(*args, **kwargs))
         self._start_peers()
         return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
 
@@ -122,10 +132,32 @@ class SwarmLauncher(_Launcher):
             )
 
     def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
-        code = 0
-        try:
+        def serve() -> None:
             self._start_peers()
             self._strategy.serve(trainer, _datamodule(handed))
+
+        self._end_with(serve)
+
+    def _follow(self, trainer: Trainer, fit: Callable[[], Any]) -> NoReturn:
+        """Train as a child. What comes after `fit` in the script is for the lead."""
+
+        def follow() -> None:
+            self._start_peers()
+            self._strategy.follow(trainer)
+            try:
+                fit()
+            except BaseException as error:
+                framework_of(trainer).call._interrupt(trainer, error)
+                trainer._teardown()
+                raise
+
+        self._end_with(follow)
+
+    def _end_with(self, work: Callable[[], None]) -> NoReturn:
+        """Do it, then end the process."""
+        code = 0
+        try:
+            work()
         except KeyboardInterrupt:
             code = 130  # as a shell has it
         except SwarmError as error:
@@ -201,6 +233,7 @@ class SwarmLauncher(_Launcher):
                 _RUN: self._strategy.config.run_id,
                 _RANK: str(rank),
                 "LOCAL_RANK": str(rank),
+                _TRAINS: "1" if self._strategy.num_trainers > 1 else "",
             }
             self._children.append(
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
@@ -225,7 +258,7 @@ def _from_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
     # The first peer's place and key are taken.
     return replace(
         config,
-        role="server",
+        role="both" if os.environ.get(_TRAINS) else "server",
         listen=config.listen.further(local_rank),
         announce=tuple(place.further(local_rank) for place in config.announce),
         identity_path=None,

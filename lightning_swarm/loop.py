@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.errors import ConfigError, RunOver, StepError
+from lightning_swarm.errors import ConfigError, PeerError, RunOver, StepError
 from lightning_swarm.framework import framework_of
 from lightning_swarm.metrics import SharedLogs
 from lightning_swarm.rules import hyperparameters
@@ -74,6 +74,9 @@ class SwarmOptimization:
         try:
             closure()
             self._check_untouched(optimizer)
+        except PeerError as error:
+            self._session.check(error)
+            raise
         except Exception:
             self._give_back()
             raise
@@ -176,6 +179,11 @@ class SwarmOptimization:
         selection = read_selection(self.trainer.lightning_module, optimizer)
         if selection == self._session.selection:
             return
+        if self._session.num_trainers > 1:
+            raise ConfigError(
+                "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
+                "has changed. Freeze parameters and add groups before `fit`, or use `role='auto'`."
+            )
         if self.pending_samples:
             before = self._session.selection
             assert before is not None

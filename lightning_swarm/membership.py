@@ -25,6 +25,7 @@ class Announcement(Wire, frozen=True):
 
     boot_id: int
     addresses: list[str]
+    trains: bool = False  # it reads data, too
 
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
@@ -66,14 +67,42 @@ async def find_runs(directory: Directory, transport: Transport, run_id: str) -> 
     return sorted(set(found))
 
 
-async def announce(directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float) -> None:
+async def announce(
+    directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float, trains: bool = False
+) -> None:
     """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
-    value = encode(Announcement(boot_id=boot_id, addresses=list(await transport.addresses())))
+    addresses = list(await transport.addresses())
+    value = encode(Announcement(boot_id=boot_id, addresses=addresses, trains=trains))
+    await _publish(directory, f"{run_id}.servers", value, timeout=timeout)
+
+
+async def say_prepared(directory: Directory, run_id: str, *, timeout: float) -> None:
+    """At the starter: `prepare_data` is through, so the other trainers may look for their data."""
+    await _publish(directory, f"{run_id}.prepared", b"yes", timeout=timeout)
+
+
+async def await_prepared(directory: Directory, run_id: str, *, timeout: float) -> None:
+    """At another trainer: wait for `say_prepared`.
+
+    Raises:
+        DeadlineExceeded: It was not said.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while not await directory.read(f"{run_id}.prepared"):
+        if loop.time() > deadline:
+            raise DeadlineExceeded(
+                f"the run's starter did not finish `prepare_data` within {timeout:g} s. Raise `Limits.lead_timeout`."
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+async def _publish(directory: Directory, key: str, value: bytes, *, timeout: float) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     while True:
         try:
-            await directory.announce(f"{run_id}.servers", value, ttl_s=_ANNOUNCEMENT_TTL_S)
+            await directory.announce(key, value, ttl_s=_ANNOUNCEMENT_TTL_S)
         except PeerError as error:
             if loop.time() > deadline:
                 raise
@@ -125,6 +154,12 @@ async def find_servers(
 async def known_servers(directory: Directory, run_id: str) -> dict[PeerId, list[str]]:
     """All servers that announced themselves, with their addresses. Some may be gone."""
     return {peer: one.addresses for peer, one in (await _announced(directory, run_id)).items()}
+
+
+async def trainers_among(directory: Directory, run_id: str, servers: Sequence[Member]) -> list[Member]:
+    """Those of `servers` that read data, too."""
+    announced = await _announced(directory, run_id)
+    return [one for one in servers if one.peer_id in announced and announced[one.peer_id].trains]
 
 
 async def connect_all(directory: Directory, transport: Transport, run_id: str) -> None:

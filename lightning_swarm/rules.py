@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import Framework, callbacks_named, framework_of, mixed_import
+from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ _MEMORY_CALLBACKS = ("BatchSizeFinder",)
 
 # They train for a while, then restore the weights and the step that they found. `Tuner` works through them.
 _TRIAL_CALLBACKS = ("LearningRateFinder",)
+
+# They change what the servers hold between two batches of the lead; other trainers have batches under way then.
+_OF_ONE_TRAINER = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
 
@@ -87,6 +91,44 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
     _check_precision(trainer)
     if trainer.state.fn == TrainerFn.FITTING:
         _check_training(trainer, module, config)
+
+
+def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
+    """Refuse what several trainers cannot do together.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.target_batch_size is None:
+        raise ConfigError(
+            "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
+            "of one trainer; got None. Set the number of samples of a step, those of all trainers together."
+        )
+    if trainer.precision == "16-mixed":
+        raise ConfigError(
+            "the trainers of a step must scale their losses alike, and with `precision='16-mixed'` each finds a scale "
+            "of its own. Use 'bf16-mixed' with `role='both'`, or 16-mixed with `role='auto'`."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if isinstance(callback, callbacks_named(*_OF_ONE_TRAINER)):
+            raise ConfigError(
+                "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
+                f"got {type(callback).__name__}. Use it with `role='auto'`."
+            )
+
+
+def check_alone(session: Session, name: str) -> None:
+    """Refuse a collective operation in a batch: the others are in batches of their own."""
+    if session.num_trainers > 1 and session.pipeline.batch is not None:
+        refuse_collective(name)
+
+
+def refuse_collective(name: str) -> NoReturn:
+    """Refuse what needs all trainers at one place."""
+    raise ConfigError(
+        f"trainers of a swarm do not wait for each other within a step, so there is nothing that `{name}` could "
+        "collect. Use `self.log(..., sync_dist=True)`, which counts over the batches of all of them."
+    )
 
 
 def check_interactive(num_devices: int) -> None:

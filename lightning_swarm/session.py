@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_swarm.errors import StepError
+from lightning_swarm.errors import PeerError, StepError
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
@@ -137,6 +137,14 @@ class Session:
         """At the lead: the others go on waiting while this trainer validates or saves."""
         if self.is_lead and self.num_trainers > 1:
             self._runtime.run(self._steps.renew())
+
+    def check(self, error: PeerError) -> None:
+        """Raise what the open step failed with, if it has: that may be why a peer is gone."""
+        if self.num_trainers > 1 and self.is_lead:
+            try:
+                self._runtime.run(self._steps.renew())
+            except StepError as failure:
+                raise failure from error
 
     def quit(self, reason: str) -> None:
         """Not at the lead: tell that this trainer's loop ended by an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -21,10 +22,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_swarm import checkpoint as checkpoints
-from lightning_swarm import rules
+from lightning_swarm import following, rules
 from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
@@ -66,8 +67,9 @@ class SwarmHooks(_Strategy):
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
             arithmetic with `accumulate_grad_batches`.
         role: ``"auto"``: who starts the run trains and serves, who joins it (`initial_peers`) serves. ``"both"``: this
-            process trains and serves. ``"trainer"``: it holds no stage. ``"server"``: it needs no data; `fit` serves
-            until the run is over, then ends the process.
+            process trains and serves, and with several devices so do the others; it needs `target_batch_size` then.
+            ``"trainer"``: it holds no stage. ``"server"``: it needs no data; `fit` serves until the run is over, then
+            ends the process.
         run_id: Names the run.
         initial_peers: Whom to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or multiaddresses.
         listen: IP address to listen on, with a port or without: ``"0.0.0.0:31337"`` for all of the machine's. Further
@@ -140,6 +142,9 @@ class SwarmHooks(_Strategy):
         self._stale = False  # the module's weights are older than what the swarm made of them
         self._stages: Sequence[StageModule] = ()
         self._num_lent = 0
+        self._restore_dtype: Callable[[], None] = lambda: None
+        self.num_trainers = 1  # that are started together, on this machine
+        self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
         self._home_version: int | None = None  # of the weights that the module was seen to hold
 
@@ -191,23 +196,50 @@ class SwarmHooks(_Strategy):
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
-    # One trainer: there is nobody to talk to.
+    # Trainers do not wait for each other: what one process would answer is answered at once. That is what Lightning's
+    # own callers need, for the lead decides and saves alone. What would need the others' values is refused.
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._session is not None:
+            rules.check_alone(self._session, "reduce")
         return tensor
 
     @override
-    def barrier(self, name: str | None = None) -> None:
-        pass
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        if self.is_distributed:
+            rules.refuse_collective("all_gather")
+        return tensor
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return obj
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        return tensor
+    def barrier(self, name: str | None = None) -> None:
+        if name == "train_dataloader()":
+            self._looping = False
+        if name == "pre_setup" and self.num_trainers > 1:
+            # What `prepare_data` leaves on this machine is there before anyone looks for it.
+            assert self.peer is not None
+            (self.peer.say_prepared if self.is_global_zero else self.peer.await_prepared)()
+
+    # ------------------------------------------------------------------ data of several trainers
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks whether `sync_dist=True` means something. The lead alone validates."""
+        module = self.lightning_module
+        # Where it makes loaders it asks, too, and would share the data in a way of its own.
+        return self._looping and self.num_trainers > 1 and module is not None and bool(module.trainer.training)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        assert module is not None
+        if self.num_trainers > 1 and module.trainer.training:
+            return following.share(module.trainer, dataloader, num_trainers=self.num_trainers)
+        return dataloader
 
     # ------------------------------------------------------------------ starting
 
@@ -227,6 +259,10 @@ class SwarmHooks(_Strategy):
         module = self.lightning_module
         assert module is not None
         rules.check_trainer(trainer, module, self.config)
+        together = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
+        self.num_trainers = len(self._devices) if together else 1
+        if self.num_trainers > 1:
+            rules.check_trainers(trainer, self.config)
         rules.check_data(trainer, module, handed)
         is_overridden = self.framework.is_overridden
         if not (is_overridden("setup", module) or is_overridden("configure_model", module)):
@@ -248,9 +284,17 @@ class SwarmHooks(_Strategy):
                 raise ConfigError(rules.ONE_OPTIMIZER.format("several")) from error
             raise
 
+    def follow(self, trainer: Trainer) -> None:
+        """Become a trainer beside the lead, which another process of this machine is."""
+        following.follow(trainer)
+
     @override
     def setup(self, trainer: Trainer) -> None:
+        if not self.is_global_zero:
+            following.reseed(self.local_rank)
         super().setup(trainer)
+        if not self.is_global_zero:
+            following.follow_schedule(trainer)
         assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
@@ -264,15 +308,25 @@ class SwarmHooks(_Strategy):
         self._home_version = self._session.version
         if fitting:
             self._take_steps(trainer, self._session)
-        self._home = Home(trainer.callbacks, self)  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if self.is_global_zero:
+            self._home = Home(trainer.callbacks, self)  # type: ignore[attr-defined]  # Lightning sets it in its connector
 
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         assert self.peer is not None
         assert self._blocks is not None
+        server = model
+        if self.num_trainers > 1:
+            assert self.lightning_module is not None
+            self._restore_dtype = following.settle_dtype(self.precision_plugin)
+            # Its server computes for others while the trainer's own thread is in user code.
+            served = following.twin(self.lightning_module)
+            server = self.make_model(served, find_blocks(served, self.config.pipeline), keep=True)
+        if not self.is_global_zero:
+            return self.peer.join_run(model, server, self._blocks, self.root_device)
         if self.config.role != "trainer":
-            self.peer.serve(self._apart(trainer) if writes_weights(trainer) else model)
+            self.peer.serve(self._apart(trainer) if writes_weights(trainer) else server, trains=True)
         clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
         by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         spec = RunSpec(
@@ -341,11 +395,15 @@ class SwarmHooks(_Strategy):
         """The peer's copy of the model, for its server."""
 
         def optimizer(total_steps: int | None) -> Optimizer:
-            if self.config.only_serves and total_steps is not None:
-                # A server has no data to count: `estimated_stepping_batches` shall answer what it does at the lead.
-                module.trainer.fit_loop.max_epochs = -1
-                module.trainer.fit_loop.epoch_loop.max_steps = total_steps
-            configured: Any = module.configure_optimizers()
+            fit_loop = module.trainer.fit_loop
+            own = fit_loop.max_epochs, fit_loop.epoch_loop.max_steps
+            if (self.config.only_serves or not self.is_global_zero) and total_steps is not None:
+                # `estimated_stepping_batches` shall answer what it does at the lead, whose data counts.
+                fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
+            try:
+                configured: Any = module.configure_optimizers()
+            finally:
+                fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = own
             return rules.check_optimizers(self.framework.configure_optimizers(configured)[0])
 
         return Model(module, blocks, optimizer, self.root_device, keep=keep, compiler=self._compiler)
@@ -367,6 +425,8 @@ class SwarmHooks(_Strategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if not self.is_global_zero:
+            return {}  # the lead saves
         own: dict[str, Any] = self.lightning_module.state_dict()
         if self._stale:
             if self._session is None:
@@ -378,6 +438,8 @@ class SwarmHooks(_Strategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        if not self.is_global_zero:
+            return {}
         if self._stale:
             if self._session is None:
                 rules.refuse_stale_weights()
@@ -411,6 +473,8 @@ class SwarmHooks(_Strategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
+        if not self.is_global_zero:
+            return
         assert self.peer is not None
         assert self.peer.run is not None
         assert self._loop is not None
@@ -421,10 +485,20 @@ class SwarmHooks(_Strategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._stale = True
+        self._stale = self._looping = True
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._session is not None:
+            self._session.renew()
+        return super().validation_step(*args, **kwargs)
 
     @override
     def on_train_end(self) -> None:
+        if not self.is_global_zero:
+            assert self.peer is not None
+            self.peer.wait_until_dismissed()  # whose own data has come to its end goes on serving
+            return
         if self._loop is not None and self._loop.pending_samples:
             _log.warning(
                 "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
@@ -435,6 +509,11 @@ class SwarmHooks(_Strategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
+        if not self.is_global_zero:
+            if self._session is not None:
+                with contextlib.suppress(SwarmError):  # the run may be over
+                    self._session.quit(f"{type(exception).__name__}: {exception}")
+            return
         if not self.config.gather_on_end or self._session is None or not self._stale:
             return
         try:
@@ -513,6 +592,7 @@ class SwarmHooks(_Strategy):
         assert self.peer is not None
         assert self.peer.run is not None
         assert self._session is not None
+        self._session.renew()
         return self.peer.runtime.run(
             gather(
                 self.peer.transport,
@@ -546,6 +626,7 @@ class SwarmHooks(_Strategy):
         """End the run and this machine's peers. Twice is fine."""
         if self._interception is not None:
             self._interception.remove()
+        self._restore_dtype()
         if self._home is not None:
             self._home.close()
         self._interception, self._session, self._blocks, self._restored_step = None, None, None, None

@@ -35,6 +35,7 @@ _MODULES = (
     "test_checkpoints",
     "test_averaging",
     "test_callbacks",
+    "test_trainers",
 )
 
 Row = tuple[str, Verdict, str]

@@ -111,7 +111,11 @@ def test_ways_of_logging() -> None:
     assert logged["highest"] > logged["loss_epoch"] == approx(logged["double"] / 2)
 
 
-@feature("`self.log(sync_dist=True)`", WORKS, "one process trains: the value is already that of all data")
+@feature(
+    "`self.log(sync_dist=True)`",
+    WORKS,
+    "of one trainer: the value as it is, which is that of all data; of several, see below",
+)
 def test_sync_dist() -> None:
     class Synced(DigitsMLP):
         @override
@@ -150,7 +154,11 @@ def test_torchmetrics() -> None:
     assert logged["mean"] > 0.0
 
 
-@feature("`self.all_gather`", WORKS, "one process trains: the value itself")
+@feature(
+    "`self.all_gather`",
+    WORKS,
+    "one trainer: the value itself; several: refused in `training_step`, log with `sync_dist=True`",
+)
 def test_all_gather() -> None:
     class Gathers(DigitsMLP):
         @override

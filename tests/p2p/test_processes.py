@@ -14,8 +14,10 @@ import torch
 from tests.p2p.processes import SCRIPT, Run
 from tests.p2p.train import ROWS, WIDTH, make
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
+from tests.parity.models import Net, digits
+from tests.parity.trainers import Curve, assert_exact
 
-# Cold starts of peers in this file: 3 + 3 + 3 for the curves, 4 times 2 for the ghosts.
+# Cold starts of peers in this file: 3 + 3 + 3 + 2 for the curves, 3 times 2 for the ghosts.
 
 Start = Callable[..., Run]
 
@@ -116,24 +118,44 @@ def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
     return sum(n for peer, method, n in traffic["sent"] if peer in to and method not in weights)
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "exception", "kill -9"])
+def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp_path: Path) -> None:
+    """Until an exception of the lead ends the run for both; no process outlives it."""
+    run = start("digits", tmp_path, "--role", "both", "--target-batch-size", 20, "--fail-at", 60)
+    run.wait_for("batch 60")
+    assert run.survivors(within_s=10.0) == []
+    assert run.wait() != 0
+    assert any("the user's own mistake" in line for line in run.output)
+    curve = Curve(weights=torch.load(tmp_path / "weights.pt"))
+    for rank in range(2):
+        notes = json.loads((tmp_path / f"notes-{rank}.json").read_text())
+        for place, ids, loss in notes["batches"]:
+            curve.batches[tuple(place)] = rank, ids
+            curve.losses[tuple(place)] = loss
+        if rank == 0:
+            curve.steps = [[(step, first) for step, first in places] for places in notes["steps"]]
+    assert [places[0][0] for places in curve.steps] == list(range(len(curve.steps)))
+    assert len(curve.steps) > 20
+
+    def made() -> Net:
+        return make("digits", endless=True)[0]
+
+    assert_exact(curve, made, digits(), num_trainers=2, target_batch_size=20, made_as=torch.float32)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "kill -9"])
 def test_no_process_outlives_its_run(start: Start, tmp_path: Path, how: str) -> None:
-    run = start("digits", tmp_path, *(["--fail-at", 50] if how == "exception" else []))
+    run = start("digits", tmp_path)
     run.wait_for("batch 3")
     assert len(run.alive()) >= 4  # two peers and their daemons
     if how == "Ctrl-C":
         run.interrupt()
     elif how == "SIGTERM":
         run.process.send_signal(signal.SIGTERM)
-    elif how == "kill -9":
-        run.process.kill()
     else:
-        run.wait_for("batch 50")  # however slow the machine is, the ten seconds begin with the exception
+        run.process.kill()
     assert run.survivors(within_s=10.0) == []
     assert (run.wait() == 0) == (how == "SIGTERM")  # which Lightning takes for an orderly end
     if how in ("Ctrl-C", "SIGTERM"):
         # The weights came home, and the other peer was told.
         noise = ("Traceback", "older weights", "was killed", "[ERROR]")
         assert not [line for line in run.output if any(word in line for word in noise)]
-    if how == "exception":
-        assert any("the user's own mistake" in line for line in run.output)

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' model
 
 from lightning_swarm import SwarmStrategy
 from tests.parity.models import MODELS, Net, Recipe, loader
+from tests.parity.trainers import numbered, places_of, watched
 
 WIDTH = 512
 ROWS = 64
@@ -73,12 +74,44 @@ class WatchedStrategy(SwarmStrategy):
     def leave(self) -> None:
         if self.peer is not None and self.local_rank == 0:
             self.write_traffic(self.peer)
+            torch.save(self.lightning_module.state_dict(), self.out / "weights.pt")  # type: ignore[union-attr]
         super().leave()
 
     def write_traffic(self, peer: Any) -> None:
         sent = [[to, method, n] for (to, method), n in peer.transport.traffic.sent_bytes.items()]
         content = {"peer_id": peer.transport.peer_id, "sent": sent}
         (self.out / f"traffic-{self.local_rank}.json").write_text(json.dumps(content))
+
+
+class Notes(L.Callback):
+    """Of each of several trainers: which samples it trained on, where they counted, and what the records count."""
+
+    def __init__(self, out: Path, module: Net) -> None:
+        self.out = out
+        self.batches: list[Any] = []
+        self.steps: list[Any] = []
+        watched(module, lambda place, ids, loss: self.batches.append([place, ids, loss]))
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, SwarmStrategy)
+        assert strategy._session is not None
+        record = strategy._session.newest_record
+        if record is not None and (not self.steps or places_of(record) != self.steps[-1]):
+            self.steps.append(places_of(record))
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.write(trainer)
+
+    @override
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.write(trainer)
+
+    def write(self, trainer: L.Trainer) -> None:
+        content = {"batches": self.batches, "steps": self.steps}
+        (self.out / f"notes-{trainer.global_rank}.json").write_text(json.dumps(content))
 
 
 class Watch(L.Callback):
@@ -100,7 +133,7 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
         print("batch", len(self.losses), flush=True)
-        if len(self.losses) == self.fail_at:
+        if len(self.losses) == self.fail_at and trainer.is_global_zero:
             raise RuntimeError("the user's own mistake")
 
     @override
@@ -133,6 +166,7 @@ def main() -> None:
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--role", default="auto")
     parser.add_argument("--microbatch-size", type=int)
+    parser.add_argument("--target-batch-size", type=int)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--clip", type=float)
     parser.add_argument("--precision", default="64-true")
@@ -144,6 +178,11 @@ def main() -> None:
     torch.manual_seed(0)
     model, data = make(arguments.model, arguments.num_workers, endless=arguments.max_steps == -1)
     watch = Watch(arguments.out, arguments.fail_at, arguments.joiner_at)
+    callbacks: list[L.Callback] = [watch]
+    if arguments.role == "both":
+        assert isinstance(data.dataset, TensorDataset)
+        data = loader(numbered(data.dataset), shuffle=True)
+        callbacks.insert(0, Notes(arguments.out, model))
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
@@ -153,12 +192,13 @@ def main() -> None:
             role=arguments.role,
             microbatch_size=arguments.microbatch_size,
             pipeline="net",
+            target_batch_size=arguments.target_batch_size,
         ),
         max_steps=arguments.max_steps,
         max_epochs=-1,
         precision=arguments.precision,
         gradient_clip_val=arguments.clip,
-        callbacks=[watch],
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,0 +1,114 @@
+"""Several trainers of one run, in Lightning's terms: the lead's loop decides, the others bring batches."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_swarm.framework import callbacks_named, framework_of
+
+# They decide when the run ends or what is kept of it, from what only the lead knows.
+_OF_THE_LEAD = ("Checkpoint", "EarlyStopping", "Timer")
+
+
+def follow(trainer: Trainer) -> None:
+    """Leave validation, files and decisions to the lead. Loggers and progress bars are off beyond rank zero anyway."""
+    trainer.limit_val_batches = 0
+    trainer.num_sanity_val_steps = 0
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
+    callbacks[:] = [one for one in callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
+
+
+def follow_schedule(trainer: Trainer) -> None:
+    """Let the lead end the run, and keep only the schedulers that count its steps: records bring the rest."""
+    fit_loop = trainer.fit_loop
+    fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
+    trainer.strategy.lr_scheduler_configs = [
+        one for one in trainer.strategy.lr_scheduler_configs if one.interval == "step" and not one.reduce_on_plateau
+    ]
+
+
+def reseed(rank: int) -> None:
+    """Other random numbers than those of the trainers that were started with the same seed."""
+    seed = (torch.initial_seed() + rank) % (1 << 63)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - what users draw from
+    torch.manual_seed(seed)
+
+
+def twin(module: LightningModule) -> LightningModule:
+    """The same parameters, buffers and whatever else, in modules of their own: their modes and hooks are nobody else's.
+
+    Not `deepcopy`: a module may refer to its data, or to what cannot be copied.
+    """
+    copied = _twin(module, {})
+    assert isinstance(copied, type(module))
+    copied._trainer = module._trainer  # which a copy of a LightningModule leaves out
+    return copied
+
+
+def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in known:
+        return known[id(module)]
+    copied = known[id(module)] = copy.copy(module)
+    for name, value in list(vars(copied).items()):
+        if name.startswith("_") and isinstance(value, (dict, set)):  # torch's own registers
+            copied.__dict__[name] = value.copy()
+    for name, child in module._modules.items():
+        copied._modules[name] = None if child is None else _twin(child, known)
+    return copied
+
+
+def settle_dtype(precision: Precision) -> Callable[[], None]:
+    """Keep the default dtype of `precision` until what is returned is called.
+
+    It belongs to the process. A server's thread and the trainer's own would each set it for a while and put back what
+    they found, which was the other's.
+    """
+    before = torch.get_default_dtype()
+    with precision.forward_context():
+        wanted = torch.get_default_dtype()
+    torch.set_default_dtype(wanted)
+    return lambda: torch.set_default_dtype(before)
+
+
+def share(trainer: Trainer, dataloader: Any, *, num_trainers: int) -> Any:
+    """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`.
+
+    An iterable dataset, or any with `use_distributed_sampler=False`, is read whole by every trainer. Then they must
+    draw at random, and a warning says so if they are not seen to.
+    """
+    iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
+    if iterable:
+        remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
+    elif isinstance(dataloader.sampler, DistributedSampler):
+        return dataloader
+    elif trainer._accelerator_connector.use_distributed_sampler:
+        framework = framework_of(trainer)
+        sampler = framework.distributed_sampler(
+            dataloader,
+            framework.is_shuffled(dataloader),
+            trainer.overfit_batches,  # type: ignore[attr-defined]  # Lightning sets it in its connector
+            num_replicas=num_trainers,
+            rank=trainer.global_rank,
+        )
+        return framework.with_sampler(dataloader, sampler)
+    elif isinstance(dataloader.sampler, SequentialSampler):
+        remedy = "Leave `use_distributed_sampler` out, or shuffle"
+    else:
+        return dataloader
+    rank_zero_warn(
+        f"Every trainer of the run reads all of its {type(dataloader).__name__}, and as far as can be seen in the same "
+        f"order: then each sample counts once for every trainer. {remedy}."
+    )
+    return dataloader

@@ -1,0 +1,188 @@
+"""Several trainers: `role='both'` on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torchmetrics
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError, StepError
+from lightning_swarm.metrics import SharedLogs
+from tests.features.both import approx
+from tests.features.mark import REFUSED, WORKS, feature
+from tests.parity.models import DigitsMLP, digits
+from tests.parity.trainers import Seen, assert_exact, place_of, train
+
+
+@feature(
+    "`SwarmStrategy(role='both', target_batch_size=...)`", WORKS, "each device reads data and serves; needs a target"
+)
+def test_both() -> None:
+    seen = train(2)
+    assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
+
+
+@feature(
+    "DataLoaders, `Trainer(use_distributed_sampler=...)`",
+    WORKS,
+    "trainers share a dataset as the processes of `ddp` do",
+)
+def test_data() -> None:
+    seen = train(2, max_steps=-1, max_epochs=1)
+    parts = [{n for by, ids in seen.batches.values() if by == rank for n in ids} for rank in (0, 1)]
+    assert len(parts[0]) == 26
+    assert not parts[0] & parts[1]
+
+
+class Lines(Logger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, float]] = []
+
+    @property
+    @override
+    def name(self) -> str:
+        return "lines"
+
+    @property
+    @override
+    def version(self) -> str:
+        return "0"
+
+    @override
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @override
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.lines.append(metrics)
+
+    def column(self, name: str) -> list[float]:
+        return [line[name] for line in self.lines if name in line]
+
+
+class Logs(DigitsMLP):
+    """Logs the loss in every way, and withdraws some batches, what they logged included."""
+
+    def __init__(self, seen: Seen, *, choosy: bool = False) -> None:
+        super().__init__()
+        self.seen = seen
+        self.choosy = choosy
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(loss, Tensor)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("step_only", loss, on_step=True, on_epoch=False, sync_dist=True)
+        self.log("own", loss, on_step=False, on_epoch=True)
+        for how in ("sum", "max", "min"):
+            self.log(how, loss, on_step=True, on_epoch=True, reduce_fx=how, sync_dist=True)
+        if self.trainer.global_rank == 1:
+            self.log("of another", loss, on_step=False, on_epoch=True, sync_dist=True)
+        if self.choosy and self.trainer.global_rank == 1 and batch_idx % 2:
+            self.seen.withdrawn.add(place_of(self))
+            return None
+        return loss
+
+
+def train_logged(make_module: Callable[[Seen], Any] = Logs, **options: Any) -> tuple[Seen, Lines]:
+    """One epoch of the lead."""
+    lines = [Lines(), Lines()]
+    loggers = iter(lines)
+    seen = train(
+        2,
+        make_module,
+        max_steps=-1,
+        max_epochs=1,
+        each={"logger": lambda: next(loggers)},
+        log_every_n_steps=1,
+        swarm={"target_batch_size": 10},
+        **options,
+    )
+    assert_exact(seen, DigitsMLP, digits(), num_trainers=2, target_batch_size=1)
+    return seen, lines[0]
+
+
+def assert_logged(seen: Seen, lines: Lines) -> None:
+    """As one machine would have logged it that trained on the batches that count, in float64."""
+    steps = [
+        [(seen.losses[place], len(seen.batches[place][1]), seen.batches[place][0]) for place in step]
+        for step in seen.steps
+    ]
+    counted = [one for step in steps for one in step]
+
+    def mean(batches: list[tuple[float, int, int]]) -> float:
+        return sum(loss * number for loss, number, _ in batches) / sum(number for _, number, _ in batches)
+
+    if len(lines.column("loss_step")) < len(steps):
+        del steps[
+            -2
+        ]  # at its last batch the lead found a step decided, and then closed the last one: one line for both
+    assert lines.column("loss_step") == approx([mean(step) for step in steps])
+    assert lines.column("step_only") == approx([mean(step) for step in steps])
+    assert lines.column("sum_step") == approx([sum(one[0] for one in step) for step in steps])
+    assert lines.column("max_step") == approx([max(one[0] for one in step) for step in steps])
+    assert lines.column("min_step") == approx([min(one[0] for one in step) for step in steps])
+    assert lines.column("loss_epoch") == approx([mean(counted)])
+    assert lines.column("sum_epoch") == approx([sum(one[0] for one in counted)])
+    assert lines.column("max_epoch") == approx([max(one[0] for one in counted)])
+    assert lines.column("min_epoch") == approx([min(one[0] for one in counted)])
+    assert lines.column("own") == approx([mean([one for one in counted if one[2] == 0])])
+    assert lines.column("of another") == approx([mean([one for one in counted if one[2] == 1])])
+
+
+@feature(
+    "`self.log(sync_dist=True)` of numbers in `training_step`",
+    WORKS,
+    "over the batches of all trainers in a step or epoch",
+)
+@pytest.mark.parametrize("choosy", [False, True])
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, lines = train_logged(lambda seen: Logs(seen, choosy=choosy))
+    assert_logged(seen, lines)
+    assert bool(seen.withdrawn) == choosy
+
+    monkeypatch.setattr(SharedLogs, "decide", lambda self, others: None)
+    with pytest.raises(AssertionError):  # the proof can fail
+        assert_logged(*train_logged())
+
+
+class Elsewhere(Logs):
+    @override
+    def on_train_epoch_end(self) -> None:
+        self.log("late", 1.0, sync_dist=True)
+
+
+class OfObjects(Logs):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(seen)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def assert_refused(make_module: Callable[[Seen], Any], words: str) -> None:
+    with pytest.raises((ConfigError, StepError), match=words):  # the lead's own, or what ended another trainer
+        train(2, make_module, max_steps=-1, max_epochs=1)
+
+
+@feature("`self.log(sync_dist=True)` in other hooks of training", REFUSED, "log in `training_step`")
+def test_sync_dist_elsewhere() -> None:
+    assert_refused(Elsewhere, "`sync_dist=True` counts what `training_step` logs.*got 'late' in `on_train_epoch_end`")
+
+
+@feature("`self.log(sync_dist=True)` of `torchmetrics` objects", REFUSED, "log what they compute for the batch")
+def test_sync_dist_of_objects() -> None:
+    assert_refused(OfObjects, "`sync_dist=True` takes numbers and tensors for now.*Accuracy.*Log what it computes")

@@ -1,0 +1,320 @@
+"""Several trainers make one curve: that of plain torch on the batches that each record counts, in float64."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError, StepError
+from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences
+from tests.parity.trainers import Seen, numbered, place_of, train
+from tests.parity.trainers import assert_exact as assert_exact_curve
+
+
+def assert_exact(seen: Seen, *, num_trainers: int, recipe: Recipe | None = None) -> None:
+    assert_exact_curve(seen, lambda: DigitsMLP(recipe), digits(), num_trainers=num_trainers)
+
+
+class Watching(DigitsMLP):
+    """Knows where notes are taken."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+
+@pytest.mark.parametrize(("num_trainers", "schedule"), [(2, "onecycle"), (3, "constant")])
+def test_the_curve_is_that_of_the_batches_that_counted(num_trainers: int, schedule: Any) -> None:
+    recipe = Recipe(schedule=schedule)
+    seen = train(num_trainers, lambda seen: DigitsMLP(recipe))
+    assert [record.step for record in seen.records] == list(range(8))
+    assert_exact(seen, num_trainers=num_trainers, recipe=recipe)
+    for rank, trainer in seen.trainers.items():
+        # Who is told of the last step late hears that the run is over instead.
+        assert trainer.global_step == 8 if rank == 0 else 5 <= trainer.global_step <= 8
+    (leads,) = (trainer.optimizers[0].param_groups for rank, trainer in seen.trainers.items() if rank == 0)
+    assert seen.records[-1].hyperparameters[0]["lr"] != leads[0]["lr"] or schedule == "constant"
+
+
+def test_what_stands_around_a_list_of_blocks_is_averaged_among_the_trainers() -> None:
+    seen = train(
+        2, lambda seen: NanoGPT(), data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        swarm={"pipeline": "transformer.h"},
+    )  # fmt: skip
+    assert_exact_curve(seen, NanoGPT, sentences(), num_trainers=2)
+
+
+def test_a_batch_that_no_record_counts_is_noticed() -> None:
+    """The proof can fail: one sample more in one batch."""
+    seen = train(2)
+    place = seen.steps[3][0]
+    rank, ids = seen.batches[place]
+    seen.batches[place] = rank, [*ids[:-1], (ids[-1] + 1) % 52]
+    with pytest.raises(AssertionError):
+        assert_exact(seen, num_trainers=2)
+
+
+# ---------------------------------------------------------------------- the lead alone validates, saves, decides
+
+
+class Validated(Watching):
+    """Validates slowly enough for the others to come as far as they can, and notes on which weights."""
+
+    @override
+    def on_validation_start(self) -> None:
+        self.before = self.weights()
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        torch.arange(10).sum()
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    @override
+    def on_validation_end(self) -> None:
+        assert all(torch.equal(tensor, self.before[name]) for name, tensor in self.weights().items())
+        self.seen.validated.append(self.trainer.global_rank)
+
+    def weights(self) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self.trainer.strategy.lightning_module_state_dict()
+        return weights
+
+
+class Eager(L.Callback):
+    """Of the lead: goes on only when the others have filled the step behind its back."""
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.global_step == trainer.max_steps:
+            return
+        strategy: Any = trainer.strategy
+        assert isinstance(pl_module, Watching)
+        pl_module.seen.wait_for(lambda: strategy.peer.server.admission.coordinator._open.ready)
+
+
+def test_the_lead_sees_every_step_and_validates_weights_that_stand_still(tmp_path: Path) -> None:
+    saved = [ModelCheckpoint(tmp_path / str(rank), "{step}", every_n_train_steps=1, save_top_k=-1) for rank in range(2)]
+    seen = train(
+        2,
+        Validated,
+        validation=lambda: DataLoader(numbered(digits()), batch_size=26),
+        callbacks=lambda rank: [saved[rank], *([Eager()] if rank == 0 else [])],
+        val_check_interval=1,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=1,
+        max_steps=5,
+        enable_checkpointing=True,
+    )
+    assert_exact(seen, num_trainers=2)
+    assert set(seen.validated) == {0}
+    files = sorted(path.name for path in (tmp_path / "0").iterdir())
+    assert files == [f"step={step}.ckpt" for step in range(1, 6)]
+    assert not (tmp_path / "1").exists()
+    last = torch.load(tmp_path / "0" / "step=5.ckpt", weights_only=False)["state_dict"]
+    assert all(torch.equal(tensor, last[name]) for name, tensor in seen.modules[0].state_dict().items())
+
+
+def test_decisions_are_the_leads() -> None:
+    decisions = [EarlyStopping("val_loss", patience=1, stopping_threshold=100.0), Timer("00:00:10:00")]
+    seen = train(
+        2,
+        Validated,
+        data=lambda: DataLoader(numbered(digits()), batch_size=4),
+        validation=lambda: DataLoader(numbered(digits()), batch_size=26),
+        callbacks=lambda rank: list(decisions) if rank == 0 else [EarlyStopping("of nobody"), Timer("00:00:00:00")],
+        max_steps=-1,
+        max_epochs=4,
+    )
+    assert_exact(seen, num_trainers=2)
+    assert seen.trainers[0].should_stop
+    assert seen.trainers[0].current_epoch == 1
+    assert seen.trainers[0].is_global_zero
+    assert not seen.trainers[1].is_global_zero
+
+
+# ---------------------------------------------------------------------- the end
+
+
+def test_the_leads_last_epoch_is_the_runs() -> None:
+    """Its last batch closes the last step, with what others have in it."""
+    seen = train(3, max_steps=-1, max_epochs=2, swarm={"target_batch_size": 10})
+    assert seen.trainers[0].current_epoch == 2
+    counted = {place for places in seen.steps for place in places}
+    of_the_lead = {place for place, (rank, _) in seen.batches.items() if rank == 0}
+    assert len(of_the_lead) == 2 * 5
+    assert of_the_lead <= counted
+
+
+def test_who_has_no_data_left_serves_to_the_end() -> None:
+    class Short(Watching):
+        @override
+        def on_train_epoch_end(self) -> None:
+            if self.trainer.global_rank == 1:
+                self.trainer.fit_loop.max_epochs = 1
+
+    seen = train(2, Short, max_steps=12)
+    assert_exact(seen, num_trainers=2)
+    assert len(seen.records) == 12
+    assert sum(rank == 1 for rank, _ in seen.batches.values()) == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_ends_all_fits(rank: int, when: str) -> None:
+    class Faulty(Watching):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if (self.trainer.global_rank, batch_idx, when) == (rank, 2, "before"):
+                raise RuntimeError("the user's own mistake")
+            return loss
+
+        @override
+        def on_after_backward(self) -> None:
+            if (self.trainer.global_rank, self.trainer.fit_loop.batch_idx, when) == (rank, 2, "after"):
+                raise RuntimeError("the user's own mistake")
+
+    seen = train(2, Faulty, raises=False, max_steps=50)
+    assert str(seen.errors.pop(rank)) == "the user's own mistake"
+    if rank == 0:
+        assert not seen.errors
+    else:
+        error = seen.errors.pop(0)
+        assert isinstance(error, StepError)
+        assert "trainer peer-1 ended, and its server with it: RuntimeError: the user's own mistake" in str(error)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_without_a_loss_counts_nowhere() -> None:
+    class Choosy(Watching):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx % 3 == self.trainer.global_rank:
+                self.seen.withdrawn.add(place_of(self))
+                return None
+            return loss
+
+    seen = train(2, Choosy)
+    assert_exact(seen, num_trainers=2)
+    assert seen.withdrawn
+    assert not seen.withdrawn & {place for places in seen.steps for place in places}
+
+
+# ---------------------------------------------------------------------- data
+
+
+def test_trainers_share_a_dataset_as_ddp_would() -> None:
+    seen = train(2, data=lambda: DataLoader(numbered(digits()), batch_size=4, shuffle=True), max_steps=-1, max_epochs=1)
+    first, second = ({number for rank, ids in seen.batches.values() if rank == one for number in ids} for one in (0, 1))
+    assert len(first) == 26
+    assert not first & second
+    sampler = torch.utils.data.DistributedSampler(numbered(digits()), num_replicas=2, rank=0, shuffle=True, seed=0)
+    assert first == set(sampler)
+    samplers = [trainer.train_dataloader.sampler for trainer in seen.trainers.values()]  # type: ignore[union-attr]
+    assert [(one.num_replicas, one.rank, one.shuffle) for one in samplers] == [(2, 0, True), (2, 1, True)]
+
+
+def test_each_epoch_is_drawn_anew() -> None:
+    seen = train(2, max_steps=-1, max_epochs=2, swarm={"target_batch_size": 4})
+    own = [ids for _, (rank, ids) in sorted(seen.batches.items()) if rank == 0]
+    epochs = [[number for ids in part for number in ids] for part in (own[:7], own[7:])]
+    assert len(epochs[0]) == len(epochs[1]) == 26
+    assert set(epochs[0]) != set(epochs[1])
+
+
+def test_without_sharing_every_trainer_draws_for_itself() -> None:
+    seen = train(2, use_distributed_sampler=False, max_steps=3)
+    firsts = {rank: ids for (_, _), (rank, ids) in sorted(seen.batches.items(), reverse=True)}
+    assert set(firsts) == {0, 1}
+    assert firsts[0] != firsts[1]
+    assert_exact(seen, num_trainers=2)
+
+
+class Endless(IterableDataset[Any]):
+    @override
+    def __iter__(self) -> Any:
+        while True:
+            yield from numbered(digits())
+
+
+@pytest.mark.parametrize("dataset", ["iterable", "sequential"])
+def test_reading_the_same_batches_is_warned_of(dataset: str) -> None:
+    def data() -> DataLoader[Any]:
+        return DataLoader(Endless() if dataset == "iterable" else numbered(digits()), batch_size=4)
+
+    with pytest.warns(UserWarning, match="Every trainer of the run reads all of its DataLoader.*counts once for every"):
+        train(2, data=data, max_steps=2, use_distributed_sampler=False)
+
+
+# ---------------------------------------------------------------------- refused
+
+
+def half_precision() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "swarm", "words"),
+    [
+        ({}, {"target_batch_size": None}, r"`role='both'` on several devices needs `target_batch_size`.*got None.*Set"),
+        (
+            {"callbacks": lambda: [StochasticWeightAveraging(1e-2)]},
+            {},
+            r"must not change weights.*got StochasticWeightAveraging.*Use it with `role='auto'`",
+        ),
+        ({"plugins": half_precision}, {}, r"must scale their losses alike.*'16-mixed'.*Use 'bf16-mixed'"),
+    ],
+)
+def test_it_is_refused_before_anything_starts(options: dict[str, Any], swarm: dict[str, Any], words: str) -> None:
+    options = {name: make() for name, make in options.items()}
+    callbacks = options.pop("callbacks", [])
+    with pytest.raises(ConfigError, match=words):
+        train(2, swarm=swarm, callbacks=lambda rank: callbacks, **({"precision": None} if options else {}), **options)
+
+
+def assert_refused(seen: Seen, words: str) -> None:
+    """One of the trainers comes to it first; if that is not the lead, the lead is told."""
+    assert any(isinstance(error, ConfigError) and re.search(words, str(error)) for error in seen.errors.values())
+    assert re.search(words, str(seen.errors[0]))
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce"])
+def test_what_would_wait_for_the_others_is_refused(name: str) -> None:
+    class Gathers(Watching):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.all_gather(loss) if name == "all_gather" else self.trainer.strategy.reduce(loss)
+            return loss
+
+    seen = train(2, Gathers, raises=False)
+    assert_refused(seen, rf"nothing that `{name}` could collect.*Use `self.log\(..., sync_dist=True")
+
+
+def test_freezing_in_mid_run_is_refused() -> None:
+    class Freezes(Watching):
+        @override
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                next(self.parameters()).requires_grad_(False)
+
+    seen = train(2, Freezes, raises=False)
+    assert_refused(seen, "what trains is settled when a run of several trainers begins")
+
+
+def test_another_trainers_own_end_is_not_its_step_count() -> None:
+    """Its server's optimizer is built with the lead's number of steps; its loop goes by its own limits."""
+    seen: Seen = train(2, max_steps=-1, max_epochs=3)
+    assert [trainer.max_epochs for trainer in seen.trainers.values()] == [3, 3]
+    assert [trainer.max_steps for trainer in seen.trainers.values()] == [-1, -1]

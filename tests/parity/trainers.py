@@ -1,0 +1,325 @@
+"""Several trainers of one run, each Lightning's own `Trainer.fit` in a thread; servers and network are in one loop.
+
+Which trainer's batch comes into which step is left to chance, as in a real swarm. So the reference is a plain loop over
+the batches that each record counts, which the trainers write down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_swarm.assembly import Peer
+from lightning_swarm.config import Limits
+from lightning_swarm.launcher import arguments_of
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.runtime import Runtime, ThreadRuntime
+from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.types import Record
+from tests.parity.harness import QUIET
+from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer, make_schedule
+
+LIMITS = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0)
+Place = tuple[int, int]
+"""A batch's step, and the position of its first sample there."""
+
+
+@dataclass
+class Curve:
+    """What the trainers of a run write down."""
+
+    batches: dict[Place, tuple[int, list[int]]] = field(default_factory=dict)  # by whom, and the samples' numbers
+    losses: dict[Place, float] = field(default_factory=dict)
+    steps: list[list[Place]] = field(default_factory=list)  # the batches of each record
+    weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
+
+
+@dataclass
+class Seen(Curve):
+    """What is seen of trainers in threads besides."""
+
+    records: list[Record] = field(default_factory=list)
+    trainers: dict[int, L.Trainer] = field(default_factory=dict)
+    modules: dict[int, Net | NanoGPT] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    withdrawn: set[Place] = field(default_factory=set)
+    validated: list[int] = field(default_factory=list)  # by whom
+    runtime: ThreadRuntime = field(default_factory=ThreadRuntime)
+
+    def note(self, rank: int) -> Note:
+        """What a trainer calls for each batch."""
+
+        def note(place: Place, ids: list[int], loss: float) -> None:
+            self.batches[place] = rank, ids
+            self.losses[place] = loss
+
+        return note
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """On a trainer's thread: let the others go on until they come there."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(30.0):
+                while not reached():  # noqa: ASYNC110 - whatever it looks at tells nobody
+                    await asyncio.sleep(0)
+
+        self.runtime.run(wait())
+
+
+def places_of(record: Record) -> list[Place]:
+    """The batches that a record counts."""
+    return sorted({(record.step, first) for first, _, _ in record.closing.counted})
+
+
+def place_of(module: L.LightningModule) -> Place:
+    """Where the batch in hand counts."""
+    strategy = module.trainer.strategy
+    assert isinstance(strategy, SwarmStrategy)
+    assert strategy._session is not None
+    assert strategy._session.pipeline.batch is not None
+    grant = strategy._session.pipeline.batch.grant
+    return grant.step, grant.first
+
+
+Note = Callable[[Place, list[int], float], None]
+
+
+def watched(module: Net | NanoGPT, note: Note) -> None:
+    """Have the module say which samples of a numbered dataset it trains on, where they count, and with which loss."""
+    step = module.training_step
+
+    def training_step(batch: list[Tensor], batch_idx: int) -> Any:
+        loss = step(batch[:-1], batch_idx)
+        note(place_of(module), batch[-1].tolist(), 0.0 if loss is None else loss.item())
+        return loss
+
+    module.training_step = training_step  # type: ignore[method-assign]
+
+
+def numbered(data: TensorDataset) -> TensorDataset:
+    """The same samples, with their numbers."""
+    return TensorDataset(*data.tensors, torch.arange(len(data)))
+
+
+class Shared(Runtime):
+    """One loop of several peers."""
+
+    def __init__(self, runtime: ThreadRuntime) -> None:
+        self._runtime = runtime
+
+    @override
+    def run(self, work: Any) -> Any:
+        return self._runtime.run(work)
+
+    @override
+    def close(self) -> None:
+        """It belongs to all."""
+
+
+class ThreadStrategy(SwarmStrategy):
+    """`SwarmStrategy` of one trainer of several in this process."""
+
+    def __init__(self, rank: int, network: MemoryNetwork, seen: Seen, **kwargs: Any) -> None:
+        super().__init__(role="both", **kwargs)
+        self._rank = rank
+        self._network = network
+        self._seen = seen
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return self._rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = _ThreadLauncher(self)
+
+    def make_peer(self) -> None:
+        transport = self._network.transport(f"peer-{self._rank}")
+        self.peer = Peer(
+            Shared(self._seen.runtime),
+            transport,
+            self._network.directory(transport),
+            executor=InlineExecutor,
+            config=self.config,
+            rng=random.Random(self._rank),
+        )
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        assert self._session is not None
+        steps = self._session._steps
+        record = steps.record
+
+        async def noted(step: int) -> Record | None:
+            found = await record(step)
+            if found is not None and self.is_global_zero:
+                self._seen.records.append(found)
+                self._seen.steps.append(places_of(found))
+            return found
+
+        steps.record = noted  # type: ignore[method-assign]
+
+
+class _ThreadLauncher(_Launcher):
+    def __init__(self, strategy: ThreadStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        self._strategy.check(trainer, arguments_of(function, args, kwargs))
+        self._strategy.make_peer()
+        if not self._strategy.is_global_zero:
+            self._strategy.follow(trainer)
+        return function(*args, **kwargs)
+
+    @override
+    def kill(self, signum: int) -> None:
+        """There is nobody to pass it on to."""
+
+
+def train(
+    num_trainers: int,
+    make_module: Callable[[Seen], Any] = lambda seen: DigitsMLP(),
+    *,
+    data: Callable[[], DataLoader[Any]] = lambda: DataLoader(numbered(digits()), batch_size=4, shuffle=True),
+    validation: Callable[[], DataLoader[Any]] | None = None,
+    callbacks: Callable[[int], list[L.Callback]] = lambda rank: [],
+    each: dict[str, Callable[[], Any]] | None = None,
+    raises: bool = True,
+    swarm: dict[str, Any] | None = None,
+    **options: Any,
+) -> Seen:
+    """Train; raises what a trainer raised, the lead's first.
+
+    Args:
+        num_trainers: Each with a server.
+        make_module: Builds the module of each; all draw the same weights.
+        data: Of each.
+        validation: Of each, though only the lead looks at it.
+        callbacks: Of the trainer of that rank.
+        each: Arguments of the Trainer that no two may have in common: what makes them.
+        raises: False: errors are left in the result.
+        swarm: Arguments of the strategy.
+        options: Of the Trainer.
+    """
+    network, seen = MemoryNetwork(), Seen()
+    arguments = {"num_stages": 2, "target_batch_size": 12, "microbatch_size": 3, "limits": LIMITS, **(swarm or {})}
+
+    def one(rank: int) -> None:
+        try:
+            trainer = seen.trainers[rank]
+            trainer.fit(seen.modules[rank], data(), validation() if validation else None)
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody above it
+            seen.errors[rank] = error
+
+    # The default dtype belongs to the process, and trainers in threads would take turns in setting it.
+    with _default(torch.float64):
+        for rank in range(num_trainers):
+            strategy = ThreadStrategy(rank, network, seen, **arguments)
+            seen.trainers[rank] = L.Trainer(
+                **{
+                    **QUIET,
+                    "max_steps": 8,
+                    "max_epochs": -1,
+                    **options,
+                    **{k: make() for k, make in (each or {}).items()},
+                },
+                devices=num_trainers,
+                strategy=strategy,
+                callbacks=callbacks(rank),
+            )
+            torch.manual_seed(0)
+            seen.modules[rank] = make_module(seen)
+            watched(seen.modules[rank], seen.note(rank))
+        threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(num_trainers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120.0)
+        assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
+    seen.runtime.close()
+    seen.weights = seen.modules[0].state_dict()
+    if raises and seen.errors:
+        raise seen.errors[min(seen.errors)]
+    return seen
+
+
+def assert_exact(
+    curve: Curve,
+    make_module: Callable[[], Net | NanoGPT],
+    data: TensorDataset,
+    *,
+    num_trainers: int,
+    target_batch_size: int = 12,
+    made_as: torch.dtype = torch.float64,
+) -> None:
+    """Losses and weights are those of plain torch on the batches that each record counts, and all took part.
+
+    Args:
+        curve: Of the swarm.
+        make_module: Makes the module that was trained.
+        data: Without numbers.
+        num_trainers: Who must have brought batches that count.
+        target_batch_size: What each step must have reached.
+        made_as: The default dtype that the module was made under.
+    """
+    torch.manual_seed(0)
+    with _default(made_as):
+        module = make_module().double()
+    with _default(torch.float64):
+        module.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no Trainer here
+        optimizer = make_optimizer(module, module.recipe)
+        schedule = make_schedule(optimizer, module.recipe)
+        for places in curve.steps:
+            batches = [curve.batches[place][1] for place in places]
+            num_samples = sum(map(len, batches))
+            assert num_samples >= target_batch_size
+            optimizer.zero_grad()
+            for place, ids in zip(places, batches, strict=True):
+                tensors = [part[ids].double() if part.is_floating_point() else part[ids] for part in data.tensors]
+                loss = module.training_step(tensors, 0)
+                assert isinstance(loss, Tensor)
+                assert abs(curve.losses[place] - loss.item()) <= 1e-10 * abs(loss.item()), place
+                (loss * len(ids) / num_samples).backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+        weights = module.state_dict()
+        assert weights.keys() == curve.weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(curve.weights[name], tensor, rtol=0.0, atol=1e-10)
+    counted = [place for places in curve.steps for place in places]
+    assert len(set(counted)) == len(counted) > 0
+    assert {curve.batches[place][0] for place in counted} == set(range(num_trainers)), "some trainer brought nothing"
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
