@@ -27,6 +27,7 @@ class Framework:
     trainer: type[Any]
     module: type[Any]
     data_module: type[Any]
+    strategy: type[Any]
     accelerator: type[Any]
     call: ModuleType
     callbacks: ModuleType
@@ -53,6 +54,7 @@ class Framework:
             trainer=root.Trainer,
             module=root.LightningModule,
             data_module=root.LightningDataModule,
+            strategy=of("strategies", "Strategy"),
             accelerator=of("accelerators", "Accelerator"),
             call=of("trainer", "call"),
             callbacks=import_module(f"{name}.callbacks"),
@@ -65,6 +67,11 @@ class Framework:
             distributed_sampler=of("trainer.connectors.data_connector", "_get_distributed_sampler"),
             with_sampler=of("utilities.data", "_update_dataloader"),
         )
+
+    @property
+    def strategy_path(self) -> str:
+        """Of SwarmStrategy, as YAML names it."""
+        return f"{self.strategies}.SwarmStrategy"
 
     @property
     def other(self) -> Framework:
@@ -87,16 +94,16 @@ FRAMEWORKS: Final = (LIGHTNING, PYTORCH_LIGHTNING)
 min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
 
 
-def mixed_import(kind: str, found: object, wanted: Framework) -> ConfigError:
-    """What to say of an object of the other tree than the Trainer's.
+def mixed_import(kind: str, found: type[object], wanted: Framework) -> ConfigError:
+    """What to say of a class of the other tree than the Trainer's.
 
     Args:
         kind: The name of its base class, equal in both trees.
-        found: The object.
+        found: The class.
         wanted: The Trainer's.
     """
     return ConfigError(
-        f"a {kind} must come from the Trainer's import of Lightning: {type(found).__name__} is from "
+        f"a {kind} must come from the Trainer's import of Lightning: {found.__name__} is from "
         f"`{wanted.other.name}`, the Trainer from `{wanted.name}`. Change the import of {kind} to `{wanted.name}`."
     )
 
@@ -117,12 +124,18 @@ def _check_mixed_imports(framework: Framework, instance: object) -> None:
     other = framework.other
     for kind in (other.module, other.data_module, other.callbacks.Callback):
         if isinstance(instance, kind):
-            raise TypeError(str(mixed_import(kind.__name__, instance, framework)))
+            raise TypeError(str(mixed_import(kind.__name__, type(instance), framework)))
 
 
 def framework_of(trainer: Any) -> Framework:
     """The tree whose Trainer it is."""
     return next(framework for framework in FRAMEWORKS if isinstance(trainer, framework.trainer))
+
+
+def framework_of_class(found: object) -> Framework | None:
+    """The tree from which a LightningModule, data module or strategy was derived. None: it is no such class."""
+    bases = set(found.__mro__) if isinstance(found, type) else set()  # `issubclass` takes each strategy for both
+    return next((one for one in FRAMEWORKS if bases & {one.module, one.data_module, one.strategy}), None)
 
 
 def callbacks_named(*names: str) -> tuple[type[Any], ...]:

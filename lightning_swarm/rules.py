@@ -66,14 +66,14 @@ def check_data_module(trainer: Trainer, datamodule: LightningDataModule) -> None
     """
     wanted = framework_of(trainer)
     if not isinstance(datamodule, wanted.data_module):
-        raise mixed_import("LightningDataModule", datamodule, wanted)
+        raise mixed_import("LightningDataModule", type(datamodule), wanted)
 
 
 def _check_callback_imports(trainer: Trainer) -> None:
     wanted = framework_of(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
         if not isinstance(callback, wanted.callbacks.Callback):
-            raise mixed_import("Callback", callback, wanted)
+            raise mixed_import("Callback", type(callback), wanted)
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:

@@ -1,32 +1,18 @@
-"""The commands that build a Trainer: `fit`, `validate`, `test`, `predict`, and `SwarmCLI` behind them."""
+"""The commands that build a Trainer: `fit`, `validate`, `test`, `predict`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
 import sys
-from collections.abc import Mapping, Sequence
-from functools import update_wrapper
+from collections.abc import Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any, Final
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-    SaveConfigCallback,
-    _global_add_class_path,
-    instantiate_class,
-)
-from typing_extensions import override
-
-from lightning_swarm.config import Limits
+from lightning_swarm.cli import pytorch_lightning, swarm_cli
+from lightning_swarm.cli.choosing import choose_framework
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.strategy import SwarmStrategy
-
-_CLASS_PATH: Final = "lightning_swarm.SwarmStrategy"
+from lightning_swarm.framework import LIGHTNING
 
 TRAINER_COMMANDS: Final[Mapping[str, str]] = {
     "fit": "Train a model on a swarm, which begins with this machine's devices.",
@@ -70,79 +56,6 @@ Classes are named by their import path from the current folder, like my_project.
     lightning-swarm {name} --trainer.strategy.help {strategy}"""
 
 
-class _SaveConfig(SaveConfigCallback):
-    """Saves what `fit` was run with, into the folder that a logger makes for it."""
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # Without a logger it would be the current folder, where the user's own files are.
-        if stage == "fit" and trainer.loggers:
-            super().setup(trainer, pl_module, stage)
-
-
-class SwarmCLI(LightningCLI):
-    """A LightningCLI whose strategy is `SwarmStrategy` unless another one is named.
-
-    Used as LightningCLI is: ``SwarmCLI(MyModel, MyData)`` in a script, or without classes. ``trainer_defaults`` with a
-    strategy comes before this one's. Needs jsonargparse: ``pip install "lightning-swarm[cli]"``.
-    """
-
-    @override
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_core_arguments_to_parser(parser)
-        if "strategy" not in self.trainer_defaults:
-            parser.set_defaults({"trainer.strategy": {"class_path": _CLASS_PATH}})
-
-    @override
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        if args is None or isinstance(args, list):
-            self.config = parser.parse_args(_with_class_path(sys.argv[1:] if args is None else args))
-        else:
-            super().parse_arguments(parser, args)
-
-    @override
-    def instantiate_classes(self) -> None:
-        try:
-            super().instantiate_classes()
-        except ValueError:
-            # jsonargparse buries what a class says of its arguments in what it says of types.
-            _refuse(self._get(self.config, "trainer").get("strategy"))
-            raise
-
-    @override
-    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
-        """``--optimizer`` makes a new optimizer at each call: every stage steps one of its own."""
-        super()._add_configure_optimizers_method_to_model(subcommand)
-        if "configure_optimizers" not in vars(self.model):
-            return
-        parser = self._parser(subcommand)
-        optimizer, scheduler = self._chosen(parser._optimizers), self._chosen(parser._lr_schedulers)
-
-        def configure_optimizers(module: LightningModule) -> Any:
-            made: Any = instantiate_class(module.parameters(), optimizer)
-            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
-
-        update_wrapper(configure_optimizers, self.configure_optimizers)
-        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
-
-    def _chosen(self, registered: Mapping[str, tuple[Any, str]]) -> Any:
-        """Class path and arguments of the one that the model does not make itself."""
-        for key, (kind, link_to) in registered.items():
-            if link_to == "AUTOMATIC":
-                chosen = self._get(self.config_init, key)
-                return chosen if isinstance(kind, tuple) else _global_add_class_path(kind, chosen)
-        return None
-
-
-def _refuse(strategy: Any) -> None:
-    """Raise the swarm's own error if it is its arguments that cannot work."""
-    if not isinstance(strategy, str) and strategy.get("class_path") == _CLASS_PATH:
-        given = strategy.as_dict().get("init_args", {})
-        limits = Limits(**given.pop("limits", {}))
-        of_lightning = ("accelerator", "checkpoint_io", "precision_plugin")
-        SwarmStrategy(limits=limits, **{name: value for name, value in given.items() if name not in of_lightning})
-
-
 def run_trainer() -> int:
     """Do what the process's arguments say. Returns the exit status."""
     _require_jsonargparse()
@@ -154,21 +67,24 @@ def run_trainer() -> int:
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)  # a console script finds no model in the current folder otherwise
+    framework = choose_framework(sys.argv[1:], [*TRAINER_COMMANDS])
+    tree = swarm_cli if framework is LIGHTNING else pytorch_lightning
     parsers: dict[str, dict[str, Any]] = {
         name: {
             "exit_on_error": False,
             "usage": f"lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]",
             "formatter_class": Help,
-            "description": line + _MODEL_AND_DATA.format(name=name, strategy=_CLASS_PATH),
+            "description": line + _MODEL_AND_DATA.format(name=name, strategy=framework.strategy_path),
         }
         for name, line in TRAINER_COMMANDS.items()
     }
     own = {"prog": "lightning-swarm", "formatter_class": Help, "exit_on_error": False}
     try:
-        SwarmCLI(save_config_callback=_SaveConfig, parser_kwargs={**own, **parsers})
+        tree.SwarmCLI(save_config_callback=tree.SaveConfig, parser_kwargs={**own, **parsers})
     except argparse.ArgumentError as error:
         name = sys.argv[1] if sys.argv[1] in TRAINER_COMMANDS else "fit"
-        raise ConfigError(_shortened(str(error)) + _HINT.format(name=name, strategy=_CLASS_PATH)) from error
+        hint = _HINT.format(name=name, strategy=framework.strategy_path)
+        raise ConfigError(_shortened(str(error)) + hint) from error
     return 0
 
 
@@ -187,18 +103,3 @@ def _require_jsonargparse() -> None:
             f"{', '.join(TRAINER_COMMANDS)} need jsonargparse with its extra `signatures`, and {error.name} is not "
             'installed. Run: pip install "lightning-swarm[cli]"'
         ) from error
-
-
-def _with_class_path(arguments: Sequence[str]) -> list[str]:
-    """The strategy by its class where it is named by its short name: only a class can have further options.
-
-    So `--trainer.strategy=swarm --trainer.strategy.num_stages=2` works.
-    """
-    option, name = "--trainer.strategy", SwarmStrategy.strategy_name
-    given: list[str] = []
-    for argument in arguments:
-        if argument == f"{option}={name}":
-            given.append(f"{option}={_CLASS_PATH}")
-        else:
-            given.append(_CLASS_PATH if argument == name and given and given[-1] == option else argument)
-    return given

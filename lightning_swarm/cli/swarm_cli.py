@@ -1,0 +1,133 @@
+"""`SwarmCLI`: a LightningCLI, of either import tree, that trains on a swarm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import update_wrapper
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    SaveConfigCallback,
+    _global_add_class_path,
+    instantiate_class,
+)
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
+
+# The hooks stand before the classes of either import tree. Types are checked as if it were before these.
+if TYPE_CHECKING:
+    _LightningCLI = LightningCLI
+    _SaveConfigCallback = SaveConfigCallback
+else:
+    _LightningCLI = _SaveConfigCallback = object
+
+
+class SaveConfigHooks(_SaveConfigCallback):
+    """Saves what `fit` was run with, into the folder that a logger makes for it."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Without a logger it would be the current folder, where the user's own files are.
+        if stage == "fit" and trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class SaveConfig(SaveConfigHooks, SaveConfigCallback):  # noqa: D101 - see there
+    __doc__ = SaveConfigHooks.__doc__
+
+
+class SwarmCLIHooks(_LightningCLI):
+    """A LightningCLI whose strategy is `SwarmStrategy` unless another one is named.
+
+    Used as LightningCLI is: ``SwarmCLI(MyModel, MyData)`` in a script, or without classes. ``trainer_defaults`` with a
+    strategy comes before this one's. Needs jsonargparse: ``pip install "lightning-swarm[cli]"``.
+    """
+
+    strategy_class: ClassVar[type[SwarmHooks]]
+
+    @override
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        if "strategy" not in self.trainer_defaults:
+            parser.set_defaults({"trainer.strategy": {"class_path": self.strategy_class.framework.strategy_path}})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(self._with_class_path(sys.argv[1:] if args is None else args))
+        else:
+            super().parse_arguments(parser, args)
+
+    def _with_class_path(self, arguments: Sequence[str]) -> list[str]:
+        """The strategy by its class where it is named by its short name: only a class can have further options.
+
+        So `--trainer.strategy=swarm --trainer.strategy.num_stages=2` works.
+        """
+        option, name, path = (
+            "--trainer.strategy",
+            self.strategy_class.strategy_name,
+            self.strategy_class.framework.strategy_path,
+        )
+        given: list[str] = []
+        for argument in arguments:
+            if argument == f"{option}={name}":
+                given.append(f"{option}={path}")
+            else:
+                given.append(path if argument == name and given and given[-1] == option else argument)
+        return given
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError:
+            # jsonargparse buries what a class says of its arguments in what it says of types.
+            self._refuse(self._get(self.config, "trainer").get("strategy"))
+            raise
+
+    def _refuse(self, strategy: Any) -> None:
+        """Raise the swarm's own error if it is its arguments that cannot work."""
+        if not isinstance(strategy, str) and strategy.get("class_path") == self.strategy_class.framework.strategy_path:
+            given = strategy.as_dict().get("init_args", {})
+            limits = Limits(**given.pop("limits", {}))
+            of_lightning = ("accelerator", "checkpoint_io", "precision_plugin")
+            self.strategy_class(
+                limits=limits, **{name: value for name, value in given.items() if name not in of_lightning}
+            )
+
+    @override
+    def _add_configure_optimizers_method_to_model(self, subcommand: str | None) -> None:
+        """``--optimizer`` makes a new optimizer at each call: every stage steps one of its own."""
+        super()._add_configure_optimizers_method_to_model(subcommand)
+        if "configure_optimizers" not in vars(self.model):
+            return
+        parser = self._parser(subcommand)
+        optimizer, scheduler = self._chosen(parser._optimizers), self._chosen(parser._lr_schedulers)
+
+        def configure_optimizers(module: LightningModule) -> Any:
+            made: Any = instantiate_class(module.parameters(), optimizer)
+            return self.configure_optimizers(module, made, instantiate_class(made, scheduler) if scheduler else None)
+
+        update_wrapper(configure_optimizers, self.configure_optimizers)
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+    def _chosen(self, registered: Mapping[str, tuple[Any, str]]) -> Any:
+        """Class path and arguments of the one that the model does not make itself."""
+        for key, (kind, link_to) in registered.items():
+            if link_to == "AUTOMATIC":
+                chosen = self._get(self.config_init, key)
+                return chosen if isinstance(kind, tuple) else _global_add_class_path(kind, chosen)
+        return None
+
+
+class SwarmCLI(SwarmCLIHooks, LightningCLI):  # noqa: D101 - see there
+    strategy_class = SwarmStrategy
+    __doc__ = SwarmCLIHooks.__doc__
