@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,17 +39,15 @@ class Watched(InMemoryStrategy):
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it; what it imports and sets is taken back."""
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it. What it imports stays: jsonargparse imports every LightningModule that there ever was."""
     folder = tmp_path / "project"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     monkeypatch.syspath_prepend(folder)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setattr(lightning_swarm, "SwarmStrategy", Watched)
-    yield folder
-    for name in [name for name in sys.modules if name.partition(".")[0] == "denoise"]:
-        del sys.modules[name]
+    return folder
 
 
 def train(project: Path, out: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, float]]:
