@@ -105,7 +105,7 @@ class Peer:
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
         self.run: RunState | None = None  # that this peer began, as its trainer knows it
-        self._stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
+        self.stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
         self._closed = False
 
     def _report(self) -> PeerReport:
@@ -250,7 +250,7 @@ class Peer:
             )
         )
         trainers = self.runtime.run(membership.trainers_among(self._directory, self._config.run_id, servers))
-        self._stages = stages = model.cut(spec.ranges)
+        self.stages = stages = model.cut(spec.ranges)
         if self.server is None and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
         manifest = self._manifest(spec, model, self._own_first(servers), trainers)
@@ -350,7 +350,7 @@ class Peer:
         self.runtime.run(membership.restart(self.transport, self.run, request, timeout=timeout))
         session.go_back(request)
         load()
-        self.runtime.run(membership.hand_out(self.transport, self.run, self._stages, timeout=timeout))
+        self.runtime.run(membership.hand_out(self.transport, self.run, self.stages, timeout=timeout))
 
     # ------------------------------------------------------------------ the end
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_swarm.framework import callbacks_named
+from lightning_swarm.weights import Weights
 
 
 def writes_weights(trainer: Trainer) -> bool:
@@ -17,38 +18,25 @@ def writes_weights(trainer: Trainer) -> bool:
     return any(isinstance(one, callbacks_named("WeightAveraging", "StochasticWeightAveraging")) for one in callbacks)
 
 
-class Weights(Protocol):
-    """The weights of a run, on the servers and in the lead's module."""
-
-    def visit_home(self) -> None:
-        """Let the module hold those of the last step."""
-
-    def stay_home(self) -> None:
-        """Let the module hold what was trained, for good."""
-
-    def lend(self) -> None:
-        """Let evaluations use what the module holds now, until `take_back`."""
-
-    def take_back(self) -> None:
-        """Let evaluations use the weights of the last step again."""
-
-
 class Home(Callback):
     """The first of the Trainer's callbacks, until `close`: what the others look at is there before them.
 
     Args:
-        callbacks: The Trainer's.
+        trainer: Whose module it is.
         weights: Those of the run.
+        stays: Whether what was trained is in the module when training ends. It is what it looks like then: callbacks
+            may change it, and it is saved as it is.
     """
 
-    def __init__(self, callbacks: list[Any], weights: Weights) -> None:
-        self._callbacks = callbacks
+    def __init__(self, trainer: Trainer, weights: Weights, *, stays: bool) -> None:
+        self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights = weights
+        self._stays = stays
         self._wrapped: list[tuple[Any, str]] = []
-        for callback in callbacks:
+        for callback in self._callbacks:
             if isinstance(callback, callbacks_named("WeightAveraging")):
                 self._average(callback)
-        callbacks.insert(0, self)
+        self._callbacks.insert(0, self)
 
     def close(self) -> None:
         """Leave the Trainer's callbacks as they were."""
@@ -64,7 +52,8 @@ class Home(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._weights.stay_home()
+        if self._stays:
+            self._weights.stay_home(trainer.optimizers[0])
 
     def _average(self, callback: Any) -> None:
         """Serve a `WeightAveraging`, whatever its subclass decides, and only when it decides to read or write."""

@@ -214,14 +214,6 @@ def check_compiling() -> None:
         )
 
 
-def refuse_stale_weights() -> NoReturn:
-    """Refuse to save what the swarm has trained on since."""
-    raise ConfigError(
-        "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
-        "`gather_on_end=True`, or save during fit (ModelCheckpoint)."
-    )
-
-
 def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
     """The only optimizer.
 

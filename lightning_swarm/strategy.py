@@ -6,8 +6,8 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import checkpoint as checkpoints
 from lightning_swarm import following, rules
 from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
 from lightning_swarm.config import Limits, Role, SwarmConfig
@@ -31,16 +30,16 @@ from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
-from lightning_swarm.partition import Blocks, StageModule, find_blocks, time_costs
+from lightning_swarm.partition import Blocks, find_blocks, time_costs
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
 from lightning_swarm.types import Selection
+from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _LIMITS = Limits()
 
 # `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
@@ -139,14 +138,11 @@ class SwarmHooks(_Strategy):
         self._loop: SwarmOptimization | None = None
         self._interception: Interception | None = None
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
-        self._stale = False  # the module's weights are older than what the swarm made of them
-        self._stages: Sequence[StageModule] = ()
-        self._num_lent = 0
+        self._weights: Weights | None = None  # of this run or, once it is over, of the last one
         self._restore_dtype: Callable[[], None] = lambda: None
         self.num_trainers = 1  # that are started together, on this machine
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
-        self._home_version: int | None = None  # of the weights that the module was seen to hold
 
     # ------------------------------------------------------------------ what Lightning asks
 
@@ -302,14 +298,16 @@ class SwarmHooks(_Strategy):
         self._blocks = find_blocks(module, self.config.pipeline)
         model = self.make_model(module, self._blocks, keep=True)
         ranges = choose_ranges(self._blocks, self._num_stages, self.config.split, self._measured)
-        self._stages = model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
+        model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, ranges, selection)
         self._interception = Interception(self._blocks, self._session.pipeline)
-        self._home_version = self._session.version
         if fitting:
             self._take_steps(trainer, self._session)
         if self.is_global_zero:
-            self._home = Home(trainer.callbacks, self)  # type: ignore[attr-defined]  # Lightning sets it in its connector
+            assert self.peer is not None
+            stale = self._weights is not None and self._weights.stale
+            self._weights = Weights(self.peer, self._session, module, limits=self.config.limits, stale=stale)
+            self._home = Home(trainer, self._weights, stays=self.config.gather_on_end)
 
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
@@ -428,22 +426,16 @@ class SwarmHooks(_Strategy):
         if not self.is_global_zero:
             return {}  # the lead saves
         own: dict[str, Any] = self.lightning_module.state_dict()
-        if self._stale:
-            if self._session is None:
-                rules.refuse_stale_weights()
-            weights = self._gathered_weights(self.config.limits.call_timeout)
-            names = checkpoints.first_names(self.lightning_module)
-            own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
+        if self._weights is not None:
+            self._weights.complete(own)
         return own
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if not self.is_global_zero:
             return {}
-        if self._stale:
-            if self._session is None:
-                rules.refuse_stale_weights()
-            return self._gathered_optimizer(self.config.limits.call_timeout)
+        if self._weights is not None and self._weights.stale:
+            return self._weights.optimizer_state(optimizer)
         return super().optimizer_state(optimizer)
 
     @override
@@ -463,29 +455,26 @@ class SwarmHooks(_Strategy):
                 "a run goes back with its only trainer: the others would go on from newer weights; this one has "
                 f"{self._session.num_trainers}. Look for a learning rate with one trainer, and set what it finds."
             )
-        assert self.peer is not None
-        self.peer.go_back(self._session, checkpoint["global_step"], load)
+        assert self._weights is not None
+        self._weights.go_back(checkpoint["global_step"], load)
         if self._loop is not None:
             self._loop.go_back()
-        self._stale = False
-        self._home_version = self._session.version
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         super().load_optimizer_state_dict(checkpoint)
         if not self.is_global_zero:
             return
-        assert self.peer is not None
-        assert self.peer.run is not None
+        assert self._weights is not None
         assert self._loop is not None
         self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
-        state = checkpoints.by_name(self.optimizers[0], self._parameter_names)
-        timeout = self.config.limits.call_timeout
-        self.peer.runtime.run(checkpoints.scatter_optimizer(self.peer.transport, self.peer.run, state, timeout=timeout))
+        self._weights.hand_out_optimizer(self.optimizers[0])
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._stale = self._looping = True
+        self._looping = True
+        if self._weights is not None:
+            self._weights.stale = True
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -514,94 +503,12 @@ class SwarmHooks(_Strategy):
                 with contextlib.suppress(SwarmError):  # the run may be over
                     self._session.quit(f"{type(exception).__name__}: {exception}")
             return
-        if not self.config.gather_on_end or self._session is None or not self._stale:
+        if not self.config.gather_on_end or self._weights is None or self._session is None or not self._weights.stale:
             return
         try:
-            self._bring_home(self.config.limits.leave_timeout)
+            self._weights.stay_home(self.optimizers[0], timeout=self.config.limits.leave_timeout)
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
-
-    def stay_home(self) -> None:
-        """With training over, the module is what it looks like: callbacks may change it, and it is saved as it is."""
-        if self.config.gather_on_end:
-            self._bring_home(self.config.limits.call_timeout)
-
-    def visit_home(self) -> None:
-        """Let the module hold the weights of the last step, for a callback."""
-        assert self._session is not None
-        if self._home_version != self._session.version:
-            self._bring_weights_home(self.config.limits.call_timeout)
-
-    def lend(self) -> None:
-        """Let the servers evaluate with what the module holds now; their weights stay as they are."""
-        assert self.peer is not None
-        assert self.peer.run is not None
-        assert self._session is not None
-        self._num_lent += 1
-        timeout = self.config.limits.call_timeout
-        self.peer.runtime.run(
-            checkpoints.lend_weights(self.peer.transport, self.peer.run, self._stages, self._num_lent, timeout=timeout)
-        )
-        self._session.pipeline.lent = self._num_lent
-
-    def take_back(self) -> None:
-        """Let the servers evaluate with their own weights again."""
-        assert self.peer is not None
-        assert self.peer.run is not None
-        assert self._session is not None
-        number, self._session.pipeline.lent = self._session.pipeline.lent, 0
-        if number:
-            timeout = self.config.limits.call_timeout
-            self.peer.runtime.run(
-                checkpoints.take_weights_back(self.peer.transport, self.peer.run, number, timeout=timeout)
-            )
-
-    def _bring_home(self, timeout: float) -> None:
-        """Put weights and optimizer state of the last step where one machine would have them."""
-        optimizer_state = self._gathered_optimizer(timeout)
-        self._bring_weights_home(timeout)
-        self.optimizers[0].load_state_dict(optimizer_state)
-        self._stale = False
-
-    def _bring_weights_home(self, timeout: float) -> None:
-        assert self.lightning_module is not None
-        assert self._session is not None
-        module = self.lightning_module
-        weights = self._gathered_weights(timeout)
-        own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        with torch.no_grad():
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
-        self._home_version = self._session.version
-
-    def _gathered_weights(self, timeout: float) -> dict[str, Tensor]:
-        """Copies of all stages' weights at the last step."""
-        return self._gather(checkpoints.gather_weights, timeout)
-
-    def _gathered_optimizer(self, timeout: float) -> dict[str, Any]:
-        """The optimizer's state of all stages at the last step, numbered as one process numbers it."""
-        state = self._gather(checkpoints.gather_optimizer, timeout)
-        return checkpoints.renumbered(self.optimizers[0], self._parameter_names, state)
-
-    @property
-    def _parameter_names(self) -> dict[int, str]:
-        assert self.lightning_module is not None
-        return {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
-
-    def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
-        assert self.peer is not None
-        assert self.peer.run is not None
-        assert self._session is not None
-        self._session.renew()
-        return self.peer.runtime.run(
-            gather(
-                self.peer.transport,
-                self.peer.run,
-                self._session.version,
-                timeout=timeout,
-                max_bytes=self.config.limits.max_message_bytes,
-            )
-        )
 
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.
@@ -630,7 +537,9 @@ class SwarmHooks(_Strategy):
         if self._home is not None:
             self._home.close()
         self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
-        self._home, self._compiler, self._stages = None, None, ()
+        self._home, self._compiler = None, None
+        if self._weights is not None:
+            self._weights.end()
         peer, self.peer = self.peer, None
         began = peer is not None and peer.run is not None
         try:

@@ -101,7 +101,7 @@ def test_averages(make: Any, validates: bool, tmp_path: Path) -> None:
     moved = [name for name, tensor in trained.items() if not torch.equal(tensor, both.swarm.weights[name])]
     assert len(moved) == len(trained), "the module holds the averages, the servers what was trained"
     assert all(stage._borrowed is None for stage in stages)
-    assert strategy._num_lent == (4 if validates else 0)
+    assert strategy._weights.num_lent == (4 if validates else 0)
 
 
 @pytest.mark.parametrize("make", [averaging, swa])

@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 import lightning_swarm.nn
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.weights import Weights
 from tests.parity.harness import QUIET, assert_exact, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import Net, digits, loader
 
@@ -178,16 +180,14 @@ def test_a_block_with_old_weights_is_not_asked() -> None:
     module.net[0](torch.zeros(1, 64, dtype=torch.float64))  # the run is over
 
 
-class Unheard(InMemoryStrategy):
-    """What it gathers is broken."""
-
-    @override
-    def _bring_home(self, timeout: float) -> None:
+def test_a_broken_run_is_torn_down_whatever_can_be_gathered(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(self: Weights, optimizer: Optimizer, *, timeout: float) -> None:
         raise KeyError("a name")
 
-
-def test_a_broken_run_is_torn_down_whatever_can_be_gathered(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = Unheard(num_stages=2)
+    monkeypatch.setattr(Weights, "stay_home", gather)
+    strategy = InMemoryStrategy(num_stages=2)
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": STEPS}, strategy=strategy)
     with pytest.raises(ConfigError, match="a loss may reach the pipeline"), quiet_warnings():
         trainer.fit(Penalised(), loader(digits()))

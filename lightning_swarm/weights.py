@@ -1,0 +1,148 @@
+"""The weights of a run: on its servers, and what the lead's own module holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_swarm import checkpoint
+from lightning_swarm.assembly import Peer
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.run_state import RunState
+from lightning_swarm.session import Session
+
+_T = TypeVar("_T")
+
+
+class Weights:
+    """The lead's word on weights and optimizer state, whose home is its module while nothing trains.
+
+    Args:
+        peer: The lead, which has begun the run.
+        session: Its session in it.
+        module: What the run was begun with.
+        limits: Bounds on waiting and memory.
+        stale: Whether another run left `module` without what it trained.
+    """
+
+    def __init__(self, peer: Peer, session: Session, module: nn.Module, *, limits: Limits, stale: bool) -> None:
+        self.stale = stale  # the module's weights are older than what the swarm made of them
+        self.num_lent = 0
+        self._peer = peer
+        self._session: Session | None = session
+        self._module = module
+        self._limits = limits
+        self._version = session.version  # of the weights that the module was seen to hold
+
+    def end(self) -> None:
+        """The run is over: what the module does not hold now is lost."""
+        self._session = None
+
+    # ------------------------------------------------------------------ in the module
+
+    def visit_home(self) -> None:
+        """Let the module hold the weights of the last step, for a callback."""
+        if self._version != self._of_run[0].version:
+            self._bring_weights_home(self._limits.call_timeout)
+
+    def stay_home(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
+        """Put weights and optimizer state of the last step where one machine would have them.
+
+        Args:
+            optimizer: Over the whole module.
+            timeout: Seconds; None: those of any call.
+        """
+        timeout = self._limits.call_timeout if timeout is None else timeout
+        state = self._optimizer_state(optimizer, timeout)
+        self._bring_weights_home(timeout)
+        optimizer.load_state_dict(state)
+        self.stale = False
+
+    def _bring_weights_home(self, timeout: float) -> None:
+        session, _ = self._of_run
+        weights = self._gather(checkpoint.gather_weights, timeout)
+        own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self._version = session.version
+
+    # ------------------------------------------------------------------ in checkpoints
+
+    def complete(self, own: dict[str, Any]) -> None:
+        """Put the weights of the last step into the module's state dict, unless the module holds them."""
+        if self.stale:
+            weights = self._gather(checkpoint.gather_weights, self._limits.call_timeout)
+            names = checkpoint.first_names(self._module)
+            own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""
+        return self._optimizer_state(optimizer, self._limits.call_timeout)
+
+    def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
+        state = self._gather(checkpoint.gather_optimizer, timeout)
+        return checkpoint.renumbered(optimizer, self._parameter_names, state)
+
+    def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
+        session, run = self._of_run
+        session.renew()
+        max_bytes = self._limits.max_message_bytes
+        return self._peer.runtime.run(
+            gather(self._peer.transport, run, session.version, timeout=timeout, max_bytes=max_bytes)
+        )
+
+    # ------------------------------------------------------------------ on the servers
+
+    def go_back(self, step: int, load: Callable[[], None]) -> None:
+        """Send the run back to `step`, with other weights. Arguments are those of `Peer.go_back`."""
+        session, _ = self._of_run
+        self._peer.go_back(session, step, load)
+        self.stale = False
+        self._version = session.version
+
+    def hand_out_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the servers go on with the state that a checkpoint has brought."""
+        _, run = self._of_run
+        state = checkpoint.by_name(optimizer, self._parameter_names)
+        self._peer.runtime.run(
+            checkpoint.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
+        )
+
+    def lend(self) -> None:
+        """Let the servers evaluate with what the module holds now, until `take_back`; their own stay as they are."""
+        session, run = self._of_run
+        self.num_lent += 1
+        timeout = self._limits.call_timeout
+        self._peer.runtime.run(
+            checkpoint.lend_weights(self._peer.transport, run, self._peer.stages, self.num_lent, timeout=timeout)
+        )
+        session.pipeline.lent = self.num_lent
+
+    def take_back(self) -> None:
+        """Let the servers evaluate with their own weights again."""
+        session, run = self._of_run
+        number, session.pipeline.lent = session.pipeline.lent, 0
+        if number:
+            timeout = self._limits.call_timeout
+            self._peer.runtime.run(checkpoint.take_weights_back(self._peer.transport, run, number, timeout=timeout))
+
+    @property
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
+
+    @property
+    def _of_run(self) -> tuple[Session, RunState]:
+        """What there is while the run is under way."""
+        if self._session is None:
+            raise ConfigError(
+                "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
+                "`gather_on_end=True`, or save during fit (ModelCheckpoint)."
+            )
+        assert self._peer.run is not None
+        return self._session, self._peer.run
