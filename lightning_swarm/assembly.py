@@ -9,14 +9,13 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from lightning_swarm import hello, membership, partition, survey
+from lightning_swarm import hello, membership, starting, survey
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import ConfigError, DeadlineExceeded, SwarmError, Unreachable
+from lightning_swarm.errors import DeadlineExceeded, SwarmError, Unreachable
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
@@ -29,10 +28,10 @@ from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
-from lightning_swarm.steps import VIEW
+from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, PeerReport, RestartRequest, Selection
+from lightning_swarm.types import Manifest, Member, PeerReport, RestartRequest
 
 _log = logging.getLogger(__name__)
 
@@ -41,33 +40,6 @@ _MAX_SILENT = 3
 
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """What the starter of a run decides.
-
-    Args:
-        ranges: The blocks of each stage.
-        num_servers: How many servers to wait for.
-        seed: Of all random draws in the stages.
-        gradient_clip_norm: Over all stages; None does not clip.
-        gradient_clip_value: Of each element of the mean gradient; None does not clip.
-        first_step: Where the run begins, or goes on.
-        selection: Which parameters train at first; None: it only evaluates.
-        max_steps: No step opens beyond it; None: the trainer ends the run.
-        total_steps: For schedules that servers build.
-    """
-
-    ranges: Sequence[range]
-    num_servers: int
-    seed: int
-    gradient_clip_norm: float | None
-    gradient_clip_value: float | None
-    first_step: int
-    selection: Selection | None
-    max_steps: int | None
-    total_steps: int | None
 
 
 class Peer:
@@ -190,13 +162,12 @@ class Peer:
         timeout = self._config.limits.lead_timeout
         self.runtime.run(membership.await_prepared(self._directory, self._config.run_id, timeout=timeout))
 
-    def join_run(self, model: Model, server: Model, blocks: Blocks, device: torch.device) -> Session:
+    def join_run(self, model: Model, server: Model, device: torch.device) -> Session:
         """Serve, and open a trainer's session in the run as soon as the starter has begun it.
 
         Args:
             model: This peer's copy.
             server: What its server computes with.
-            blocks: Where the first is cut.
             device: Where the trainer's tensors live.
 
         Raises:
@@ -210,7 +181,7 @@ class Peer:
         runtime.run(_begun(admission.ready, timeout=limits.lead_timeout))
         run = RunState(admission.run.manifest)
         ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
-        return self._session(run, model.cut(ranges), blocks, device, runtime)
+        return self._session(run, model.cut(ranges), model.blocks, device, runtime)
 
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over."""
@@ -224,21 +195,19 @@ class Peer:
         timeout = self._config.limits.start_timeout
         self.runtime.run(membership.say_prepared(self._directory, self._config.run_id, timeout=timeout))
 
-    def start_run(
-        self, spec: RunSpec, model: Model, blocks: Blocks, device: torch.device, check: Callable[[], None]
-    ) -> Session:
+    def start_run(self, spec: RunSpec, model: Model, device: torch.device, check: Callable[[], None]) -> Session:
         """Begin a run with the servers that there are, and open a trainer's session in it.
 
         Args:
             spec: The run.
             model: The starter's copy: it initialises every stage.
-            blocks: Where it is cut.
             device: Where the trainer's tensors live.
             check: Called while waiting; raises when a server's process has died.
         """
         limits = self._config.limits
         if self._config.initial_peers:
-            self.runtime.run(self._check_first())
+            first = starting.check_first(self._directory, self.transport, self._config)
+            self.runtime.run(first)
         servers = self.runtime.run(
             membership.find_servers(
                 self._directory,
@@ -253,49 +222,12 @@ class Peer:
         self.stages = stages = model.cut(spec.ranges)
         if self.server is None and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
-        manifest = self._manifest(spec, model, self._own_first(servers), trainers)
+        me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
+        manifest = starting.manifest(spec, self._config, model, me, servers, trainers)
         self.run = RunState(manifest)
         self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
         self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
-        return self._session(self.run, stages, blocks, device, self.runtime)
-
-    async def _check_first(self) -> None:
-        """One run at a time: two would take each other's servers."""
-        for coordinator in await membership.find_runs(self._directory, self.transport, self._config.run_id):
-            try:
-                await self.transport.call(coordinator, VIEW, b"", timeout=self._config.limits.leave_timeout)
-            except SwarmError:
-                continue  # what is left of an earlier one
-            raise ConfigError(
-                f"a run has one starter, and {self._config.run_id!r} is under way. Serve it with `role='server'`, or "
-                "start another one with another `run_id`."
-            )
-
-    def _manifest(self, spec: RunSpec, model: Model, servers: list[Member], others: list[Member]) -> Manifest:
-        me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
-        trainers = [me, *(member for member in others if member != me)]
-        return Manifest(
-            protocol_version=PROTOCOL_VERSION,
-            run_id=self._config.run_id,
-            generation=0,
-            seed=spec.seed,
-            lead=me.peer_id,
-            trainers=[member.peer_id for member in trainers],
-            coordinator=servers[0].peer_id,
-            voters=[servers[0]],
-            target_batch_size=self._config.target_batch_size,
-            gradient_clip_norm=spec.gradient_clip_norm,
-            gradient_clip_value=spec.gradient_clip_value,
-            first_step=spec.first_step,
-            selection=spec.selection,
-            max_steps=spec.max_steps,
-            total_steps=spec.total_steps,
-            stages=model.describe(spec.ranges, [*membership.assign(len(spec.ranges), servers), trainers]),
-        )
-
-    def _own_first(self, servers: list[Member]) -> list[Member]:
-        """The starter's own server coordinates: its trainer's control calls then cross no network."""
-        return sorted(servers, key=lambda member: member.peer_id != self.transport.peer_id)
+        return self._session(self.run, stages, model.blocks, device, self.runtime)
 
     def _session(
         self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device, runtime: Runtime
@@ -412,32 +344,3 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     return Peer(
         runtime, transport, directory, executor=ThreadExecutor, config=config, rng=random.Random(secrets.randbits(64))
     )
-
-
-def choose_ranges(
-    blocks: Blocks,
-    num_stages: int,
-    split: str | tuple[str, ...],
-    measured: Callable[[], Sequence[int]] | None = None,
-) -> tuple[range, ...]:
-    """Which blocks make up which stage.
-
-    Args:
-        blocks: What is cut.
-        num_stages: Into how many.
-        split: As in `SwarmConfig`.
-        measured: What each block costs, for ``split="time"``; None: any cut will do.
-
-    Raises:
-        ConfigError: Too few blocks, unknown names, or names that disagree with `num_stages`.
-    """
-    if isinstance(split, str):
-        by_size = partition.parameter_costs(blocks)
-        return partition.balanced(measured() if split == "time" and measured else by_size, num_stages)
-    ranges = partition.named(blocks.names, list(split))
-    if len(ranges) != num_stages:
-        raise ConfigError(
-            f"`split` must name the beginnings of `num_stages` stages: it makes {len(ranges)}, and `num_stages` is "
-            f"{num_stages}. Make them agree."
-        )
-    return ranges

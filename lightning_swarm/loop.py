@@ -44,6 +44,13 @@ class SwarmOptimization:
         if session.is_lead:
             session.step_with(lambda: hyperparameters(trainer.optimizers[0]))
 
+    def take_over(self) -> None:
+        """Take the place of the optimizer's steps."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        epoch_loop.automatic_optimization.run = self.run  # type: ignore[method-assign]
+        # Lightning asks this to time schedulers, logging and checkpoints.
+        epoch_loop._accumulated_batches_reached = lambda: self.stepped  # type: ignore[method-assign]
+
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self.stepped = False

@@ -16,13 +16,12 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import following, rules
-from lightning_swarm.assembly import Peer, RunSpec, choose_ranges
+from lightning_swarm import following, rules, serving, settings
+from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
@@ -30,7 +29,7 @@ from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
-from lightning_swarm.partition import Blocks, find_blocks, time_costs
+from lightning_swarm.partition import choose_ranges, find_blocks
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
@@ -134,7 +133,6 @@ class SwarmHooks(_Strategy):
         self.num_nodes = 1
         self.peer: Peer | None = None
         self._session: Session | None = None
-        self._blocks: Blocks | None = None
         self._loop: SwarmOptimization | None = None
         self._interception: Interception | None = None
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
@@ -295,14 +293,16 @@ class SwarmHooks(_Strategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
         selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
-        self._blocks = find_blocks(module, self.config.pipeline)
-        model = self.make_model(module, self._blocks, keep=True)
-        ranges = choose_ranges(self._blocks, self._num_stages, self.config.split, self._measured)
+        model = self._model_of(module, keep=True)
+        ranges = choose_ranges(
+            model.blocks, self._num_stages, self.config.split, lambda: settings.block_costs(trainer, model.blocks)
+        )
         model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, ranges, selection)
-        self._interception = Interception(self._blocks, self._session.pipeline)
+        self._interception = Interception(model.blocks, self._session.pipeline)
         if fitting:
-            self._take_steps(trainer, self._session)
+            self._loop = SwarmOptimization(trainer, self._session, self.config.target_batch_size)
+            self._loop.take_over()
         if self.is_global_zero:
             assert self.peer is not None
             stale = self._weights is not None and self._weights.stale
@@ -313,57 +313,28 @@ class SwarmHooks(_Strategy):
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         assert self.peer is not None
-        assert self._blocks is not None
-        server = model
         if self.num_trainers > 1:
-            assert self.lightning_module is not None
             self._restore_dtype = following.settle_dtype(self.precision_plugin)
-            # Its server computes for others while the trainer's own thread is in user code.
-            served = following.twin(self.lightning_module)
-            server = self.make_model(served, find_blocks(served, self.config.pipeline), keep=True)
         if not self.is_global_zero:
-            return self.peer.join_run(model, server, self._blocks, self.root_device)
+            return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
         if self.config.role != "trainer":
-            self.peer.serve(self._apart(trainer) if writes_weights(trainer) else server, trains=True)
-        clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
-        by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
-        spec = RunSpec(
-            ranges=ranges,
-            num_servers=self._num_servers,
-            seed=torch.initial_seed() % (1 << 62),
-            gradient_clip_norm=clip_at if by_norm else None,
-            gradient_clip_value=None if by_norm else clip_at,
-            # Lightning restores its own counter only after this.
-            first_step=trainer.global_step if self._restored_step is None else self._restored_step,
-            selection=selection,
-            # Trial steps do not count, and Lightning sets a limit of its own for them.
-            max_steps=trainer.max_steps if trainer.max_steps != -1 and not rules.makes_trials(trainer) else None,
-            total_steps=_total_steps(trainer) if selection is not None else None,
-        )
-        return self.peer.start_run(spec, model, self._blocks, self.root_device, self.check_peers)
+            self.peer.serve(self._for_server(trainer, model), trains=True)
+        # Lightning restores its own counter only after this.
+        first_step = trainer.global_step if self._restored_step is None else self._restored_step
+        spec = settings.run_spec(trainer, ranges, selection, num_servers=self._num_servers, first_step=first_step)
+        return self.peer.start_run(spec, model, self.root_device, self.check_peers)
 
-    def _measured(self) -> Sequence[int]:
-        """What each block costs on this machine."""
-        module = self.lightning_module
-        assert module is not None
-        assert self._blocks is not None
-        example = module.example_input_array
-        if example is None:
-            raise ConfigError(
-                "`split='time'` measures the blocks with an example, so `example_input_array` must be set: "
-                f"{type(module).__name__} has none. Set it in `__init__` to what `forward` takes, a batch of a usual "
-                "size, or use `split='parameters'`."
-            )
-        example = self.batch_to_device(self.precision_plugin.convert_input(example), self.root_device)
-        return time_costs(module, self._blocks, example, context=self.precision_plugin.forward_context)
-
-    def _take_steps(self, trainer: Trainer, session: Session) -> None:
-        """Put the swarm's steps in the place of the optimizer's."""
-        epoch_loop = trainer.fit_loop.epoch_loop
-        self._loop = loop = SwarmOptimization(trainer, session, self.config.target_batch_size)
-        epoch_loop.automatic_optimization.run = loop.run  # type: ignore[method-assign]
-        # Lightning asks this to time schedulers, logging and checkpoints.
-        epoch_loop._accumulated_batches_reached = lambda: loop.stepped  # type: ignore[method-assign]
+    def _for_server(self, trainer: Trainer, model: Model) -> Model:
+        """What this trainer's own server computes with."""
+        assert self.lightning_module is not None
+        if self.num_trainers > 1:
+            # It computes for others while the trainer's own thread is in user code.
+            return self._model_of(following.twin(self.lightning_module), keep=True)
+        if writes_weights(trainer):  # into the module, and its stages' weights are no part of that
+            apart = copy.deepcopy(self.lightning_module)
+            apart.trainer = trainer
+            return self._model_of(apart, keep=False)
+        return model
 
     def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
         """Be a server until the run is over. Enters no loop and touches no data.
@@ -373,45 +344,27 @@ class SwarmHooks(_Strategy):
             datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
         """
         assert self.peer is not None
-        call = self.framework.call
         module = self.lightning_module
         assert module is not None
         self.connect(module)
-        module.trainer = trainer
-        if datamodule is not None:
-            trainer._data_connector.attach_datamodule(module, datamodule)
-        self.setup_environment()
-        call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
-        call._call_configure_model(trainer)
-        self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        self.peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
+        serving.set_up(trainer, module, datamodule)
+        self.serve_module(self.peer, module)
         self.peer.serve_to_the_end()
         self.peer.close()
 
-    def make_model(self, module: LightningModule, blocks: Blocks, *, keep: bool) -> Model:
-        """The peer's copy of the model, for its server."""
+    def serve_module(self, peer: Peer, module: LightningModule) -> None:
+        """Let a peer hold stages of a module that is as its user wants it."""
+        self.precision_plugin.convert_module(module)
+        module.to(self.root_device)
+        peer.serve(self._model_of(module, keep=False))
 
-        def optimizer(total_steps: int | None) -> Optimizer:
-            fit_loop = module.trainer.fit_loop
-            own = fit_loop.max_epochs, fit_loop.epoch_loop.max_steps
-            if (self.config.only_serves or not self.is_global_zero) and total_steps is not None:
-                # `estimated_stepping_batches` shall answer what it does at the lead, whose data counts.
-                fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
-            try:
-                configured: Any = module.configure_optimizers()
-            finally:
-                fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = own
-            return rules.check_optimizers(self.framework.configure_optimizers(configured)[0])
-
-        return Model(module, blocks, optimizer, self.root_device, keep=keep, compiler=self._compiler)
-
-    def _apart(self, trainer: Trainer) -> Model:
-        """For this peer's server, where callbacks write into the module: its stages' weights are no part of that."""
-        assert self.lightning_module is not None
-        twin = copy.deepcopy(self.lightning_module)
-        twin.trainer = trainer
-        return self.make_model(twin, find_blocks(twin, self.config.pipeline), keep=False)
+    def _model_of(self, module: LightningModule, *, keep: bool) -> Model:
+        """A peer's copy of the model, `keep` as in `Model`."""
+        make_optimizer = serving.optimizer_maker(
+            module, self.framework, knows_length=self.is_global_zero and not self.config.only_serves
+        )
+        blocks = find_blocks(module, self.config.pipeline)
+        return Model(module, blocks, make_optimizer, self.root_device, keep=keep, compiler=self._compiler)
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
@@ -536,7 +489,7 @@ class SwarmHooks(_Strategy):
         self._restore_dtype()
         if self._home is not None:
             self._home.close()
-        self._interception, self._session, self._blocks, self._restored_step = None, None, None, None
+        self._interception, self._session, self._restored_step = None, None, None
         self._home, self._compiler = None, None
         if self._weights is not None:
             self._weights.end()
@@ -575,13 +528,3 @@ def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
 class SwarmStrategy(SwarmHooks, Strategy):  # noqa: D101 - see there
     framework = LIGHTNING
     __doc__ = SwarmHooks.__doc__
-
-
-def _total_steps(trainer: Trainer) -> int | None:
-    """Steps of the whole run, if the Trainer knows them without loading data that nobody asked for yet."""
-    if trainer.max_epochs == -1:
-        return trainer.max_steps if trainer.max_steps != -1 else None
-    if trainer.train_dataloader is None:
-        return None
-    steps = trainer.estimated_stepping_batches
-    return int(steps) if steps != float("inf") else None

@@ -1,6 +1,7 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
 from lightning_swarm.partition.blocks import Blocks, find_blocks
+from lightning_swarm.partition.choice import choose_ranges
 from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
 from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, cut, parameter_costs
@@ -12,6 +13,7 @@ __all__ = [
     "StageSpec",
     "TensorSpec",
     "balanced",
+    "choose_ranges",
     "computing",
     "cut",
     "find_blocks",

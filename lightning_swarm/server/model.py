@@ -40,7 +40,7 @@ class Model:
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self._module = module
-        self._blocks = blocks
+        self.blocks = blocks
         self._optimizer = optimizer
         self._device = device
         self._keep = keep
@@ -48,7 +48,7 @@ class Model:
 
     def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """The stages that begin and end as `ranges` of blocks say."""
-        return partition.cut(self._module, self._blocks, ranges)
+        return partition.cut(self._module, self.blocks, ranges)
 
     def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
         """What the manifest says of the stages.
@@ -74,7 +74,7 @@ class Model:
         Raises:
             ConfigError: This peer's model is not the run's; names the first field that differs.
         """
-        num_blocks = len(self._blocks.modules)
+        num_blocks = len(self.blocks.modules)
         if any(stage.end_block > num_blocks for stage in manifest.stages):
             raise ConfigError(
                 f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "

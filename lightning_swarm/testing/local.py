@@ -18,7 +18,6 @@ from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.launcher import arguments_of
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.partition import find_blocks
 from lightning_swarm.runtime import InlineRuntime
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
@@ -125,10 +124,8 @@ class InMemoryHooks(_SwarmHooks):
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
-        self.precision_plugin.convert_module(module)
-        module.to(self.root_device)
         _poison(module)
-        peer.serve(self.make_model(module, find_blocks(module, self.config.pipeline), keep=False))
+        self.serve_module(peer, module)
 
     @override
     def leave(self) -> None:

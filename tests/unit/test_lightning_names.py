@@ -44,7 +44,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framew
     assert epoch_loop.max_steps == -1
     assert trainer.fit_loop.max_epochs == 7
 
-    # strategy.py puts these two in the place of Lightning's.
+    # It puts these two in the place of Lightning's.
     assert "self.automatic_optimization.run(" in inspect.getsource(_TrainingEpochLoop.advance)
     assert "self._accumulated_batches_reached()" in inspect.getsource(_TrainingEpochLoop._should_accumulate)
     assert parameters(_TrainingEpochLoop._accumulated_batches_reached) == ["self"]

@@ -1,0 +1,63 @@
+"""What a Trainer's settings mean for the run that it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+
+from lightning_swarm import rules
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.partition import Blocks, time_costs
+from lightning_swarm.starting import RunSpec
+from lightning_swarm.types import Selection
+
+
+def run_spec(
+    trainer: Trainer, ranges: Sequence[range], selection: Selection | None, *, num_servers: int, first_step: int
+) -> RunSpec:
+    """What the Trainer asks for, together with what it does not know: the arguments, each as in `RunSpec`."""
+    clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
+    by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+    return RunSpec(
+        ranges=ranges,
+        num_servers=num_servers,
+        seed=torch.initial_seed() % (1 << 62),
+        gradient_clip_norm=clip_at if by_norm else None,
+        gradient_clip_value=None if by_norm else clip_at,
+        first_step=first_step,
+        selection=selection,
+        # Trial steps do not count, and Lightning sets a limit of its own for them.
+        max_steps=trainer.max_steps if trainer.max_steps != -1 and not rules.makes_trials(trainer) else None,
+        total_steps=_total_steps(trainer) if selection is not None else None,
+    )
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Steps of the whole run, if the Trainer knows them without loading data that nobody asked for yet."""
+    if trainer.max_epochs == -1:
+        return trainer.max_steps if trainer.max_steps != -1 else None
+    if trainer.train_dataloader is None:
+        return None
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if steps != float("inf") else None
+
+
+def block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
+    """What each block of the Trainer's module costs on this machine, for ``split="time"``.
+
+    Raises:
+        ConfigError: There is no example to measure with.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    example = module.example_input_array
+    if example is None:
+        raise ConfigError(
+            "`split='time'` measures the blocks with an example, so `example_input_array` must be set: "
+            f"{type(module).__name__} has none. Set it in `__init__` to what `forward` takes, a batch of a usual "
+            "size, or use `split='parameters'`."
+        )
+    example = strategy.batch_to_device(strategy.precision_plugin.convert_input(example), strategy.root_device)
+    return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)

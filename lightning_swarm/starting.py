@@ -1,0 +1,94 @@
+"""How a run begins: what its starter decides, and record 0 made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_swarm import membership
+from lightning_swarm.config import SwarmConfig
+from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.network import Directory, Transport
+from lightning_swarm.server.model import Model
+from lightning_swarm.steps import VIEW
+from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What the starter of a run decides.
+
+    Args:
+        ranges: The blocks of each stage.
+        num_servers: How many servers to wait for.
+        seed: Of all random draws in the stages.
+        gradient_clip_norm: Over all stages; None does not clip.
+        gradient_clip_value: Of each element of the mean gradient; None does not clip.
+        first_step: Where the run begins, or goes on.
+        selection: Which parameters train at first; None: it only evaluates.
+        max_steps: No step opens beyond it; None: the trainer ends the run.
+        total_steps: For schedules that servers build.
+    """
+
+    ranges: Sequence[range]
+    num_servers: int
+    seed: int
+    gradient_clip_norm: float | None
+    gradient_clip_value: float | None
+    first_step: int
+    selection: Selection | None
+    max_steps: int | None
+    total_steps: int | None
+
+
+async def check_first(directory: Directory, transport: Transport, config: SwarmConfig) -> None:
+    """One run at a time: two would take each other's servers.
+
+    Raises:
+        ConfigError: The run that would begin is under way.
+    """
+    for coordinator in await membership.find_runs(directory, transport, config.run_id):
+        try:
+            await transport.call(coordinator, VIEW, b"", timeout=config.limits.leave_timeout)
+        except SwarmError:
+            continue  # what is left of an earlier one
+        raise ConfigError(
+            f"a run has one starter, and {config.run_id!r} is under way. Serve it with `role='server'`, or "
+            "start another one with another `run_id`."
+        )
+
+
+def manifest(
+    spec: RunSpec, config: SwarmConfig, model: Model, me: Member, servers: Sequence[Member], others: Sequence[Member]
+) -> Manifest:
+    """Record 0 of a run.
+
+    Args:
+        spec: The run.
+        config: The starter's settings.
+        model: Its copy.
+        me: The starter, which leads.
+        servers: Those that it begins with.
+        others: Who trains beside it.
+    """
+    # The starter's own server coordinates: its trainer's control calls then cross no network.
+    servers = sorted(servers, key=lambda member: member.peer_id != me.peer_id)
+    trainers = [me, *(member for member in others if member != me)]
+    return Manifest(
+        protocol_version=PROTOCOL_VERSION,
+        run_id=config.run_id,
+        generation=0,
+        seed=spec.seed,
+        lead=me.peer_id,
+        trainers=[member.peer_id for member in trainers],
+        coordinator=servers[0].peer_id,
+        voters=[servers[0]],
+        target_batch_size=config.target_batch_size,
+        gradient_clip_norm=spec.gradient_clip_norm,
+        gradient_clip_value=spec.gradient_clip_value,
+        first_step=spec.first_step,
+        selection=spec.selection,
+        max_steps=spec.max_steps,
+        total_steps=spec.total_steps,
+        stages=model.describe(spec.ranges, [*membership.assign(len(spec.ranges), servers), trainers]),
+    )
