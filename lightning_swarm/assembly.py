@@ -31,7 +31,8 @@ from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import Manifest, Member, PeerReport, RestartRequest
+from lightning_swarm.types.reports import PeerReport
+from lightning_swarm.types.runs import Manifest, Member, RestartRequest
 
 _log = logging.getLogger(__name__)
 

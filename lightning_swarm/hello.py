@@ -13,7 +13,8 @@ from typing import Final
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.types import PROTOCOL_VERSION, Greeting, decode, encode
+from lightning_swarm.types.reports import Greeting
+from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 HELLO: Final = "peer.hello"
 

@@ -13,7 +13,9 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.server import ADMIT, LOAD, RESTART
 from lightning_swarm.steps import LEAVE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import Manifest, Member, RestartRequest, StageState, Wire, decode, encode
+from lightning_swarm.types.runs import Manifest, Member, RestartRequest
+from lightning_swarm.types.state import StageState
+from lightning_swarm.types.wire import Wire, decode, encode
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.1

@@ -14,7 +14,7 @@ import torch
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.steps.policy import fold
-from lightning_swarm.types import MAX_LOGS, Logged
+from lightning_swarm.types.batches import MAX_LOGS, Logged
 
 _log = logging.getLogger(__name__)
 _HOOK = "training_step"

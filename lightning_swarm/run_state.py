@@ -6,7 +6,8 @@ from msgspec import structs
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import Manifest, Member, Record, RestartRequest, RunView
+from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView
+from lightning_swarm.types.steps import Record
 
 
 class RunState:

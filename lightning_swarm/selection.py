@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm.errors import ConfigError, ProtocolError
-from lightning_swarm.types import Selection, StageManifest
+from lightning_swarm.types.runs import Selection, StageManifest
 
 
 def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:

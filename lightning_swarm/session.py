@@ -11,7 +11,9 @@ from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import StepClient
-from lightning_swarm.types import Logged, Manifest, Record, RestartRequest, Selection
+from lightning_swarm.types.batches import Logged
+from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
+from lightning_swarm.types.steps import Record
 
 
 class Session:

@@ -12,7 +12,7 @@ from lightning_swarm import rules
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, time_costs
 from lightning_swarm.starting import RunSpec
-from lightning_swarm.types import Selection
+from lightning_swarm.types.runs import Selection
 
 
 def run_spec(

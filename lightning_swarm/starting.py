@@ -11,7 +11,8 @@ from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.server.model import Model
 from lightning_swarm.steps import VIEW
-from lightning_swarm.types import PROTOCOL_VERSION, Manifest, Member, Selection
+from lightning_swarm.types.runs import Manifest, Member, Selection
+from lightning_swarm.types.wire import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
-from lightning_swarm.types import Selection
+from lightning_swarm.types.runs import Selection
 from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)

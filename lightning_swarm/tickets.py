@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.types import Seconds, Ticket, TicketName, Wire, decode, encode
+from lightning_swarm.types.calls import Ticket, TicketName
+from lightning_swarm.types.wire import Seconds, Wire, decode, encode
 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"

@@ -16,7 +16,7 @@ from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import Ticket
+from lightning_swarm.types.calls import Ticket
 
 
 async def average(

@@ -15,7 +15,9 @@ from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import LEND, LOAD, STATE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import LentWeights, Member, StageState, StateRequest, decode, encode
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.state import LentWeights, StageState, StateRequest
+from lightning_swarm.types.wire import decode, encode
 
 
 async def gather_weights(

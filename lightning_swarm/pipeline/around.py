@@ -15,7 +15,7 @@ from torch import nn
 from lightning_swarm.partition import StageModule
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.types import CallKey
+from lightning_swarm.types.calls import CallKey
 
 _log = logging.getLogger(__name__)
 _MAX_NAMED = 5

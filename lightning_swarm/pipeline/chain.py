@@ -23,7 +23,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.nn import accepted_keywords
 from lightning_swarm.partition import Blocks
 from lightning_swarm.server.mode import capture
-from lightning_swarm.types import Mode
+from lightning_swarm.types.calls import Mode
 
 
 @dataclass(frozen=True)

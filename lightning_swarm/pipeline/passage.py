@@ -30,7 +30,7 @@ from lightning_swarm.pipeline.policy import Charge, StageRouter
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import (
+from lightning_swarm.types.calls import (
     BackwardRequest,
     CallKey,
     CallReport,
@@ -40,12 +40,10 @@ from lightning_swarm.types import (
     ForwardRequest,
     Mode,
     Recompute,
-    Record,
     Ticket,
-    Wire,
-    decode,
-    encode,
 )
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import Wire, decode, encode
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from lightning_swarm.pipeline.passage import Link, Passage
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.mode import capture
 from lightning_swarm.tasks import gather_bounded
-from lightning_swarm.types import CallKey, Computed, Grant, Mode, Receipt
+from lightning_swarm.types.batches import Grant
+from lightning_swarm.types.calls import CallKey, Computed, Mode, Receipt
 
 
 @dataclass

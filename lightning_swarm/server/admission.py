@@ -20,16 +20,9 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.types import (
-    PROTOCOL_VERSION,
-    Manifest,
-    Member,
-    RestartRequest,
-    StageState,
-    StateRequest,
-    decode,
-    encode,
-)
+from lightning_swarm.types.runs import Manifest, Member, RestartRequest
+from lightning_swarm.types.state import StageState, StateRequest
+from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 
 class Admission:

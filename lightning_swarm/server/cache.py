@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_swarm.server.stage import Graph
-from lightning_swarm.types import Mode
+from lightning_swarm.types.calls import Mode
 
 
 @dataclass

@@ -19,7 +19,9 @@ from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import MEET
-from lightning_swarm.types import Candidate, FollowRequest, NextReply, NextRequest, Record, Snapshot, decode, encode
+from lightning_swarm.types.joining import FollowRequest, NextReply, NextRequest, Snapshot
+from lightning_swarm.types.steps import Candidate, Record
+from lightning_swarm.types.wire import decode, encode
 
 _MAX_MET: Final = 256
 _HOLD_S: Final = 20.0

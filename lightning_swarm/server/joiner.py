@@ -23,8 +23,7 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping, round_name
 from lightning_swarm.steps import JOIN, LISTEN, READY, VIEW
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import (
-    PROTOCOL_VERSION,
+from lightning_swarm.types.joining import (
     FollowRequest,
     JoinReply,
     JoinRequest,
@@ -33,11 +32,10 @@ from lightning_swarm.types import (
     NextReply,
     NextRequest,
     ReadyRequest,
-    RunView,
     Snapshot,
-    decode,
-    encode,
 )
+from lightning_swarm.types.runs import RunView
+from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.types import Receipt, to_bitmap
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.wire import to_bitmap
 
 
 class Ledger:

@@ -8,7 +8,8 @@ from lightning_swarm.server import LEND
 from lightning_swarm.server.admission import Admission, named
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.types import LentWeights, decode
+from lightning_swarm.types.state import LentWeights
+from lightning_swarm.types.wire import decode
 
 
 class Lending:

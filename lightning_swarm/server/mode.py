@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.types import Mode
+from lightning_swarm.types.calls import Mode
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)} | {
     "float64": torch.float64

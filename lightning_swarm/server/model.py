@@ -14,7 +14,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.types import Manifest, Member, StageManifest
+from lightning_swarm.types.runs import Manifest, Member, StageManifest
 
 
 class Model:

@@ -29,7 +29,7 @@ from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps.voting import Voter
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import (
+from lightning_swarm.types.calls import (
     BackwardRequest,
     CallKey,
     CallReport,
@@ -37,13 +37,12 @@ from lightning_swarm.types import (
     CancelRequest,
     Computed,
     ForwardRequest,
-    Record,
-    RestartRequest,
-    ServerReport,
     Ticket,
-    decode,
-    encode,
 )
+from lightning_swarm.types.reports import ServerReport
+from lightning_swarm.types.runs import RestartRequest
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -22,7 +22,9 @@ from lightning_swarm.randomness import KeyedRandom
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server import mode as modes
 from lightning_swarm.server.fingerprint import fingerprint
-from lightning_swarm.types import Mode, Record, Selection
+from lightning_swarm.types.calls import Mode
+from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.steps import Record
 
 
 @dataclass(frozen=True)

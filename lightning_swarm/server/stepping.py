@@ -21,25 +21,20 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, SETTLE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import (
+from lightning_swarm.types.calls import CallKey, Receipt
+from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.steps import (
     AverageReply,
-    CallKey,
     Closing,
     FreezeReply,
     FreezeRequest,
-    Member,
     PartNorm,
-    Receipt,
     Record,
-    Selection,
     SettleRequest,
     StageClosing,
     StageLedger,
-    decode,
-    encode,
-    from_bitmap,
-    to_bitmap,
 )
+from lightning_swarm.types.wire import decode, encode, from_bitmap, to_bitmap
 
 _FIRST = (-1,)  # work of a step goes before any microbatch
 

@@ -10,7 +10,7 @@ from lightning_swarm.errors import DeadlineExceeded, ProtocolError, RunOver
 from lightning_swarm.network import Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import DONE, GRANT, QUIT, RECORD, RENEW, SELECT
-from lightning_swarm.types import (
+from lightning_swarm.types.batches import (
     BatchDone,
     BatchDoneReply,
     Grant,
@@ -18,16 +18,14 @@ from lightning_swarm.types import (
     GrantRequest,
     Logged,
     Quit,
-    Receipt,
-    Record,
     RecordReply,
     RecordRequest,
-    RestartRequest,
-    Selection,
     SelectRequest,
-    decode,
-    encode,
 )
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import RestartRequest, Selection
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import decode, encode
 
 
 class StepClient:

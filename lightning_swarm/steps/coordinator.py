@@ -22,32 +22,31 @@ from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor, with_newcomers
 from lightning_swarm.steps.voting import decide
 from lightning_swarm.tasks import TaskOwner, gather
-from lightning_swarm.types import (
-    AverageReply,
+from lightning_swarm.types.batches import (
     BatchDone,
     BatchDoneReply,
-    Closing,
-    FreezeReply,
-    FreezeRequest,
     Grant,
     GrantReply,
     GrantRequest,
     Logged,
-    Member,
     Quit,
-    Record,
     RecordReply,
     RecordRequest,
-    Selection,
     SelectRequest,
+    Wait,
+)
+from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.steps import (
+    AverageReply,
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    Record,
     SettleRequest,
     StageClosing,
     StageLedger,
-    Wait,
-    Wire,
-    decode,
-    encode,
 )
+from lightning_swarm.types.wire import Wire, decode, encode
 
 _log = logging.getLogger(__name__)
 

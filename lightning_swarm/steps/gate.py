@@ -19,20 +19,10 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import JOIN, LEAVE, LISTEN, MEET, READY
 from lightning_swarm.steps.policy import choose_stage
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import (
-    PROTOCOL_VERSION,
-    Candidate,
-    Closing,
-    JoinReply,
-    JoinRequest,
-    ListenReply,
-    ListenRequest,
-    Member,
-    ReadyRequest,
-    Selection,
-    decode,
-    encode,
-)
+from lightning_swarm.types.joining import JoinReply, JoinRequest, ListenReply, ListenRequest, ReadyRequest
+from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.steps import Candidate, Closing
+from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,11 @@ import msgspec
 
 from lightning_swarm.errors import ProtocolError, StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import MAX_LOGS, Candidate, Logged, Member, Receipt, StageLedger, from_bitmap
+from lightning_swarm.types.batches import MAX_LOGS, Logged
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Candidate, StageLedger
+from lightning_swarm.types.wire import from_bitmap
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""

@@ -13,7 +13,9 @@ from lightning_swarm.errors import ProtocolError, StepError, SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.steps import PROPOSE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import Member, Proposal, Record, Vote, decode, encode
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Proposal, Record, Vote
+from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 

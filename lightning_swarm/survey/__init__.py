@@ -15,7 +15,8 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.survey.policy import Sighting
 from lightning_swarm.tasks import gather
-from lightning_swarm.types import OtherPeer, OtherPeers, PeerReport, decode, encode
+from lightning_swarm.types.reports import OtherPeer, OtherPeers, PeerReport
+from lightning_swarm.types.wire import decode, encode
 
 __all__ = ["REPORT", "Sighting", "answer", "look"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import PeerReport
+from lightning_swarm.types.reports import PeerReport
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
 from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
 from lightning_swarm.tasks import TaskOwner
-from lightning_swarm.types import Selection
+from lightning_swarm.types.runs import Selection
 
 if TYPE_CHECKING:
     _SwarmHooks = SwarmHooks

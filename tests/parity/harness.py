@@ -23,7 +23,7 @@ from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
 from lightning_swarm.testing.local import InMemoryHooks
-from lightning_swarm.types import Record
+from lightning_swarm.types.steps import Record
 from tests.parity.models import Net, make_optimizer, make_schedule
 
 LOSS_TOLERANCE = 1e-11

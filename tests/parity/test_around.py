@@ -20,7 +20,8 @@ from lightning_swarm.server import FORWARD
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import coordinator
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.types import CallKey, ForwardRequest, Mode, encode
+from lightning_swarm.types.calls import CallKey, ForwardRequest, Mode
+from lightning_swarm.types.wire import encode
 from tests.parity.float16 import HALF, InHalves, train
 from tests.parity.harness import (
     LOSS_TOLERANCE,

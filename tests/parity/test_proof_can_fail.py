@@ -20,7 +20,8 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import coordinator
 from lightning_swarm.steps.policy import clip_factor
-from lightning_swarm.types import CallKey, Record
+from lightning_swarm.types.calls import CallKey
+from lightning_swarm.types.steps import Record
 from tests.parity.harness import LOSS_TOLERANCE, Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 

@@ -28,7 +28,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.runtime import Runtime, ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.strategy import SwarmStrategy
-from lightning_swarm.types import Record
+from lightning_swarm.types.steps import Record
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer, make_schedule
 

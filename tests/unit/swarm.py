@@ -26,8 +26,7 @@ from lightning_swarm.server.server import Server
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types import (
-    PROTOCOL_VERSION,
+from lightning_swarm.types.calls import (
     BackwardRequest,
     CallKey,
     CallReport,
@@ -36,15 +35,13 @@ from lightning_swarm.types import (
     Computed,
     Direction,
     ForwardRequest,
-    Manifest,
-    Member,
     Mode,
-    PeerReport,
-    Record,
     Ticket,
-    decode,
-    encode,
 )
+from lightning_swarm.types.reports import PeerReport
+from lightning_swarm.types.runs import Manifest, Member
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_swarm import membership
 from lightning_swarm.errors import ConfigError, ProtocolError, StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types import Grant, Record
+from lightning_swarm.types.batches import Grant
+from lightning_swarm.types.steps import Record
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import WIDTH, Swarm, key, make_optimizer, rows
 

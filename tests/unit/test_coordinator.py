@@ -16,24 +16,10 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
-from lightning_swarm.types import (
-    BatchDone,
-    Closing,
-    FreezeRequest,
-    Grant,
-    GrantReply,
-    GrantRequest,
-    PartNorm,
-    Receipt,
-    Recompute,
-    Record,
-    StageClosing,
-    StageLedger,
-    Ticket,
-    decode,
-    encode,
-    to_bitmap,
-)
+from lightning_swarm.types.batches import BatchDone, Grant, GrantReply, GrantRequest
+from lightning_swarm.types.calls import Receipt, Recompute, Ticket
+from lightning_swarm.types.steps import Closing, FreezeRequest, PartNorm, Record, StageClosing, StageLedger
+from lightning_swarm.types.wire import decode, encode, to_bitmap
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, plain_steps, rows
 

@@ -11,7 +11,8 @@ from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.types import PROTOCOL_VERSION, Greeting, encode
+from lightning_swarm.types.reports import Greeting
+from lightning_swarm.types.wire import PROTOCOL_VERSION, encode
 
 LATENCY_S = 0.25
 

@@ -38,40 +38,22 @@ from lightning_swarm.steps import (
 )
 from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
-from lightning_swarm.types import (
-    PROTOCOL_VERSION,
-    BatchDone,
-    CancelRequest,
+from lightning_swarm.types.batches import BatchDone, GrantRequest, Logged, Quit, RecordRequest, SelectRequest
+from lightning_swarm.types.calls import CancelRequest, Receipt, Recompute
+from lightning_swarm.types.joining import FollowRequest, JoinRequest, ListenRequest, NextRequest, ReadyRequest
+from lightning_swarm.types.runs import Member, RestartRequest, Selection
+from lightning_swarm.types.state import LentWeights, StageState, StateRequest
+from lightning_swarm.types.steps import (
     Candidate,
     Closing,
-    FollowRequest,
     FreezeReply,
     FreezeRequest,
-    GrantRequest,
-    JoinRequest,
-    LentWeights,
-    ListenRequest,
-    Logged,
-    Member,
-    NextRequest,
     Proposal,
-    Quit,
-    ReadyRequest,
-    Receipt,
-    Recompute,
     Record,
-    RecordRequest,
-    RestartRequest,
-    Selection,
-    SelectRequest,
     SettleRequest,
     StageClosing,
-    StageState,
-    StateRequest,
-    Wire,
-    decode,
-    encode,
 )
+from lightning_swarm.types.wire import PROTOCOL_VERSION, Wire, decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 

@@ -6,7 +6,8 @@ import pytest
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.server.ledger import Ledger
-from lightning_swarm.types import Receipt, from_bitmap, to_bitmap
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.wire import from_bitmap, to_bitmap
 
 ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
 

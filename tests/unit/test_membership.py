@@ -14,7 +14,8 @@ from lightning_swarm.errors import ConfigError, DeadlineExceeded, PeerError, Unr
 from lightning_swarm.membership import Announcement, announce, assign, connect_all, dismiss, find_servers
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
-from lightning_swarm.types import Member, encode
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
 
 RUN = "run"

@@ -12,7 +12,8 @@ import torch
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.server.mode import capture, entered, entered_backward
-from lightning_swarm.types import Mode, decode, encode
+from lightning_swarm.types.calls import Mode
+from lightning_swarm.types.wire import decode, encode
 
 
 def flags() -> dict[str, Any]:

@@ -16,7 +16,9 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import FORWARD, RESTART
 from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
-from lightning_swarm.types import Record, RestartRequest, Selection, encode
+from lightning_swarm.types.runs import RestartRequest, Selection
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, key, make_module, plain_steps, rows
 

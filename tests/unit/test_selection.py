@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from lightning_swarm.errors import ConfigError, ProtocolError
 from lightning_swarm.selection import check_selection, first_trained, read_selection
 from lightning_swarm.steps import SETTLE
-from lightning_swarm.types import Record, Selection, SettleRequest, StageManifest, encode
+from lightning_swarm.types.runs import Selection, StageManifest
+from lightning_swarm.types.steps import Record, SettleRequest
+from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, key, make_module, rows
 

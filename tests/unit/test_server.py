@@ -26,18 +26,10 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LOAD, STATE
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from lightning_swarm.steps import LEAVE
-from lightning_swarm.types import (
-    CancelRequest,
-    ForwardRequest,
-    Member,
-    Recompute,
-    StageManifest,
-    StageState,
-    StateRequest,
-    Ticket,
-    decode,
-    encode,
-)
+from lightning_swarm.types.calls import CancelRequest, ForwardRequest, Recompute, Ticket
+from lightning_swarm.types.runs import Member, StageManifest
+from lightning_swarm.types.state import StageState, StateRequest
+from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, make_module, plain_steps, rows
 

@@ -18,7 +18,8 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.survey import Sighting
 from lightning_swarm.survey.policy import picture, table
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.types import OtherPeer, OtherPeers, PeerReport, ServerReport, encode
+from lightning_swarm.types.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
+from lightning_swarm.types.wire import encode
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits, loader
 

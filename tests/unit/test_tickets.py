@@ -23,7 +23,8 @@ from lightning_swarm.errors import (
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.tickets import WAIT_METHOD, TicketStore, WaitRequest
-from lightning_swarm.types import Ticket, encode
+from lightning_swarm.types.calls import Ticket
+from lightning_swarm.types.wire import encode
 
 T = TypeVar("T")
 

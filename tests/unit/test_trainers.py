@@ -14,7 +14,9 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.steps import DONE, QUIT, RENEW
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, fold
-from lightning_swarm.types import MAX_LOGS, BatchDone, Grant, Logged, Quit, Record, encode
+from lightning_swarm.types.batches import MAX_LOGS, BatchDone, Grant, Logged, Quit
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 

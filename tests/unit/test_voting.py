@@ -13,7 +13,9 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.steps import PROPOSE
 from lightning_swarm.steps.voting import Voter, decide
-from lightning_swarm.types import Closing, Member, Proposal, Record, encode
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Closing, Proposal, Record
+from lightning_swarm.types.wire import encode
 
 COORDINATOR = PeerId("coordinator")
 TERM = (1, str(COORDINATOR))

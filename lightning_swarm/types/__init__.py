@@ -1,0 +1,1 @@
+"""The records that peers exchange, each module for one kind of conversation."""

@@ -1,0 +1,119 @@
+"""What trainers and the coordinator say of batches, places in a step, and its record."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import Count, NumSamples, Positive, Wire
+
+
+class SelectRequest(Wire, frozen=True):
+    """The lead's selection is another one from step `step` on, in which nothing was granted yet."""
+
+    generation: Count
+    step: Count
+    selection: Selection
+
+
+class GrantRequest(Wire, frozen=True):
+    """A trainer with a batch in hand asks for a place in the open step."""
+
+    step: Count  # the weight version that the trainer knows
+    num_samples: NumSamples
+    generation: Count  # of the run, as the trainer knows it
+    gradient_scale: Positive = 1.0  # what it multiplies its losses by; one for all batches of a step
+
+
+class Grant(Wire, frozen=True):
+    """A lease of places in a step."""
+
+    lease: int
+    generation: int
+    step: int
+    attempt: int
+    first: int
+    weight: Positive
+
+
+class Wait(Wire, frozen=True):
+    """No place: the open step is full. Ask again when record `step` is applied; None: the lead has not begun yet."""
+
+    step: Count | None
+
+
+class GrantReply(Wire, frozen=True):
+    """Exactly one of the three."""
+
+    grant: Grant | None = None
+    wait: Wait | None = None
+    over: bool = False  # the run's last step is decided: no place will ever come
+
+
+MAX_LOGS = 256
+"""Names that one step's batches may log with `sync_dist=True`."""
+
+
+class Logged(Wire, frozen=True):
+    """What `self.log(..., sync_dist=True)` said of a batch, or of several together."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]
+    reduce: Literal["mean", "sum", "max", "min"]
+    value: float
+    batch_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # the weight of a mean
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+
+
+class BatchDone(Wire, frozen=True):
+    """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
+
+    step: Count  # that is meant: a late message must not close the next one
+    lease: int | None  # None: the batch was withdrawn before, this only asks to close
+    completed: list[Receipt]
+    withdrawn: bool
+    close: bool  # the lead asks to close the step with what it has
+    total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
+    generation: Count
+    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(
+        default_factory=list
+    )  # for the lead, if the batch counts
+
+
+class BatchDoneReply(Wire, frozen=True):
+    """Whether the step closes now: then its record is worth waiting for."""
+
+    closing: bool
+
+
+class RecordRequest(Wire, frozen=True):
+    """Long poll for the record of a step.
+
+    The record waits for the lead to ask: then its loop is where it sees the step, and no validation is under way.
+    """
+
+    step: int
+    generation: Count
+    hyperparameters: list[dict[str, Any]] | None = None  # from the lead: to step with; one dict a parameter group
+
+
+class Quit(Wire, frozen=True):
+    """A trainer's loop ended by an error; nothing more of it will come."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=2000)]
+
+
+class RecordReply(Wire, frozen=True):
+    """The newest record, not older than what was asked for."""
+
+    record: Record | None  # None: not decided yet
+    closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
+    logs: list[Logged] = msgspec.field(
+        default_factory=list
+    )  # to the lead: what other trainers logged of the batches that it counts, folded by name

@@ -1,0 +1,126 @@
+"""A trainer's calls to the servers of a route, by which microbatches go forward and backward."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.wire import Count, Positive, Wire
+
+Direction = Literal["forward", "backward"]
+TicketName = Annotated[str, msgspec.Meta(max_length=512)]
+
+
+class Ticket(Wire, frozen=True):
+    """A reference to a tensor that a peer holds or will hold."""
+
+    peer_id: PeerId
+    name: TicketName
+
+
+class CallKey(Wire, frozen=True):
+    """Names one microbatch's way through the pipeline; with a stage and a direction, one call.
+
+    A microbatch is named by its place in the step, not by its trainer: whoever sends it again, after whatever
+    fault, means the same one.
+    """
+
+    generation: Count  # raised when the run goes back
+    step: Count  # also the weight version that forward and backward use
+    attempt: Count  # raised when the step is voided
+    first: Count  # position in the step of the batch's first sample
+    index: Count  # which microbatch of the batch
+    call: Count  # which call of the pipeline within the training_step
+    evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
+    weights: Count = 0  # of an evaluation: which lent ones it means; 0: those of the step
+
+    def name(self, stage_index: int, direction: Direction) -> str:
+        """The ticket name of one call's result."""
+        kind = f"e{self.weights}." if self.evaluation else "t"
+        return (
+            f"g{self.generation}.s{self.step}.a{self.attempt}.{kind}{self.first}+{self.index}"
+            f".c{self.call}/{stage_index}/{direction}"
+        )
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the ledger of a step knows it by."""
+        return (self.first, self.index, self.call)
+
+
+Receipt = tuple[Count, Count, Count]
+"""``(first, index, call)`` of a microbatch whose gradient was added; the step and attempt are the ledger's."""
+
+
+class Mode(Wire, frozen=True):
+    """How to compute: all that a thread of another process does not inherit from the trainer's."""
+
+    training: bool  # train() or eval()
+    grad: bool  # keep what backward needs
+    input_grad: bool = False  # the pipeline's own input wants a gradient
+    autocast: str | None = None  # dtype of autocast, None for off
+    default_dtype: str = "float32"
+    deterministic: Literal["off", "warn", "on"] = "off"
+    anomaly: bool = False
+
+
+class ForwardRequest(Wire, frozen=True):
+    """Compute one stage's output for one microbatch."""
+
+    key: CallKey
+    stage_index: int
+    mode: Mode
+    source: Ticket | None  # the input, at the previous stage's peer; None: it comes with the message
+    structure: Any  # tree of (inputs or None, extras); its tensors come with the message
+    keep: bool = True  # what backward needs; False: no backward will come, whatever the mode
+
+
+class Recompute(Wire, frozen=True):
+    """All that a peer without the forward's leavings needs to do it again."""
+
+    source: Ticket | None  # as in `ForwardRequest`
+    structure: Any
+
+
+class BackwardRequest(Wire, frozen=True):
+    """Compute one stage's gradients for one microbatch, and add them to the step's sum once."""
+
+    key: CallKey
+    stage_index: int
+    mode: Mode
+    weight: Positive  # of the batch, from its grant
+    accumulate: bool  # False: only the input's gradient is wanted
+    source: Ticket | None  # the output's gradient, at the next stage's peer; None: it comes with the message
+    present: list[bool]  # with the message: which output leaves have a gradient
+    recompute: Recompute | None = None  # its tensors come with the message, after the gradients
+
+
+class Computed(Wire, frozen=True):
+    """Goes with the tensors of a finished call."""
+
+    structure: Any  # forward: tree of the output. backward: None
+    flags: list[bool]  # forward: which leaves require grad. backward: which input leaves have a gradient
+
+
+class CallReport(Wire, frozen=True):
+    """What a server tells of a finished call."""
+
+    busy_s: float  # the compute thread's time for this microbatch so far, its forward included
+    queued: int  # jobs that wait for the compute thread
+    receipt: bool = False  # the gradient is in the step's sum, by this call or an earlier one
+
+
+class CancelRequest(Wire, frozen=True):
+    """Do not do a call that was sent before."""
+
+    key: CallKey
+    stage_index: int
+    direction: Direction
+
+
+class CancelReply(Wire, frozen=True):
+    """`added`: too late, the gradient is in the sum. Else it never will be by that call."""
+
+    added: bool

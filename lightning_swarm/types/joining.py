@@ -1,0 +1,77 @@
+"""How a server joins a run that is under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_swarm.types.runs import RunView, Selection
+from lightning_swarm.types.steps import Closing, Record
+from lightning_swarm.types.wire import Addresses, Count, Seconds, Wire
+
+
+class JoinRequest(Wire, frozen=True):
+    """A server asks the coordinator to become a member."""
+
+    protocol_version: int
+    boot_id: int
+    addresses: Addresses
+    stage_index: Count | None  # the one that it has built, if it asks again
+
+
+class JoinReply(Wire, frozen=True):
+    """Every server can reach the joiner and knows it for a candidate."""
+
+    view: RunView
+    stage_index: Count  # which it shall take
+
+
+class FollowRequest(Wire, frozen=True):
+    """A candidate asks a member of its stage for the state, and to keep the records from then on."""
+
+    stage_index: Count
+
+
+class Snapshot(Wire, frozen=True):
+    """Goes with all tensors of a stage at one version: the weights, then the optimizer's state."""
+
+    stage_index: Count
+    version: Count
+    version_hash: int
+    weights: list[str]  # names, one a tensor
+    optimizer: list[str]  # names of parameters
+    structure: Any  # for each of them, the tree of its state
+    selection: Selection | None  # what trains in the open step
+
+
+class NextRequest(Wire, frozen=True):
+    """A candidate that holds a stage at a version asks for the record that comes next."""
+
+    stage_index: Count
+    version: Count
+    hold_s: Seconds  # how long to wait for it
+
+
+class NextReply(Wire, frozen=True):
+    """With the stage's mean gradient of that record as the only tensor. None: nothing is newer, as yet."""
+
+    record: Record | None
+
+
+class ReadyRequest(Wire, frozen=True):
+    """A candidate has caught up."""
+
+    version: Count
+
+
+class ListenRequest(Wire, frozen=True):
+    """A round begins: a candidate that has caught up shall hold its result, too."""
+
+    closing: Closing
+    selection: Selection | None  # as in `Record`
+
+
+class ListenReply(Wire, frozen=True):
+    """A candidate holds the mean gradient of the round that is under way."""
+
+    boot_id: int
+    version_hash: int  # of weights and optimizer state before the step

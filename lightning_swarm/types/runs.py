@@ -1,0 +1,74 @@
+"""What a run is, and who is in it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.wire import Count, NumSamples, Positive, Wire
+
+
+class Member(Wire, frozen=True):
+    """A peer in one of its lives: a process that was restarted has a new boot id."""
+
+    peer_id: PeerId
+    boot_id: int
+
+
+class Selection(Wire, frozen=True):
+    """Which parameters train, and which group of the optimizer holds which: the user's word, by full names."""
+
+    num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    groups: dict[str, Count]  # the group of each parameter that the optimizer holds
+    frozen: list[str]  # parameters that require no gradient, in the model's order
+
+
+class StageManifest(Wire, frozen=True):
+    """A stage as every peer must find it in its own copy of the model."""
+
+    first_block: Count  # without blocks: 0 to 0
+    end_block: Count
+    parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
+    roster: list[Member]
+    on_trainers: bool = False  # the last one may be: what stands around the pipeline. No microbatch goes there
+
+
+class Manifest(Wire, frozen=True):
+    """Record 0: what a run is. A peer whose own model or version differs refuses, naming the field."""
+
+    protocol_version: int
+    run_id: str
+    generation: int
+    seed: int
+    lead: PeerId
+    trainers: list[PeerId]  # the lead and others: who may ask for places, computations and state
+    coordinator: PeerId
+    voters: list[Member]
+    target_batch_size: NumSamples | None
+    gradient_clip_norm: Positive | None
+    gradient_clip_value: Positive | None
+    total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
+    stages: list[StageManifest]
+    first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
+    max_steps: int | None = None  # no step opens beyond it
+    selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
+
+
+class RunView(Wire, frozen=True):
+    """A run at a version, for whoever asks: record 0, and what changed since."""
+
+    manifest: Manifest
+    version: Count  # records before it are applied; the step that is open
+    rosters: list[list[Member]]
+    voters: list[Member]
+    trainers: list[PeerId]
+
+
+class RestartRequest(Wire, frozen=True):
+    """The run goes back: the running generation is void, and the stages wait for weights of `first_step`."""
+
+    generation: Count  # the next one
+    first_step: Count
+    selection: Selection | None  # of the first step, as in the manifest

@@ -1,0 +1,126 @@
+"""How a step closes: ledgers, averages, the record, and the votes on it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.wire import Addresses, Count, Positive, Wire
+
+
+class SettleRequest(Wire, frozen=True):
+    """Open(k), where the selection changed: every server settles it before the first grant."""
+
+    generation: int
+    step: int
+    attempt: int
+    selection: Selection
+
+
+class FreezeRequest(Wire, frozen=True):
+    """Close(k), first part: add nothing more, and say what was added."""
+
+    generation: int
+    step: int
+    attempt: int
+    counted: list[Receipt]
+    batches: list[Receipt]  # as in `Closing`
+
+
+class StageLedger(Wire, frozen=True):
+    """A server's ledger of one stage, as a bitmap over the receipts that count in it."""
+
+    stage_index: int
+    held: bytes
+    num_unnamed: int  # receipts beside those
+    touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
+    version_hash: int  # of weights and optimizer state before the step
+
+
+class FreezeReply(Wire, frozen=True):
+    """One ledger for each stage that the server holds."""
+
+    boot_id: int
+    ledgers: list[StageLedger]
+
+
+class StageClosing(Wire, frozen=True):
+    """Who holds which receipt of one stage."""
+
+    roster: list[Member]
+    holders: list[bytes]  # for each member, its receipts: a bitmap over those that count in this stage
+    touched: bytes
+
+
+class Closing(Wire, frozen=True):
+    """Close(k): what counts, and who holds it. After it a server adds only what it names."""
+
+    generation: int
+    step: int
+    attempt: int
+    round: int
+    counted: list[Receipt]  # microbatches
+    batches: list[Receipt]  # one for each batch: trainers add up by batch what they hold themselves
+    num_samples: Count
+    total_weight: Positive
+    stages: list[StageClosing]
+    gradient_scale: Positive = 1.0  # the sums are gradients times this; the mean is not
+
+
+class PartNorm(Wire, frozen=True):
+    """The squared norm of the part of a stage's mean gradient that this server reduced."""
+
+    stage_index: int
+    squared_norm: float
+
+
+class AverageReply(Wire, frozen=True):
+    """The server holds the mean gradients of all its stages."""
+
+    parts: list[PartNorm]
+
+
+class Candidate(Wire, frozen=True):
+    """A server that wants to join a stage's roster, and where it is reached."""
+
+    member: Member
+    stage_index: Count
+    addresses: Addresses
+
+
+class Record(Wire, frozen=True):
+    """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``."""
+
+    closing: Closing
+    outcome: Literal["apply", "skip"]
+    squared_norm: float  # of the mean gradient, over all stages, each part once
+    clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    hyperparameters: list[dict[str, Any]]
+    selection: Selection | None  # of this step, if it is not that of the step before
+    next_roster: list[list[Member]]  # for each stage
+    next_voters: list[Member]
+    next_trainers: list[PeerId]
+    newcomers: list[Candidate]  # those of the next roster that no roster before had
+
+    @property
+    def step(self) -> int:
+        """The step that it decides; the weights after it have version ``step + 1``."""
+        return self.closing.step
+
+
+class Proposal(Wire, frozen=True):
+    """Ask a voter to accept a record under a term."""
+
+    term: tuple[int, str]  # number, then the coordinator's peer id
+    record: Record
+
+
+class Vote(Wire, frozen=True):
+    """A voter's answer; `term` is the highest it knows."""
+
+    accepted: bool
+    term: tuple[int, str]
