@@ -28,6 +28,8 @@ class Limits:
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
         max_in_flight: Microbatches that a trainer has under way at once.
+        max_metric_bytes: What the batches of one step, of all trainers together, may add to torchmetrics objects that
+            are logged with `sync_dist=True`.
         max_message_bytes: The largest set of tensors that one message may carry.
     """
 
@@ -40,6 +42,7 @@ class Limits:
     leave_timeout: float = 5.0
     max_pending_calls: int = 1024
     max_in_flight: int = 64
+    max_metric_bytes: int = 256 << 20
     max_message_bytes: int = 8 << 30
 
     def __post_init__(self) -> None:

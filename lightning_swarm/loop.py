@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.errors import ConfigError, PeerError, RunOver, StepError
 from lightning_swarm.framework import framework_of
+from lightning_swarm.metric_objects import SharedMetrics
 from lightning_swarm.metrics import SharedLogs
 from lightning_swarm.rules import hyperparameters
 from lightning_swarm.scaling import LossScale
@@ -29,9 +30,12 @@ class SwarmOptimization:
         trainer: Lightning's.
         session: The trainer's session in the run.
         target_batch_size: Samples of a step; None: Lightning's own arithmetic.
+        max_metric_bytes: As in `Limits`.
     """
 
-    def __init__(self, trainer: Trainer, session: Session, target_batch_size: int | None) -> None:
+    def __init__(
+        self, trainer: Trainer, session: Session, target_batch_size: int | None, *, max_metric_bytes: int
+    ) -> None:
         self.trainer = trainer
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
@@ -40,7 +44,9 @@ class SwarmOptimization:
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
-        self._logs = SharedLogs(trainer.fit_loop.epoch_loop._results)
+        results = trainer.fit_loop.epoch_loop._results
+        max_bytes = None if session.is_lead else max_metric_bytes
+        self._logs = SharedLogs(results, SharedMetrics(trainer.lightning_module, results, max_bytes=max_bytes))
         if session.is_lead:
             session.step_with(lambda: hyperparameters(trainer.optimizers[0]))
 
@@ -88,12 +94,12 @@ class SwarmOptimization:
             self._give_back()
             raise
         result = closure.consume_result()
-        logs = self._logs.end(counts=result.loss is not None)
+        logs, metrics = self._logs.end(counts=result.loss is not None)
         if result.loss is None:
             self._session.withdraw_batch()
             closing = False
         else:
-            closing = self._session.finish_batch(logs)
+            closing = self._session.finish_batch(logs, metrics)
             self.pending_samples += num_samples
         last = self._session.is_lead and self._is_last_batch()
         if not closing and self._must_close(last=last):
@@ -148,7 +154,7 @@ class SwarmOptimization:
         optimizer._opt_called = True  # type: ignore[attr-defined]
         record = self._session.newest_record
         assert record is not None
-        self._logs.decide(self._session.take_logs())
+        self._logs.decide(self._session.take_logs(), self._session.take_metrics())
         if not self._session.is_lead:
             for group, values in zip(optimizer.param_groups, record.hyperparameters, strict=True):
                 set_hyperparameters(group, values)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.metric_objects import SharedMetrics
+from lightning_swarm.steps.client import Metrics
 from lightning_swarm.steps.policy import fold
 from lightning_swarm.types.batches import MAX_LOGS, Logged
 
@@ -25,10 +27,12 @@ class SharedLogs:
 
     Args:
         results: Lightning's `_ResultCollection` of the training epoch loop.
+        metrics: Of the same.
     """
 
-    def __init__(self, results: Any) -> None:
+    def __init__(self, results: Any, metrics: SharedMetrics) -> None:
         self._results = results
+        self._metrics = metrics
         self._num_samples: int | None = None  # of the batch in hand
         self._batch: list[Logged] = []
         self._step: list[Logged] = []  # of this trainer's batches in the open step
@@ -39,10 +43,12 @@ class SharedLogs:
     def begin(self, num_samples: int) -> None:
         """A batch is in hand."""
         self._num_samples, self._batch = num_samples, []
+        self._metrics.begin()
 
-    def end(self, *, counts: bool = True) -> list[Logged]:
-        """The batch is through, or will not count. Returns what it logged, one entry for each name."""
+    def end(self, *, counts: bool = True) -> tuple[list[Logged], Metrics]:
+        """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""
         self._num_samples = None
+        metrics = self._metrics.end(counts=counts)
         logs = fold(self._batch)
         if len(logs) > MAX_LOGS:
             raise ConfigError(
@@ -50,15 +56,17 @@ class SharedLogs:
             )
         if counts:
             self._step += logs
-        return logs
+        return logs, metrics
 
-    def decide(self, others: Sequence[Logged]) -> None:
-        """At the lead: a record came, with what others logged of its batches."""
+    def decide(self, others: Sequence[Logged], metrics: Sequence[Metrics]) -> None:
+        """At the lead: a record came, with what others logged of its batches, and added to metrics."""
+        self._metrics.decide(metrics)
         self._others += others
         self._decided, self._step = fold([*self._step, *others]), []
 
     def replay(self) -> None:
         """At the lead, after its own batch and before Lightning logs the step: take in what others logged."""
+        self._metrics.replay()
         others, self._others = self._others, []
         decided, self._decided = self._decided, []
         for one in others:
@@ -85,10 +93,8 @@ class SharedLogs:
                 "get the lead's own value."
             )
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(
-                f"`sync_dist=True` takes numbers and tensors for now, got a {type(value).__name__} for {name!r}. Log "
-                "what it computes for the batch, with its `batch_size`."
-            )
+            self._metrics.follow(value)
+            return
         meta = self._results[f"{fx}.{name}"].meta
         batch_size = options.get("batch_size")
         self._batch.append(

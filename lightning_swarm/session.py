@@ -10,7 +10,7 @@ from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
-from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.client import Metrics, StepClient
 from lightning_swarm.types.batches import Logged
 from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
@@ -108,15 +108,18 @@ class Session:
             )
         self._runtime.run(self._steps.done(batch.grant.lease, [], withdrawn=True))
 
-    def finish_batch(self, logs: Sequence[Logged] = ()) -> bool:
+    def finish_batch(self, logs: Sequence[Logged] = (), metrics: Metrics = ((), ())) -> bool:
         """The batch is through. True when its step closes now: then `await_record`.
 
         Args:
             logs: What its `training_step` logged for all trainers.
+            metrics: What it added to metrics that are logged for all trainers.
         """
         batch = self._taken()
         if self.around is not None:
             self.around.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
+        if metrics[0]:
+            self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
         return self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
 
     def close_step(self, *, window: float | None) -> None:
@@ -134,6 +137,11 @@ class Session:
         """At the lead: what other trainers logged of the batches that new records count, folded step by step."""
         logs, self._steps.logs = self._steps.logs, []
         return logs
+
+    def take_metrics(self) -> list[Metrics]:
+        """At the lead: what their batches added to metrics, batch by batch."""
+        metrics, self._steps.metrics = self._steps.metrics, []
+        return metrics
 
     def renew(self) -> None:
         """At the lead: the others go on waiting while this trainer validates or saves."""

@@ -301,7 +301,8 @@ class SwarmHooks(_Strategy):
         self._session = self._start_run(trainer, model, ranges, selection)
         self._interception = Interception(model.blocks, self._session.pipeline)
         if fitting:
-            self._loop = SwarmOptimization(trainer, self._session, self.config.target_batch_size)
+            most = self.config.limits.max_metric_bytes
+            self._loop = SwarmOptimization(trainer, self._session, self.config.target_batch_size, max_metric_bytes=most)
             self._loop.take_over()
         if self.is_global_zero:
             assert self.peer is not None

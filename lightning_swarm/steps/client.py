@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, RunOver
-from lightning_swarm.network import Transport
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import DONE, GRANT, QUIT, RECORD, RENEW, SELECT
+from lightning_swarm.steps import DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
 from lightning_swarm.types.batches import (
     BatchDone,
     BatchDoneReply,
+    BatchMetrics,
     Grant,
     GrantReply,
     GrantRequest,
     Logged,
+    MetricsRequest,
+    MetricState,
     Quit,
     RecordReply,
     RecordRequest,
@@ -26,6 +31,9 @@ from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import RestartRequest, Selection
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
+
+Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
+"""What a batch added to metrics: each one's states, and the tensors of all of them."""
 
 
 class StepClient:
@@ -40,6 +48,7 @@ class StepClient:
     Attributes:
         newest: The newest record that this trainer knows of.
         logs: What other trainers logged of the batches in records that came since these were taken; for the lead.
+        metrics: Likewise, what their batches added to torchmetrics objects.
         hyperparameters: At the lead: tells with which ones to step.
     """
 
@@ -53,6 +62,7 @@ class StepClient:
         self.run = run
         self.newest: Record | None = None
         self.logs: list[Logged] = []
+        self.metrics: list[Metrics] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
 
     @property
@@ -63,7 +73,7 @@ class StepClient:
     def go_back(self, request: RestartRequest) -> None:
         """Take part in the run's next generation."""
         self.run.go_back(request)
-        self.newest, self.logs = None, []
+        self.newest, self.logs, self.metrics = None, [], []
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
@@ -94,6 +104,21 @@ class StepClient:
                 raise ProtocolError("a coordinator grants, says wait or says that the run is over; it did none of it")
             if reply.wait.step is not None:
                 await self.record(reply.wait.step)
+
+    async def send_metrics(self, lease: int, metrics: Metrics) -> None:
+        """Leave what a batch added to metrics where the lead finds it if the batch counts. Before `done`."""
+        states, tensors = metrics
+        generation = self.run.manifest.generation
+        head = BatchMetrics(generation=generation, step=self.version, lease=lease, metrics=list(states))
+        message = Message(encode(head), tuple(tensors))
+        await self._transport.stream(self._coordinator, METRICS, message, timeout=self._timeout, max_bytes=0)
+
+    async def _take_metrics(self, step: int, index: int) -> Metrics:
+        request = MetricsRequest(generation=self.run.manifest.generation, step=step, index=index)
+        message = await self._transport.stream(
+            self._coordinator, TAKE_METRICS, Message(encode(request)), timeout=self._timeout, max_bytes=MAX_STREAM_BYTES
+        )
+        return decode(message.body, BatchMetrics).metrics, message.tensors
 
     async def done(
         self,
@@ -136,6 +161,7 @@ class StepClient:
                     await self._on_record(reply.record)
                     self.run.apply(reply.record)
                 self.logs += reply.logs
+                self.metrics += [await self._take_metrics(reply.record.step, i) for i in range(reply.num_metrics)]
                 return reply.record
             if not reply.closing:
                 return None

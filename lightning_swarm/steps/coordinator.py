@@ -14,10 +14,23 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, StepError, SwarmError
-from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection, first_trained
-from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT, QUIT, RECORD, RENEW, SELECT, SETTLE
+from lightning_swarm.steps import (
+    APPLY,
+    AVERAGE,
+    DONE,
+    FREEZE,
+    GRANT,
+    METRICS,
+    QUIT,
+    RECORD,
+    RENEW,
+    SELECT,
+    SETTLE,
+    TAKE_METRICS,
+)
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor, with_newcomers
 from lightning_swarm.steps.voting import decide
@@ -25,10 +38,12 @@ from lightning_swarm.tasks import TaskOwner, gather
 from lightning_swarm.types.batches import (
     BatchDone,
     BatchDoneReply,
+    BatchMetrics,
     Grant,
     GrantReply,
     GrantRequest,
     Logged,
+    MetricsRequest,
     Quit,
     RecordReply,
     RecordRequest,
@@ -81,6 +96,8 @@ class Coordinator:
         self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
         self._record: Record | None = None
         self._logs: list[Logged] = []  # of the other trainers' batches in it
+        self._metrics: list[Message] = []  # likewise
+        self._max_metric_bytes = limits.max_metric_bytes
         self._failure: SwarmError | None = None
         self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
@@ -88,8 +105,10 @@ class Coordinator:
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)
         transport.handle_call(GRANT, self._handle_grant)
+        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=limits.max_metric_bytes)
         transport.handle_call(DONE, self._handle_done)
         transport.handle_call(RECORD, self._handle_record)
+        transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
         transport.handle_call(RENEW, self._handle_renew)
         transport.handle_call(QUIT, self._handle_quit)
 
@@ -114,7 +133,7 @@ class Coordinator:
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
         self._selection, self._reselected = manifest.selection, None
         self._closing_s = self._asked = self._record = self._failure = None
-        self._waiting, self._reserved, self._logs = {}, {}, []
+        self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], []
         await self._notify()
 
     # ------------------------------------------------------------------ the trainers' calls
@@ -187,6 +206,32 @@ class Coordinator:
             self._closing_s = _now_s()
         return Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
 
+    async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
+        self._hear(caller)
+        request = decode(message.body, BatchMetrics)
+        self._run.check_generation(request.generation)
+        if request.step != self._open.step:
+            raise ProtocolError(f"step {self._open.step} is open, got metrics of a batch of step {request.step}")
+        num_tensors = sum(length for one in request.metrics for length in one.lengths)
+        if num_tensors != len(message.tensors):
+            raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
+        self._open.keep_metrics(request.lease, caller, message, max_bytes=self._max_metric_bytes)
+        return Message()
+
+    async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
+        if caller != self._manifest.lead:
+            raise ProtocolError(f"metrics are for the lead {self._manifest.lead}, not for {caller}")
+        self._hear(caller)
+        request = decode(message.body, MetricsRequest)
+        self._run.check_generation(request.generation)
+        step = -1 if self._record is None else self._record.step
+        if request.step != step or request.index >= len(self._metrics):
+            raise ProtocolError(
+                f"the record of step {step} has metrics of {len(self._metrics)} batches, got a request for number "
+                f"{request.index} of step {request.step}"
+            )
+        return self._metrics[request.index]
+
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, BatchDone)
@@ -229,8 +274,8 @@ class Coordinator:
         await self._until(lambda: self._open.step > request.step or not self._open.closing)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if self._open.step > request.step:
-            logs = self._logs if caller == self._manifest.lead else []
-            return encode(RecordReply(record=self._record, closing=False, logs=logs))
+            logs, metrics = (self._logs, self._metrics) if caller == self._manifest.lead else ([], [])
+            return encode(RecordReply(record=self._record, closing=False, logs=logs, num_metrics=len(metrics)))
         await self._check_overdue(step)
         return encode(RecordReply(record=None, closing=step.closing))
 
@@ -330,7 +375,8 @@ class Coordinator:
             # A bug: it ends this server, and whoever waits shall not wait for ever.
             await self._fail(step, f"internal error: {type(error).__name__}: {error}")
             raise
-        self._record, self._logs, self._closing_s = record, step.logs_for(self._manifest.lead), None
+        self._record, self._closing_s = record, None
+        self._logs, self._metrics = step.logs_for(self._manifest.lead), step.metrics_for(self._manifest.lead)
         self._reselected = None
         self._open = self._opened(step.step + 1)
         await self._notify()

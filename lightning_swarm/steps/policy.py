@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lightning_swarm.errors import ProtocolError, StepError
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.types.batches import MAX_LOGS, Logged
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member
@@ -32,6 +32,7 @@ class _Batch:
     weight: float
     completed: tuple[Receipt, ...] | None = None  # None: still under way
     logs: tuple[Logged, ...] = ()
+    metrics: Message | None = None
 
 
 @dataclass
@@ -102,6 +103,21 @@ class OpenStep:
             raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
         batch.completed, batch.logs = tuple(completed), tuple(logs)
 
+    def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int) -> None:
+        """Keep a batch's `BatchMetrics` until the step's record is decided."""
+        batch = self._leased(lease, trainer)
+        if batch.metrics is not None:
+            raise ProtocolError(f"lease {lease} has its metrics already")
+        kept = [*(one.metrics for one in self._batches.values() if one.metrics is not None), metrics]
+        num_bytes = sum(len(one.body) + sum(tensor.nbytes for tensor in one.tensors) for one in kept)
+        if num_bytes > max_bytes:
+            raise ProtocolError(
+                "what the batches of a step add to the metrics of all trainers must be at most "
+                f"`Limits.max_metric_bytes` = {max_bytes} bytes, got {num_bytes}. Raise it, or log less with "
+                "`sync_dist=True`."
+            )
+        batch.metrics = metrics
+
     def withdraw(self, lease: int, trainer: PeerId) -> None:
         """The batch will not come; nothing of it may have been added anywhere."""
         self._leased(lease, trainer)
@@ -136,6 +152,11 @@ class OpenStep:
     def logs_for(self, lead: PeerId) -> list[Logged]:
         """What the other trainers logged of their batches."""
         return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
+
+    def metrics_for(self, lead: PeerId) -> list[Message]:
+        """What came with the batches of the other trainers, in their order."""
+        counted = sorted(self._batches.values(), key=lambda batch: batch.first)
+        return [batch.metrics for batch in counted if batch.trainer != lead and batch.metrics is not None]
 
     def _leased(self, lease: int, trainer: PeerId) -> _Batch:
         batch = self._batches.get(lease)

@@ -9,7 +9,7 @@ import msgspec
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import Count, NumSamples, Positive, Wire
+from lightning_swarm.types.wire import Count, NumSamples, Positive, SmallCount, Wire
 
 
 class SelectRequest(Wire, frozen=True):
@@ -71,6 +71,31 @@ class Logged(Wire, frozen=True):
     logger: bool
 
 
+class MetricState(Wire, frozen=True):
+    """What a batch, or several, added to a torchmetrics object that is logged with `sync_dist=True`."""
+
+    name: Annotated[str, msgspec.Meta(max_length=256)]  # its place in the LightningModule
+    num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
+    lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each of its states, as declared
+
+
+class BatchMetrics(Wire, frozen=True):
+    """Goes with the states' tensors, before `BatchDone`: for the lead, if the batch counts."""
+
+    generation: Count
+    step: Count
+    lease: int
+    metrics: Annotated[list[MetricState], msgspec.Meta(min_length=1, max_length=MAX_LOGS)]
+
+
+class MetricsRequest(Wire, frozen=True):
+    """The lead asks for what came with a batch that the newest record counts."""
+
+    generation: Count
+    step: Count
+    index: Count  # which of the batches that it came with
+
+
 class BatchDone(Wire, frozen=True):
     """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
 
@@ -117,3 +142,4 @@ class RecordReply(Wire, frozen=True):
     logs: list[Logged] = msgspec.field(
         default_factory=list
     )  # to the lead: what other trainers logged of the batches that it counts, folded by name
+    num_metrics: Count = 0  # to the lead: batches of other trainers in it that came with `BatchMetrics`

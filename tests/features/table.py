@@ -36,6 +36,7 @@ _MODULES = (
     "test_averaging",
     "test_callbacks",
     "test_trainers",
+    "test_trainers_metrics",
 )
 
 Row = tuple[str, Verdict, str]

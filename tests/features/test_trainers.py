@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torchmetrics
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from typing_extensions import override
@@ -150,7 +149,7 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_logged(seen, lines)
     assert bool(seen.withdrawn) == choosy
 
-    monkeypatch.setattr(SharedLogs, "decide", lambda self, others: None)
+    monkeypatch.setattr(SharedLogs, "decide", lambda self, others, metrics: None)
     with pytest.raises(AssertionError):  # the proof can fail
         assert_logged(*train_logged())
 
@@ -161,18 +160,6 @@ class Elsewhere(Logs):
         self.log("late", 1.0, sync_dist=True)
 
 
-class OfObjects(Logs):
-    def __init__(self, seen: Seen) -> None:
-        super().__init__(seen)
-        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=10)
-
-    @override
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
-        self.accuracy(self.net(batch[0]), batch[1])
-        self.log("accuracy", self.accuracy, sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-
 def assert_refused(make_module: Callable[[Seen], Any], words: str) -> None:
     with pytest.raises((ConfigError, StepError), match=words):  # the lead's own, or what ended another trainer
         train(2, make_module, max_steps=-1, max_epochs=1)
@@ -181,8 +168,3 @@ def assert_refused(make_module: Callable[[Seen], Any], words: str) -> None:
 @feature("`self.log(sync_dist=True)` in other hooks of training", REFUSED, "log in `training_step`")
 def test_sync_dist_elsewhere() -> None:
     assert_refused(Elsewhere, "`sync_dist=True` counts what `training_step` logs.*got 'late' in `on_train_epoch_end`")
-
-
-@feature("`self.log(sync_dist=True)` of `torchmetrics` objects", REFUSED, "log what they compute for the batch")
-def test_sync_dist_of_objects() -> None:
-    assert_refused(OfObjects, "`sync_dist=True` takes numbers and tensors for now.*Accuracy.*Log what it computes")

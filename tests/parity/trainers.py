@@ -235,7 +235,7 @@ def train(
             seen.errors[rank] = error
 
     # The default dtype belongs to the process, and trainers in threads would take turns in setting it.
-    with _default(torch.float64):
+    with default_dtype(torch.float64):
         for rank in range(num_trainers):
             strategy = ThreadStrategy(rank, network, seen, **arguments)
             seen.trainers[rank] = L.Trainer(
@@ -286,9 +286,9 @@ def assert_exact(
         made_as: The default dtype that the module was made under.
     """
     torch.manual_seed(0)
-    with _default(made_as):
+    with default_dtype(made_as):
         module = make_module().double()
-    with _default(torch.float64):
+    with default_dtype(torch.float64):
         module.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no Trainer here
         optimizer = make_optimizer(module, module.recipe)
         schedule = make_schedule(optimizer, module.recipe)
@@ -316,7 +316,7 @@ def assert_exact(
 
 
 @contextmanager
-def _default(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -27,6 +27,7 @@ from lightning_swarm.steps import (
     LEAVE,
     LISTEN,
     MEET,
+    METRICS,
     PROPOSE,
     QUIT,
     READY,
@@ -34,11 +35,22 @@ from lightning_swarm.steps import (
     RENEW,
     SELECT,
     SETTLE,
+    TAKE_METRICS,
     VIEW,
 )
 from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
-from lightning_swarm.types.batches import BatchDone, GrantRequest, Logged, Quit, RecordRequest, SelectRequest
+from lightning_swarm.types.batches import (
+    BatchDone,
+    BatchMetrics,
+    GrantRequest,
+    Logged,
+    MetricsRequest,
+    MetricState,
+    Quit,
+    RecordRequest,
+    SelectRequest,
+)
 from lightning_swarm.types.calls import CancelRequest, Receipt, Recompute
 from lightning_swarm.types.joining import FollowRequest, JoinRequest, ListenRequest, NextRequest, ReadyRequest
 from lightning_swarm.types.runs import Member, RestartRequest, Selection
@@ -106,6 +118,9 @@ class Sample:
         swarm.run(swarm.backward(key(), output))
         if self.phase == "through":
             return swarm
+        if self.phase == "decided":
+            swarm.run(decided(swarm))
+            return swarm
         for peer in (A, B):
             swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
         if self.phase in ("averaged", "joining"):
@@ -163,6 +178,24 @@ def done(swarm: Swarm) -> BatchDone:
         generation=0,
         logs=[LOGGED],
     )
+
+
+METRICS_OF_A_BATCH = [MetricState(name="accuracy", num_updates=1, lengths=[1, 2])]
+
+
+def metrics(swarm: Swarm) -> Message:
+    head = BatchMetrics(generation=0, step=0, lease=1, metrics=METRICS_OF_A_BATCH)
+    return Message(encode(head), (rows(1), rows(2), rows(3)))
+
+
+async def decided(swarm: Swarm) -> None:
+    """Another trainer's batch, of which nothing came but its metrics, is in the record."""
+    other = swarm.client(swarm.servers[B]._transport)
+    grant = await other.grant(2)
+    await other.send_metrics(grant.lease, (METRICS_OF_A_BATCH, [rows(1), rows(2), rows(3)]))
+    await other.done(grant.lease, [])
+    await swarm.steps.done(1, COUNTED, close=True)
+    await swarm.record(0)
 
 
 def weights(swarm: Swarm) -> Message:
@@ -268,6 +301,14 @@ SAMPLES = [
     Sample(CALL, PROPOSE, plain(lambda s: Proposal(term=(1, A), record=record(s))), caller=A, phase="averaged"),
     Sample(
         CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, generation=0, gradient_scale=1.0)), target=A
+    ),
+    Sample(STREAM, METRICS, metrics, target=A),
+    Sample(
+        STREAM,
+        TAKE_METRICS,
+        plain(lambda _: MetricsRequest(generation=0, step=0, index=0)),
+        target=A,
+        phase="decided",
     ),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(

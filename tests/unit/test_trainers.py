@@ -10,11 +10,11 @@ import torch
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, RunOver, StepError
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.steps import DONE, QUIT, RENEW
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, fold
-from lightning_swarm.types.batches import MAX_LOGS, BatchDone, Grant, Logged, Quit
+from lightning_swarm.types.batches import MAX_LOGS, BatchDone, Grant, Logged, MetricState, Quit
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
@@ -319,6 +319,53 @@ def test_there_is_an_end_to_what_a_step_logs(make_swarm: MakeSwarm) -> None:
     with pytest.raises(ProtocolError, match="length <= 256"):
         swarm.run(swarm.trainer.call(A, DONE, encode(request), timeout=1.0))
     assert swarm.state() == before
+
+
+def of_metric(seed: int, lengths: list[int]) -> tuple[list[MetricState], list[torch.Tensor]]:
+    return [MetricState(name="accuracy", num_updates=1, lengths=lengths)], [rows(seed)] * sum(lengths)
+
+
+def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_swarm: MakeSwarm) -> None:
+    swarm, other = begun(make_swarm, 6)
+
+    async def of_a_batch(seed: int, *, withdrawn: bool = False) -> None:
+        grant = await other.grant(2)
+        await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))
+        with pytest.raises(ProtocolError, match=f"lease {grant.lease} has its metrics already"):
+            await other.send_metrics(grant.lease, of_metric(seed, [1]))
+        await other.done(grant.lease, [], withdrawn=withdrawn)
+        with pytest.raises(ProtocolError, match="no open lease"):
+            await other.send_metrics(grant.lease, of_metric(seed, [1]))
+
+    async def go() -> None:
+        await of_a_batch(1)
+        await of_a_batch(2, withdrawn=True)
+        await of_a_batch(3)
+        waiting = asyncio.create_task(other.record(0))
+        await swarm.record(0)
+        await waiting
+
+    swarm.run(go())
+    assert other.metrics == []
+    assert [states for states, _ in swarm.steps.metrics] == [of_metric(seed, [seed, 1])[0] for seed in (1, 3)]
+    for seed, (_, tensors) in zip((1, 3), swarm.steps.metrics, strict=True):
+        assert [tensor.tolist() for tensor in tensors] == [rows(seed).tolist()] * (seed + 1)
+    swarm.run(batch(swarm, other, 1))
+    swarm.run(swarm.steps.done(None, [], close=True))
+    swarm.run(swarm.record(1))
+    assert len(swarm.steps.metrics) == 2, "each step's once"
+
+
+def test_there_is_an_end_to_what_a_step_adds_to_metrics() -> None:
+    step = OpenStep(0, 8)
+    for lease in (1, 2):
+        step.grant(lease, LEAD, 2)
+    message = Message(b"12345", (torch.zeros(10, dtype=torch.float64),))
+    step.keep_metrics(1, LEAD, message, max_bytes=169)
+    with pytest.raises(ProtocolError, match=r"`Limits.max_metric_bytes` = 169 bytes, got 170\. Raise it, or log less"):
+        step.keep_metrics(2, LEAD, message, max_bytes=169)
+    step.withdraw(1, LEAD)
+    step.keep_metrics(2, LEAD, message, max_bytes=169)
 
 
 def test_the_lead_says_how_to_step_when_it_asks(make_swarm: MakeSwarm) -> None:
