@@ -16,25 +16,13 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, StepError, SwarmError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import check_selection, first_trained
-from lightning_swarm.steps import (
-    APPLY,
-    AVERAGE,
-    DONE,
-    FREEZE,
-    GRANT,
-    METRICS,
-    QUIT,
-    RECORD,
-    RENEW,
-    SELECT,
-    SETTLE,
-    TAKE_METRICS,
-)
+from lightning_swarm.selection import check_selection
+from lightning_swarm.steps import DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
 from lightning_swarm.steps.gate import Gate
-from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor, with_newcomers
+from lightning_swarm.steps.policy import OpenStep, clip_factor, with_newcomers
+from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.voting import decide
-from lightning_swarm.tasks import TaskOwner, gather
+from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
     BatchDone,
     BatchDoneReply,
@@ -50,18 +38,12 @@ from lightning_swarm.types.batches import (
     SelectRequest,
     Wait,
 )
-from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import (
-    AverageReply,
-    Closing,
-    FreezeReply,
-    FreezeRequest,
     Record,
     SettleRequest,
-    StageClosing,
-    StageLedger,
 )
-from lightning_swarm.types.wire import Wire, decode, encode
+from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +65,7 @@ class Coordinator:
         self._timeout = limits.call_timeout
         self._lead_timeout = limits.lead_timeout
         self._term = (1, transport.peer_id)
+        self._servers = Servers(transport, run, timeout=limits.call_timeout)
         self._leases = itertools.count(1)
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
         self._selection = manifest.selection
@@ -153,7 +136,7 @@ class Coordinator:
                 )
             generation = self._manifest.generation
             settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
-            await self._ask_all(SETTLE, settle)
+            await self._servers.settle(settle)
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             self._selection = self._reselected = request.selection
         return b""
@@ -363,7 +346,7 @@ class Coordinator:
                     self._reserved[trainer] = (request, grant)
         return step
 
-    # ------------------------------------------------------------------ close, average, decide, apply
+    # ------------------------------------------------------------------ the step's end
 
     async def _finish_guarded(self, step: OpenStep) -> None:
         try:
@@ -387,11 +370,11 @@ class Coordinator:
         await self._notify()
 
     async def _finish(self, step: OpenStep) -> Record:
-        closing, version_hashes = await self._close(step)
+        closing, version_hashes = await self._servers.close(step, self._selection)
         begin_s = _now_s()
         listening = self.gate.listen(closing, self._reselected, version_hashes)
         hearing = [self._tasks.spawn(one) for one in listening]
-        squared_norm = await self._average(closing)
+        squared_norm = await self._servers.average(closing)
         newcomers = await self.gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
         hyperparameters = await self._asked_for(step)
         record = Record(
@@ -407,85 +390,10 @@ class Coordinator:
             newcomers=newcomers,
         )
         await decide(self._transport, self._run.voters, self._term, record, timeout=self._timeout)
-        await self._ask_all(APPLY, record, *(candidate.member.peer_id for candidate in newcomers))
+        await self._servers.apply(record)
         self.gate.let_in(newcomers)
         return record
-
-    async def _close(self, step: OpenStep) -> tuple[Closing, list[int]]:
-        """The closing, and for each stage the hash of the weights that its replicas agree on."""
-        counted, batches = step.counted, step.batches
-        generation = self._manifest.generation
-        request = FreezeRequest(generation=generation, step=step.step, attempt=0, counted=counted, batches=batches)
-        replies = {peer: decode(body, FreezeReply) for peer, body in (await self._ask_all(FREEZE, request)).items()}
-        ledgers = [
-            [_ledger(replies[member.peer_id], member, index) for member in roster]
-            for index, roster in enumerate(self._run.rosters)
-        ]
-        first = first_trained(self._selection, self._manifest.stages)
-        expected = [batches if stage.on_trainers else counted for stage in self._manifest.stages]
-        check_ledgers(step.step, expected, ledgers, first_trained=first)
-        closing = Closing(
-            generation=generation,
-            step=step.step,
-            attempt=0,
-            round=0,
-            counted=counted,
-            batches=batches,
-            num_samples=step.num_granted,
-            total_weight=step.total_weight,
-            stages=[
-                StageClosing(
-                    roster=roster,
-                    holders=[ledger.held for ledger in stage],
-                    touched=_union([ledger.touched for ledger in stage]),
-                )
-                for roster, stage in zip(self._run.rosters, ledgers, strict=True)
-            ],
-            gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
-        )
-        return closing, [stage[0].version_hash for stage in ledgers]
-
-    async def _average(self, closing: Closing) -> float:
-        """The squared norm of the mean gradient over all stages. Every server holds its stages' means then."""
-        replies = await self._ask_all(AVERAGE, closing)
-        # Summed in one order, so that a repeated round gives the same record.
-        parts = sorted(
-            (part.stage_index, peer, part.squared_norm)
-            for peer, body in replies.items()
-            for part in decode(body, AverageReply).parts
-        )
-        return add_up(squared_norm for _, _, squared_norm in parts)
-
-    async def _ask_all(self, method: str, request: Wire, *more: PeerId) -> dict[PeerId, bytes]:
-        """Ask every server of the roster, and `more`, at once; the first failure ends the phase."""
-        peers = [*self._run.servers, *more]
-        body = encode(request)
-        bodies = await gather(self._transport.call(peer, method, body, timeout=self._timeout) for peer in peers)
-        return dict(zip(peers, bodies, strict=True))
 
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _ledger(reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:
-    if reply.boot_id != member.boot_id:
-        raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
-    for ledger in reply.ledgers:
-        if ledger.stage_index == stage_index:
-            return ledger
-    raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
-
-
-def _union(bitmaps: list[bytes]) -> bytes:
-    """Bitmaps of equal length, or-ed."""
-    if len({len(bitmap) for bitmap in bitmaps}) != 1:
-        raise StepError("the replicas of a stage disagree on its number of parameters")
-    return bytes(map(_or, *bitmaps)) if len(bitmaps) > 1 else bitmaps[0]
-
-
-def _or(*values: int) -> int:
-    result = 0
-    for value in values:
-        result |= value
-    return result

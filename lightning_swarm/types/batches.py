@@ -106,9 +106,8 @@ class BatchDone(Wire, frozen=True):
     close: bool  # the lead asks to close the step with what it has
     total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
     generation: Count
-    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(
-        default_factory=list
-    )  # for the lead, if the batch counts
+    # For the lead, if the batch counts.
+    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 
 
 class BatchDoneReply(Wire, frozen=True):
@@ -139,7 +138,6 @@ class RecordReply(Wire, frozen=True):
 
     record: Record | None  # None: not decided yet
     closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
-    logs: list[Logged] = msgspec.field(
-        default_factory=list
-    )  # to the lead: what other trainers logged of the batches that it counts, folded by name
+    # To the lead: what other trainers logged of the batches that it counts, folded by name.
+    logs: list[Logged] = msgspec.field(default_factory=list)
     num_metrics: Count = 0  # to the lead: batches of other trainers in it that came with `BatchMetrics`

@@ -487,7 +487,7 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
     async def odd(closing: object) -> float:
         raise ZeroDivisionError("a bug")
 
-    swarm.coordinator._average = odd  # type: ignore[method-assign]
+    swarm.coordinator._servers.average = odd  # type: ignore[method-assign]
     assert_undecided(swarm, "internal error: ZeroDivisionError")
     with pytest.raises(ExceptionGroup):
         swarm.close()
