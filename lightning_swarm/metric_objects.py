@@ -40,6 +40,8 @@ class SharedMetrics:
 
     def follow(self, metric: Metric) -> None:
         """It was logged. With it go those that share its states."""
+        if any(one is metric for one in self._metrics.values()):
+            return
         names = {id(one): name for name, one in self._module.named_modules() if isinstance(one, Metric)}
         if id(metric) not in names:
             raise ConfigError(
