@@ -12,8 +12,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.pipeline.passage import Link
-from lightning_swarm.strategy import SwarmHooks
 from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.weights import Weights
 from tests.features.both import fit_both
 from tests.features.test_averaging import Watched
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, quiet_warnings
@@ -28,13 +28,13 @@ if not hasattr(lightning_callbacks, "WeightAveraging"):
 @pytest.mark.parametrize(("every", "times"), [(1, 2 * EPOCH), (3, 5), (100, 1)])
 def test_weights_come_home_only_where_they_are_read(every: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
-    bring = SwarmHooks._bring_weights_home
+    bring = Weights._bring_weights_home
 
     def noted(self: Any, timeout: float) -> None:
         bring(self, timeout)
-        brought.append(self._home_version)
+        brought.append(self._version)
 
-    monkeypatch.setattr(SwarmHooks, "_bring_weights_home", noted)
+    monkeypatch.setattr(Weights, "_bring_weights_home", noted)
 
     def made(_: str) -> list[L.Callback]:
         return [lightning_callbacks.EMAWeightAveraging(update_every_n_steps=every)]
