@@ -103,11 +103,11 @@ class SwarmOptimization:
             self.pending_samples += num_samples
         last = self._session.is_lead and self._is_last_batch()
         if not closing and self._must_close(last=last):
-            self._session.close_step(window=1.0 if self._target_batch_size is None else None)
+            self._close()
             closing = True
         # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         if closing and not (self.stepped and self._session.is_lead and not last):
-            self._step(optimizer)
+            self._step(optimizer, last=last)
         return {} if result.loss is None else result.asdict()
 
     def go_back(self) -> None:
@@ -126,7 +126,11 @@ class SwarmOptimization:
                 self._lightning.optim_progress.optimizer.step.increment_ready()
                 self._count(optimizer)
 
-    def _step(self, optimizer: Optimizer) -> None:
+    def _close(self) -> None:
+        """Ask to close the open step with what it has."""
+        self._session.close_step(window=1.0 if self._target_batch_size is None else None)
+
+    def _step(self, optimizer: Optimizer, *, last: bool) -> None:
         """Wait for the record and count it."""
         self._catch_up()
         call = self._framework.call
@@ -138,7 +142,9 @@ class SwarmOptimization:
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
             before = self._session.version
-            self._session.await_record()
+            if self._session.await_record() is None and self._must_close(last=last):
+                self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
+                self._session.await_record()
         if self._session.version > before:
             self._count(optimizer)
         else:  # a batch was withdrawn: the step takes others in its place

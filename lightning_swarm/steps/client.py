@@ -160,8 +160,8 @@ class StepClient:
                     self.run.check(reply.record)
                     await self._on_record(reply.record)
                     self.run.apply(reply.record)
-                self.logs += reply.logs
-                self.metrics += [await self._take_metrics(reply.record.step, i) for i in range(reply.num_metrics)]
+                    self.logs += reply.logs
+                    self.metrics += [await self._take_metrics(reply.record.step, i) for i in range(reply.num_metrics)]
                 return reply.record
             if not reply.closing:
                 return None

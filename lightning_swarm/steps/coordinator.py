@@ -159,14 +159,14 @@ class Coordinator:
     def _place(self, caller: PeerId, request: GrantRequest) -> GrantReply:
         self._run.check_generation(request.generation)
         step = self._open
+        if self._is_beyond(step):
+            return GrantReply(over=True)
+        if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
+            return GrantReply(wait=Wait(step=step.step - 1))
         asked, grant = self._reserved.get(caller, (None, None))
         if grant is not None and asked == replaced(request, step=step.step - 1):
             del self._reserved[caller]
             return GrantReply(grant=grant)
-        if self._is_beyond(step):
-            return GrantReply(over=True)
-        if request.step < step.step:
-            return GrantReply(wait=Wait(step=step.step - 1))
         grant = self._grant(step, caller, request)
         if grant is None:
             self._waiting[caller] = request
@@ -260,6 +260,8 @@ class Coordinator:
             logs, metrics = (self._logs, self._metrics) if caller == self._manifest.lead else ([], [])
             return encode(RecordReply(record=self._record, closing=False, logs=logs, num_metrics=len(metrics)))
         await self._check_overdue(step)
+        if caller == self._manifest.lead and not step.closing:
+            self._asked = None  # its loop goes on, to validation perhaps, until it asks again
         return encode(RecordReply(record=None, closing=step.closing))
 
     async def _handle_renew(self, caller: PeerId, body: bytes) -> bytes:

@@ -145,6 +145,32 @@ def test_decisions_are_the_leads() -> None:
 # ---------------------------------------------------------------------- the end
 
 
+class WithdrawsLast(Watching):
+    """The other trainer keeps a place until the lead waits for the record of its last batch, and gives it back."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        strategy: Any = self.trainer.strategy
+        if strategy.is_global_zero:
+            if batch_idx == 5:
+                self.seen.wait_for(lambda: bool(self.seen.withdrawn))
+            return loss
+        lead: Any = self.seen.trainers[0].strategy
+        self.seen.withdrawn.add(place_of(self))
+        self.seen.wait_for(lambda: lead.peer.server.admission.coordinator._asked is not None)
+        self.trainer.should_stop = True
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_the_leads_last_batch_counts_though_another_withdraws_the_one_beside_it() -> None:
+    """With 24 samples of the lead and 4 of the other the step is open, with the lead's last 2 it is full."""
+    seen = train(2, WithdrawsLast, max_steps=-1, max_epochs=1, swarm={"target_batch_size": 30})
+    assert [record.closing.num_samples for record in seen.records] == [26]
+    assert seen.trainers[0].global_step == 1
+
+
 def test_the_leads_last_epoch_is_the_runs() -> None:
     """Its last batch closes the last step, with what others have in it."""
     seen = train(3, max_steps=-1, max_epochs=2, swarm={"target_batch_size": 10})

@@ -11,12 +11,22 @@ import torch
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, RunOver, StepError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.steps import DONE, QUIT, RENEW
+from lightning_swarm.steps import DONE, GRANT, QUIT, RENEW
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, fold
-from lightning_swarm.types.batches import MAX_LOGS, BatchDone, Grant, Logged, MetricState, Quit
+from lightning_swarm.types.batches import (
+    MAX_LOGS,
+    BatchDone,
+    Grant,
+    GrantReply,
+    GrantRequest,
+    Logged,
+    MetricState,
+    Quit,
+    Wait,
+)
 from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import encode
+from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
@@ -234,6 +244,49 @@ def test_a_place_that_is_withdrawn_is_somebody_elses(make_swarm: MakeSwarm) -> N
     assert swarm.loop.time() < 5.0
 
 
+def test_a_lead_that_was_told_to_go_on_is_waited_for_again(make_swarm: MakeSwarm) -> None:
+    """What it asked before a place was withdrawn is void: by now it may validate, or have another learning rate."""
+    swarm, other = begun(make_swarm, 4)
+
+    async def go() -> Record:
+        grant = await other.grant(2)
+        waiting = asyncio.create_task(swarm.steps.record(0))
+        await asyncio.sleep(1.0)
+        await other.done(grant.lease, [], withdrawn=True)
+        assert await waiting is None
+        await batch(swarm, other, 1)
+        await asyncio.sleep(50.0)
+        assert {server.stepping.version for server in swarm.servers.values()} == {0}
+        swarm.steps.hyperparameters = lambda: [{"lr": 0.5}]
+        return await swarm.record(0)
+
+    assert swarm.run(go()).hyperparameters == [{"lr": 0.5}]
+
+
+def test_a_place_is_kept_until_its_trainer_knows_the_record_before(make_swarm: MakeSwarm) -> None:
+    """It asked in a step, was passed over in the next, and heard late that there is a place for it in the third."""
+    swarm, other = begun(make_swarm, 2)
+    second = client(swarm, SECOND)
+
+    async def ask(step: int) -> GrantReply:
+        request = GrantRequest(step=step, num_samples=2, generation=0, gradient_scale=1.0)
+        return decode(await other._transport.call(A, GRANT, encode(request), timeout=30.0), GrantReply)
+
+    async def go() -> Grant | None:
+        quicker = asyncio.create_task(batch(swarm, second, 1))
+        await asyncio.sleep(1.0)
+        assert (await ask(0)).wait == Wait(step=0)
+        await swarm.record(0)
+        assert (await quicker)[0].step == 1
+        await swarm.record(1)
+        assert (await ask(1)).wait == Wait(step=1)
+        return (await ask(2)).grant
+
+    grant = swarm.run(go())
+    assert grant is not None
+    assert grant.step == 2
+
+
 def test_when_the_last_step_is_decided_nobody_waits(make_swarm: MakeSwarm) -> None:
     swarm, other = begun(make_swarm, 2, max_steps=1)
 
@@ -285,6 +338,21 @@ def test_the_lead_gets_what_the_counted_batches_of_others_logged(make_swarm: Mak
     swarm.run(go())
     assert swarm.steps.logs == [logged((2 * 1.0 + 6 * 4.0) / 8, 8), logged(7.0, 4, name="most", reduce="max")]
     assert other.logs == []
+
+
+def test_what_was_logged_counts_once_however_often_the_record_is_asked_for(make_swarm: MakeSwarm) -> None:
+    swarm, other = begun(make_swarm, 4)
+
+    async def go() -> None:
+        grant = await other.grant(2)
+        await other.send_metrics(grant.lease, of_metric(1, [1]))
+        await other.done(grant.lease, [], logs=[logged(3.0)])
+        await asyncio.gather(swarm.record(0), swarm.record(0))
+        await swarm.record(0)
+
+    swarm.run(go())
+    assert swarm.steps.logs == [logged(3.0)]
+    assert len(swarm.steps.metrics) == 1
 
 
 @pytest.mark.parametrize(("reduce", "value"), [("mean", 3.25), ("sum", 5.0), ("max", 4.0), ("min", 1.0)])
