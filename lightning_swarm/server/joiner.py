@@ -117,15 +117,17 @@ class Joiner:
         """Try a few times."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
-                await self._try(coordinator)
-            except PeerError as error:
-                if self._done:
+                await self._try(coordinator, attempt)
+            except SwarmError as error:
+                if self._done:  # the record came another way meanwhile
                     return
+                if not isinstance(error, PeerError):
+                    raise
                 _log.warning("Could not join the run (attempt %d of %d): %s", attempt, _MAX_ATTEMPTS, error)
                 if attempt == _MAX_ATTEMPTS:
                     raise
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
-            if self._done:  # the record may have come another way
+            if self._done:
                 return
 
     @property
@@ -133,7 +135,7 @@ class Joiner:
         """Whether there is nothing left to do: this server is in, or the run is over."""
         return self._admission.is_member or self._admission.left.is_set()
 
-    async def _try(self, coordinator: PeerId) -> None:
+    async def _try(self, coordinator: PeerId, attempt: int) -> None:
         view = decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
         if self._stage is None:
             self._model.check(view.manifest)  # before anyone is asked for anything
@@ -150,8 +152,8 @@ class Joiner:
             )
             self._stage = stages[reply.stage_index]
         roster = reply.view.rosters[self._stage.index]
-        # Joiners of one stage go round its members.
-        donor = roster[self._admission.me.boot_id % len(roster)].peer_id
+        # Joiners of one stage go round its members, and so do the attempts of one: a member may be gone.
+        donor = roster[(self._admission.me.boot_id + attempt) % len(roster)].peer_id
         version = await self._download(donor, self._stage)
         self._admission.follow(RunState.seen(reply.view, version), self._stage)
         await self._follow(donor, coordinator, self._stage)
@@ -170,6 +172,8 @@ class Joiner:
         state = named(snapshot.optimizer, trees.unflatten(snapshot.structure, list(message.tensors[count:])))
 
         def load() -> int:
+            if self._done:  # loading would undo what the record that let this peer in did
+                raise PeerError("a record let this peer in while it was downloading")
             if snapshot.selection is not None:
                 stage.select(snapshot.selection)
             stage.load_weights(weights)
@@ -189,14 +193,14 @@ class Joiner:
     async def _follow(self, donor: PeerId, coordinator: PeerId, stage: Stage) -> None:
         """Apply the records that come, until one of them makes this server a member."""
         hold_s = 0.0
-        while not self._admission.is_member:
+        while not self._done:
             version = self._stepping.version
             request = NextRequest(stage_index=stage.index, version=version, hold_s=hold_s)
             message = await self._transport.stream(
                 donor,
                 NEXT,
                 Message(encode(request)),
-                timeout=self._limits.join_timeout,
+                timeout=hold_s + self._limits.call_timeout,  # a donor that froze is not waited for like a download
                 max_bytes=self._limits.max_message_bytes,
             )
             record = decode(message.body, NextReply).record
@@ -206,7 +210,7 @@ class Joiner:
                 hold_s = _HOLD_S
                 continue
             if record.step >= self._stepping.version:  # else the coordinator was quicker
-                await self._stepping.reselect(record.selection)
+                await self._stepping.reselect(record.step, record.selection)
                 await self._stepping.commit(record, {stage.index: _gradient(message, stage)})
             hold_s = 0.0
 
@@ -225,17 +229,20 @@ class Joiner:
         round_of_stage = closing.stages[stage.index]
         if not round_of_stage.roster:
             raise ProtocolError(f"a round of stage {stage.index} must have members")
-        await self._stepping.reselect(request.selection)
-        mean = await collect(
-            stage.gradient_sum,
-            roster=[member.peer_id for member in round_of_stage.roster],
-            prefix=round_name(closing, stage.index),
-            tickets=self._tickets,
-            timeout=self._limits.call_timeout,
-        )
+        held = self._stepping.has_averaged(closing)  # asked again, shortly before the record is decided
+        if not held:
+            await self._stepping.reselect(closing.step, request.selection)
+            mean = await collect(
+                stage.gradient_sum,
+                roster=[member.peer_id for member in round_of_stage.roster],
+                prefix=round_name(closing, stage.index),
+                tickets=self._tickets,
+                timeout=self._limits.call_timeout,
+            )
         version_hash, _ = await self._executor.submit(_FIRST, stage.fingerprint)
         self._stepping.check(caller, closing.generation, closing.step, closing.attempt)
-        self._stepping.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})
+        if not held:
+            self._stepping.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})
         return encode(ListenReply(boot_id=self._admission.me.boot_id, version_hash=version_hash))
 
     @property

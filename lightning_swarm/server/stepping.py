@@ -302,16 +302,21 @@ class Stepping:
         """Keep a round's mean gradients until its record is decided, or another round's come."""
         self._averaged = _Averaged(closing, gradients)
 
-    async def reselect(self, selection: Selection | None) -> None:
-        """For a joiner, that nobody asks to settle: train what the open step's gradients are of."""
+    def has_averaged(self, closing: Closing) -> bool:
+        """Whether the round's mean gradients are held here."""
+        return self._averaged is not None and self._averaged.closing == closing
+
+    async def reselect(self, step: int, selection: Selection | None) -> None:
+        """For a joiner, that nobody asks to settle: train what the step's gradients are of, if it is open still."""
 
         def select() -> None:
             for stage in self._stages.values():
-                if selection is not None:
+                if selection is not None and stage.version == step:
                     stage.select(selection)
 
         await self._executor.submit(_FIRST, select)
-        self._reselected = selection
+        if self.version == step:  # else its record was applied meanwhile
+            self._reselected = selection
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record. Told twice at once, by whatever ways, it is applied once."""

@@ -377,8 +377,9 @@ class Coordinator:
         listening = self.gate.listen(closing, self._reselected, version_hashes)
         hearing = [self._tasks.spawn(one) for one in listening]
         squared_norm = await self._servers.average(closing)
-        newcomers = await self.gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
+        await self.gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
         hyperparameters = await self._asked_for(step)
+        newcomers = await self.gate.newcomers(closing)
         record = Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",

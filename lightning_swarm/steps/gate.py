@@ -1,6 +1,7 @@
 """The coordinator's side of joining: who may follow a stage, and who enters with which record.
 
 ``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
+A record may wait for the lead for long, so LISTEN comes again directly before it is decided.
 A joiner that is slow or gone delays nobody by more than a round's own time, and that a few times only.
 """
 
@@ -32,14 +33,20 @@ _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Round:
+    request: ListenRequest
+    version_hashes: Sequence[int]  # of each stage before the step
+
+
 @dataclass
 class _Waiting:
     candidate: Candidate
     last_heard_s: float
     ready: bool = False
     misses: int = 0
-    asked: Closing | None = None  # in which round last
-    holds: Closing | None = None  # whose mean gradient it has
+    asked: _Round | None = None  # the last one it was asked to hold
+    holds: _Round | None = None  # whose mean gradient it has
     refusal: str | None = None  # told when it asks next
 
 
@@ -57,6 +64,7 @@ class Gate:
         self._run = run
         self._limits = limits
         self._waiting: dict[PeerId, _Waiting] = {}
+        self._entering: set[PeerId] = set()  # by the record that is being decided
         transport.handle_call(JOIN, self._handle_join)
         transport.handle_call(READY, self._handle_ready)
 
@@ -107,6 +115,8 @@ class Gate:
             raise ConfigError(
                 f"{caller} is in run {manifest.run_id!r} already. Give every peer an identity of its own."
             )
+        if caller in self._entering:
+            raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
         self._forget_the_silent()
         num_stages = sum(not stage.on_trainers for stage in manifest.stages)
         others = [one for peer, one in self._waiting.items() if peer != caller]
@@ -149,10 +159,12 @@ class Gate:
 
     async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
         version = decode(body, ReadyRequest).version
+        if caller in self._run.servers:
+            return b""  # said before the record that let it in came to it
         waiting = self._waiting.get(caller)
         if waiting is None:
             raise ProtocolError(f"{caller} is not joining run {self._run.manifest.run_id!r} (any more)")
-        if version > self._run.version:
+        if version > self._run.version + 1:  # its donor may apply a record sooner than this server does
             raise ProtocolError(f"step {self._run.version} is open; nobody can hold version {version}")
         if waiting.refusal is not None:
             del self._waiting[caller]
@@ -172,39 +184,35 @@ class Gate:
             selection: What trains in its step, if it is not what trained in the step before.
             version_hashes: Of each stage before the step.
         """
-        request = ListenRequest(closing=closing, selection=selection)
+        round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         work = []
         for one in self._waiting.values():
             if one.ready and one.refusal is None:
-                one.asked = closing
-                work.append(self._listen(one, request, version_hashes[one.candidate.stage_index]))
+                one.asked = round_
+                work.append(self._listen(one, round_, timeout=self._limits.call_timeout))
         return work
 
-    async def _listen(self, waiting: _Waiting, request: ListenRequest, version_hash: int) -> None:
+    async def _listen(self, waiting: _Waiting, round_: _Round, *, timeout: float) -> None:
         member = waiting.candidate.member
         try:
-            answer = await self._transport.call(
-                member.peer_id, LISTEN, encode(request), timeout=self._limits.call_timeout
-            )
+            answer = await self._transport.call(member.peer_id, LISTEN, encode(round_.request), timeout=timeout)
             reply = decode(answer, ListenReply)
         except SwarmError as error:
             self._miss(waiting, str(error))
             return
         if reply.boot_id != member.boot_id:
             waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
-        elif reply.version_hash != version_hash:
+        elif reply.version_hash != round_.version_hashes[waiting.candidate.stage_index]:
             waiting.refusal = (
                 f"the weights of {member.peer_id} are not those of stage {waiting.candidate.stage_index}. Join again."
             )
         else:
-            waiting.holds = request.closing
+            waiting.holds = round_
             return
         _log.warning("A server did not get in: %s", waiting.refusal)
 
-    async def heard(
-        self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float
-    ) -> list[Candidate]:
-        """Who holds the round's result. Waits a little for the last of them, and does without who takes longer.
+    async def heard(self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
+        """Wait a little for the last of those that listen, and do without who takes longer.
 
         Args:
             closing: The round.
@@ -212,16 +220,33 @@ class Gate:
             averaging_s: What the round took.
         """
         if not hearing:
-            return []
+            return
         _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
         for task in late:
             task.cancel()
         if late:
             await asyncio.wait(late)
         for one in self._waiting.values():
-            if one.asked is closing and one.ready and one.holds is not closing and one.refusal is None:
+            asked = one.asked is not None and one.asked.request.closing is closing
+            if asked and one.ready and one.holds is not one.asked and one.refusal is None:
                 self._miss(one, "it did not hold the round's result in time")
-        there = [one.candidate for one in self._waiting.values() if one.holds is closing]
+
+    async def newcomers(self, closing: Closing) -> list[Candidate]:
+        """Who holds the round's result still: they enter with its record, which is decided next.
+
+        Until then they may not join anew. Who went, or joined anew before, is left out.
+        """
+        holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
+        self._entering = {one.candidate.member.peer_id for one in holding}
+
+        async def hold(waiting: _Waiting) -> None:
+            round_, waiting.holds = waiting.holds, None
+            assert round_ is not None
+            await self._listen(waiting, round_, timeout=_GRACE_S)
+
+        await gather(hold(one) for one in holding)
+        there = [one.candidate for one in holding if one.holds is not None]
+        self._entering = {candidate.member.peer_id for candidate in there}
         return sorted(there, key=lambda candidate: candidate.member.peer_id)
 
     def _miss(self, waiting: _Waiting, reason: str) -> None:
@@ -235,6 +260,7 @@ class Gate:
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:
         """Their record is decided and applied."""
+        self._entering.clear()
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
             _log.info("Server %s is in stage %d now.", candidate.member.peer_id, candidate.stage_index)

@@ -1,0 +1,232 @@
+"""A server on its way into a run, and what may come between: the lead, a slower peer, a donor that goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import DeadlineExceeded
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.server import FOLLOW, NEXT
+from lightning_swarm.server.server import Server
+from lightning_swarm.steps import APPLY, PROPOSE, READY
+from lightning_swarm.types.runs import Selection
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import Swarm, rows
+from tests.unit.test_trainers import batch, begun
+
+A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
+
+
+def entering(swarm: Swarm, joiner: Server) -> asyncio.Task[None]:
+    """Have a server join."""
+
+    async def find() -> Sequence[PeerId]:
+        return [swarm.manifest.coordinator]
+
+    swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find)))
+    return swarm.joining[-1]
+
+
+# ---------------------------------------------------------------------- what comes between a round and its record
+
+
+@pytest.mark.parametrize("what", ["dies", "begins anew", "stays"])
+def test_a_record_that_waits_for_the_lead_lets_in_who_is_there_then(make_swarm: MakeSwarm, what: str) -> None:
+    swarm, other = begun(make_swarm, 4)
+    joiner = swarm.join("j")
+
+    async def go() -> None:
+        await batch(swarm, other, 1)
+        waiting = asyncio.create_task(other.record(0))
+        await asyncio.sleep(5.0)
+        assert joiner.stepping._averaged is not None, "the round is through, and the joiner holds it"
+        if what == "dies":
+            swarm.network.kill(J)
+        elif what == "begins anew":
+            swarm.servers[A].donor._followers.clear()  # as for who needs more records than are kept
+        await asyncio.sleep(60.0)
+        record = await swarm.record(0)
+        assert [newcomer.member.peer_id for newcomer in record.newcomers] == ([J] if what == "stays" else [])
+        await waiting
+        if what == "begins anew":
+            await asyncio.sleep(60.0)
+            await swarm.batch(rows(2))
+            await batch(swarm, other, 3)
+            await swarm.record(1)
+        assert joiner.admission.is_member == (what != "dies")
+
+    swarm.run(go())
+
+
+def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(make_swarm: MakeSwarm) -> None:
+    """Its donor leaves it while the vote takes long: what it holds must still be there when the record comes."""
+    swarm = make_swarm("a", "b")
+    joiner = swarm.join("j")
+    handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
+    propose = handlers[PROPOSE]
+
+    async def late(caller: PeerId, body: bytes) -> bytes:
+        swarm.servers[A].donor._followers.clear()
+        await asyncio.sleep(20.0)
+        answer: bytes = await propose(caller, body)
+        return answer
+
+    handlers[PROPOSE] = late
+    record = swarm.run(swarm.step(rows(0)))
+    assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
+    handlers[PROPOSE] = propose
+    swarm.run(swarm.step(rows(1)))
+    assert joiner.stepping.version == 2
+
+
+def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_swarm: MakeSwarm) -> None:
+    """The record comes from its donor, too, while the coordinator's word to apply it is at work."""
+    swarm = make_swarm("a", "b")
+    joiner = swarm.join("j")
+    executor = joiner.stepping._executor
+    submit, one_by_one = executor.submit, asyncio.Lock()
+
+    def slowly(priority: Any, run: Any) -> Any:
+        async def later() -> Any:
+            async with one_by_one:
+                await asyncio.sleep(0.05)
+                return await submit(priority, run)
+
+        return asyncio.ensure_future(later())
+
+    executor.submit = slowly  # type: ignore[method-assign]
+    groups = {name: 0 for name, _ in swarm.module.named_parameters()}
+
+    async def go() -> None:
+        await swarm.steps.select(Selection(num_groups=1, groups=groups, frozen=["0.0.weight"]))
+        record = await swarm.step(rows(0), rows(1))
+        assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
+        await asyncio.sleep(1.0)
+        await swarm.step(rows(2), rows(3))
+
+    swarm.run(go())
+    assert joiner.stepping.version == 2
+
+
+# ---------------------------------------------------------------------- who is quicker than the coordinator
+
+
+def test_ready_may_arrive_after_the_record_that_lets_it_in(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    joiner = swarm.join("j")
+    call, held = joiner._transport.call, asyncio.Event()
+
+    async def late(peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        if method == READY:
+            held.set()
+            await asyncio.sleep(0.5)
+        return await call(peer, method, body, timeout=timeout)
+
+    joiner._transport.call = late  # type: ignore[method-assign]
+
+    async def go() -> None:
+        await held.wait()
+        await swarm.step(rows(0), rows(1))
+        assert joiner.admission.is_member
+        await asyncio.wait_for(swarm.joining[0], 10.0)
+
+    swarm.run(go())
+
+
+def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm) -> None:
+    """Its donor applies what the coordinator still works at."""
+    swarm = make_swarm("a a2", "b")
+    handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
+    apply = handlers[APPLY]
+
+    async def late(caller: PeerId, body: bytes) -> bytes:
+        await asyncio.sleep(0.3)
+        answer: bytes = await apply(caller, body)
+        return answer
+
+    handlers[APPLY] = late
+    joiner = swarm.add_server("j")
+    stream = joiner._transport.stream
+
+    async def slow_download(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
+        answer = await stream(peer, method, message, **more)
+        if method == FOLLOW:
+            await asyncio.sleep(5.0)
+        return answer
+
+    joiner._transport.stream = slow_download  # type: ignore[method-assign]
+    ahead = 0
+    ready = handlers[READY]
+
+    async def counted(caller: PeerId, body: bytes) -> bytes:
+        nonlocal ahead
+        ahead += joiner.stepping.version > swarm.servers[A].stepping.version
+        answer: bytes = await ready(caller, body)
+        return answer
+
+    handlers[READY] = counted
+    task = entering(swarm, joiner)
+
+    async def go() -> None:
+        for _ in range(60):
+            await swarm.step(rows(0), rows(1))
+            await asyncio.sleep(0.013)
+        assert ahead, "it was quicker than the coordinator"
+        await asyncio.wait_for(task, 10.0)
+        assert joiner.admission.is_member
+
+    swarm.run(go())
+
+
+# ---------------------------------------------------------------------- donors
+
+
+def test_the_next_attempt_asks_another_donor(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a a2", "b b2")
+    joiner = swarm.add_server("j")
+    asked: list[PeerId] = []
+    stream = joiner._transport.stream
+
+    async def watched(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
+        if method == FOLLOW:
+            asked.append(peer)
+        return await stream(peer, method, message, **more)
+
+    joiner._transport.stream = watched  # type: ignore[method-assign]
+    entering(swarm, joiner)
+
+    async def go() -> None:
+        await asyncio.sleep(0.5)
+        for peer in swarm.rosters[0]:
+            swarm.servers[peer].donor._followers.clear()
+        await asyncio.sleep(60.0)
+
+    swarm.run(go())
+    assert sorted(asked[:2]) == sorted(swarm.rosters[0])
+
+
+def test_a_donor_that_freezes_does_not_hold_its_joiner(make_swarm: MakeSwarm) -> None:
+    limits = Limits(call_timeout=30.0, join_timeout=3600.0)
+    swarm = make_swarm("a a2", "b b2", limits=limits)
+    joiner = swarm.add_server("j")
+    asked: list[tuple[PeerId, str]] = []
+    stream = joiner._transport.stream
+
+    async def watched(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
+        asked.append((peer, method))
+        if method == NEXT and len({peer for peer, _ in asked}) == 1:
+            await asyncio.sleep(more["timeout"])
+            raise DeadlineExceeded("the donor did not answer")
+        return await stream(peer, method, message, **more)
+
+    joiner._transport.stream = watched  # type: ignore[method-assign]
+    entering(swarm, joiner)
+    swarm.run(asyncio.sleep(60.0))
+    assert len({peer for peer, _ in asked}) == 2, "it went on to another one"
+    swarm.run(swarm.step(rows(0), rows(1)))
+    assert joiner.admission.is_member
