@@ -77,6 +77,9 @@ class Stage:
         self.clip_value = clip_value
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
+        own = set(self.parameters.values())
+        for parameter in [one for one in self.optimizer.state if one not in own]:
+            del self.optimizer.state[parameter]  # some optimizers have state before their first step
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
         self._train([])
@@ -352,18 +355,21 @@ class Stage:
         }
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over optimizer state, as `optimizer_state` gave it.
+        """Take over optimizer state, as `optimizer_state` gave it, to the bit.
 
         Raises:
             ProtocolError: It is not of this stage's parameters; nothing was changed then.
         """
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        order = [names[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
-        unknown = sorted(state.keys() - set(order))
+        unknown = sorted(state.keys() - self.parameters.keys())
         if unknown or not all(isinstance(one, dict) for one in state.values()):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
-        numbered = {index: state[name] for index, name in enumerate(order) if name in state}
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": numbered})
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
+        # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
+        # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
+        for name, parameter in self.parameters.items():
+            self.optimizer.state.pop(parameter, None)
+            if name in state:
+                self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
 
     @contextlib.contextmanager
     def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
@@ -397,6 +403,17 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
     """Give a parameter group those of a record."""
     # The wire knows no tuples, but optimizers compare and unpack them.
     group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
+
+
+def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's optimizer state where the optimizer wants it: with the parameter, but steps are counted on CPU."""
+    counts_there = group.get("capturable") or group.get("fused")
+    placed = {}
+    for key, value in state.items():
+        structure, tensors = trees.flatten(value)
+        device = parameter.device if key != "step" or counts_there else torch.device("cpu")
+        placed[key] = trees.unflatten(structure, [tensor.to(device) for tensor in tensors])
+    return placed
 
 
 def _fits(own: object, new: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.testing import InMemoryStrategy
@@ -19,6 +20,7 @@ from tests.parity.harness import (
     QUIET,
     WEIGHT_TOLERANCE,
     Run,
+    assert_exact,
     quiet_warnings,
     run_plain,
     run_swarm,
@@ -82,6 +84,59 @@ def test_one_curve_through_swarm_plain_swarm(
     assert rates == pytest.approx(plain.learning_rates, rel=1e-12)
     assert [loss for part in parts for loss in part.losses] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
     torch.testing.assert_close(parts[-1].weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class Matrices(L.LightningModule):
+    """A model that every optimizer takes, by one of them."""
+
+    def __init__(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        widths = (64, 12, 12, 10)
+        layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
+        self.net = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+        self.optimizer = optimizer
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters(), lr=0.01)  # type: ignore[call-arg]  # all of these have it
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    ],
+)
+@pytest.mark.parametrize("first", [run_plain, run_swarm])
+def test_every_optimizer_goes_on_as_the_plain_trainers(first: Any, optimizer: Any, tmp_path: Path) -> None:
+    """Some have state before their first step; some keep it in another dtype than their parameters, until they load."""
+
+    def make() -> L.LightningModule:
+        return Matrices(optimizer).double()
+
+    for name in ("plain", "swarm"):
+        (tmp_path / name).mkdir()
+    go(run_plain, make, digits(), tmp_path / "plain", 1)
+    plain = go(run_plain, make, digits(), tmp_path / "plain", 2)
+    go(first, make, digits(), tmp_path / "swarm", 1)
+    swarm = go(run_swarm, make, digits(), tmp_path / "swarm", 2, num_servers=3)
+    assert_exact(swarm, plain)
+    files = [torch.load(tmp_path / name / f"{2 * EPOCH:03}.ckpt", weights_only=True) for name in ("plain", "swarm")]
+    theirs, ours = (file["optimizer_states"] for file in files)
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=WEIGHT_TOLERANCE)  # dtypes, too
 
 
 def test_a_resumed_swarm_draws_the_same_masks(tmp_path: Path) -> None:

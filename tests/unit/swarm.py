@@ -105,6 +105,7 @@ class Swarm:
         self.limits = limits or Limits(call_timeout=30.0)
         self.rosters = [[PeerId(name) for name in roster.split()] for roster in rosters]
         self.around = [PeerId(name) for name in around.split()]
+        self._optimizer = optimizer
         self.module: nn.Module = make_module(len(rosters))
         if around:
             self.module = nn.ModuleDict({"body": self.module, "head": make_module(1)})
@@ -173,7 +174,7 @@ class Swarm:
 
     def add_server(self, name: str) -> Server:
         """One more, which is in no roster."""
-        server = self.servers[PeerId(name)] = self._server(PeerId(name), 100 + len(self.servers), make_optimizer)
+        server = self.servers[PeerId(name)] = self._server(PeerId(name), 100 + len(self.servers), self._optimizer)
         self.run(server.start())
         return server
 

@@ -1,0 +1,101 @@
+"""What an optimizer knows of its parameters, on its way between servers: as it is, whatever the optimizer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_swarm import checkpoint
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.runs import Selection
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import Swarm, rows
+
+A = PeerId("a")
+
+
+def of(kind: type[Optimizer]) -> Any:
+    def make(module: nn.Module) -> Optimizer:
+        return kind(module.parameters(), lr=0.1)  # type: ignore[call-arg]  # all of these have it
+
+    return make
+
+
+def without_first_weight(swarm: Swarm) -> Selection:
+    """One parameter is frozen, and in no group any more."""
+    groups = {name: 0 for name, _ in swarm.module.named_parameters() if name != "0.0.weight"}
+    return Selection(num_groups=1, groups=groups, frozen=["0.0.weight"])
+
+
+def assert_one_joins(swarm: Swarm) -> None:
+    """It comes in with the next record, and has the bytes of the others after one more."""
+    joiner = swarm.join("j")
+    swarm.run(swarm.step(rows(2), rows(3)))
+    swarm.run(asyncio.sleep(1.0))
+    assert joiner.admission.is_member
+    swarm.run(swarm.step(rows(4), rows(5)))
+    stage = joiner.stepping.stage(0)
+    assert stage.optimizer_state()
+    assert stage.fingerprint() == swarm.servers[A].stepping.stage(0).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.ASGD,
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Rprop,
+    ],
+)
+def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: type[Optimizer]) -> None:
+    """NAdam and ASGD keep numbers in float32 beside float64 weights; Adagrad has state before its first step."""
+    swarm = make_swarm("a", "b", optimizer=of(kind))
+    swarm.steps.hyperparameters = lambda: [{"lr": 0.1}]
+    swarm.run(swarm.step(rows(0), rows(1)))
+    assert_one_joins(swarm)
+
+
+def test_a_joiner_takes_over_what_is_known_of_a_parameter_that_left(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    swarm.run(swarm.steps.select(without_first_weight(swarm)))
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert_one_joins(swarm)
+
+
+def test_state_from_before_the_first_step_is_loaded(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", optimizer=of(torch.optim.Adagrad))
+    run = swarm.steps.run
+    state = swarm.run(checkpoint.gather_optimizer(swarm.trainer, run, 0, timeout=1.0))
+    assert state.keys() == dict(swarm.module.named_parameters()).keys()
+    loaded = {name: {**one, "sum": one["sum"] + 0.5} for name, one in state.items()}
+    swarm.run(checkpoint.scatter_optimizer(swarm.trainer, run, loaded, timeout=1.0))
+    found = swarm.run(checkpoint.gather_optimizer(swarm.trainer, run, 0, timeout=1.0))
+    torch.testing.assert_close(found, loaded, rtol=0.0, atol=0.0)
+
+
+def test_a_stage_has_no_state_of_the_others_parameters(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", optimizer=of(torch.optim.Adagrad))
+    for server in swarm.servers.values():
+        (stage,) = server.stepping._stages.values()
+        assert set(stage.optimizer.state) == set(stage.parameters.values())
+
+
+def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
+    """Of a parameter that left its group, too."""
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    swarm.run(swarm.steps.select(without_first_weight(swarm)))
+    stage = swarm.servers[A].stepping.stage(0)
+    state = {name: one for name, one in stage.optimizer_state().items() if name == "0.0.weight"}
+    stage.load_optimizer_state(state)
+    assert stage.optimizer_state().keys() == {"0.0.weight"}
