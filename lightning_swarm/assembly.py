@@ -215,6 +215,7 @@ class Peer:
                 self.transport,
                 self._config.run_id,
                 spec.num_servers,
+                num_trainers=spec.num_trainers,
                 timeout=limits.start_timeout,
                 check=check,
             )

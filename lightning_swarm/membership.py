@@ -120,6 +120,7 @@ async def find_servers(
     run_id: str,
     num_servers: int,
     *,
+    num_trainers: int = 0,
     timeout: float,
     check: Callable[[], None],
 ) -> list[Member]:
@@ -130,6 +131,7 @@ async def find_servers(
         transport: Learns their addresses.
         run_id: Of the run.
         num_servers: How many to wait for.
+        num_trainers: How many of them must read data, too.
         timeout: Seconds.
         check: Called again and again; raises when waiting has become pointless.
 
@@ -141,16 +143,26 @@ async def find_servers(
     while True:
         check()
         found = await _announced(directory, run_id)
-        if len(found) >= num_servers:  # what is left of an earlier run may be among them
+        if _suffice(found, num_servers, num_trainers):  # what is left of an earlier run may be among them
             found = await _connect(transport, found)
-        if len(found) >= num_servers:
+        if _suffice(found, num_servers, num_trainers):
             return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
         if loop.time() > deadline:
+            trainers = f" and {_num_trainers(found)} of {num_trainers} trainers" if num_trainers > 1 else ""
             raise DeadlineExceeded(
-                f"{len(found)} of {num_servers} servers came within {timeout:g} s. Look above for their errors, "
-                "or raise `Limits.start_timeout` if this machine needs longer to import torch."
+                f"{len(found)} of {num_servers} servers{trainers} came within {timeout:g} s. Look above for their "
+                "errors, or raise `Limits.start_timeout` if this machine needs longer to import torch."
             )
         await asyncio.sleep(_POLL_S)
+
+
+def _suffice(found: Mapping[PeerId, Announcement], num_servers: int, num_trainers: int) -> bool:
+    """Servers that wait for any run are no substitute for a trainer: its share of the data would stay unread."""
+    return len(found) >= num_servers and _num_trainers(found) >= num_trainers
+
+
+def _num_trainers(found: Mapping[PeerId, Announcement]) -> int:
+    return sum(one.trains for one in found.values())
 
 
 async def known_servers(directory: Directory, run_id: str) -> dict[PeerId, list[str]]:

@@ -16,7 +16,13 @@ from lightning_swarm.types.runs import Selection
 
 
 def run_spec(
-    trainer: Trainer, ranges: Sequence[range], selection: Selection | None, *, num_servers: int, first_step: int
+    trainer: Trainer,
+    ranges: Sequence[range],
+    selection: Selection | None,
+    *,
+    num_servers: int,
+    num_trainers: int,
+    first_step: int,
 ) -> RunSpec:
     """What the Trainer asks for, together with what it does not know: the arguments, each as in `RunSpec`."""
     clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
@@ -24,6 +30,7 @@ def run_spec(
     return RunSpec(
         ranges=ranges,
         num_servers=num_servers,
+        num_trainers=num_trainers,
         seed=torch.initial_seed() % (1 << 62),
         gradient_clip_norm=clip_at if by_norm else None,
         gradient_clip_value=None if by_norm else clip_at,

@@ -22,6 +22,7 @@ class RunSpec:
     Args:
         ranges: The blocks of each stage.
         num_servers: How many servers to wait for.
+        num_trainers: How many of them must read data, too.
         seed: Of all random draws in the stages.
         gradient_clip_norm: Over all stages; None does not clip.
         gradient_clip_value: Of each element of the mean gradient; None does not clip.
@@ -33,6 +34,7 @@ class RunSpec:
 
     ranges: Sequence[range]
     num_servers: int
+    num_trainers: int
     seed: int
     gradient_clip_norm: float | None
     gradient_clip_value: float | None

@@ -318,11 +318,18 @@ class SwarmHooks(_Strategy):
             self._restore_dtype = following.settle_dtype(self.precision_plugin)
         if not self.is_global_zero:
             return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
-        if self.config.role != "trainer":
+        serves = self.config.role != "trainer"
+        if serves:
             self.peer.serve(self._for_server(trainer, model), trains=True)
-        # Lightning restores its own counter only after this.
-        first_step = trainer.global_step if self._restored_step is None else self._restored_step
-        spec = settings.run_spec(trainer, ranges, selection, num_servers=self._num_servers, first_step=first_step)
+        spec = settings.run_spec(
+            trainer,
+            ranges,
+            selection,
+            num_servers=self._num_servers,
+            num_trainers=self.num_trainers if serves else 0,
+            # Lightning restores its own counter only after this.
+            first_step=trainer.global_step if self._restored_step is None else self._restored_step,
+        )
         return self.peer.start_run(spec, model, self.root_device, self.check_peers)
 
     def _for_server(self, trainer: Trainer, model: Model) -> Model:

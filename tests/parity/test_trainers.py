@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, StepError
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences
-from tests.parity.trainers import Seen, numbered, place_of, train
+from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, train
 from tests.parity.trainers import assert_exact as assert_exact_curve
 
 
@@ -63,6 +64,32 @@ def test_a_batch_that_no_record_counts_is_noticed() -> None:
     seen.batches[place] = rank, [*ids[:-1], (ids[-1] + 1) % 52]
     with pytest.raises(AssertionError):
         assert_exact(seen, num_trainers=2)
+
+
+def test_a_run_begins_with_all_of_its_trainers_though_servers_wait_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that waits is there before the second trainer, whose half of the data nobody else reads."""
+    looked = 0
+    make_peer, launched = ThreadStrategy.make_peer, threading.Event()
+
+    def server_first(strategy: ThreadStrategy) -> None:
+        make_peer(strategy)
+        if strategy.is_global_zero:
+            strategy.add_server()
+            launched.set()
+            return
+        assert launched.wait(30.0)
+        lead: Any = strategy._seen.trainers[0].strategy
+        strategy._seen.wait_for(lambda: looked > 1 or lead._session is not None)
+
+    def look(strategy: ThreadStrategy) -> None:
+        nonlocal looked
+        looked += 1
+
+    monkeypatch.setattr(ThreadStrategy, "make_peer", server_first)
+    monkeypatch.setattr(ThreadStrategy, "check_peers", look)
+    seen = train(2, max_steps=2)
+    assert looked > 1
+    assert [set(record.next_trainers) for record in seen.records] == [{"peer-0", "peer-1"}] * 2
 
 
 # ---------------------------------------------------------------------- the lead alone validates, saves, decides

@@ -25,8 +25,10 @@ from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
 from lightning_swarm.launcher import arguments_of
 from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.partition import find_blocks
 from lightning_swarm.runtime import Runtime, ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.server.model import Model
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.types.steps import Record
 from tests.parity.harness import QUIET
@@ -57,6 +59,7 @@ class Seen(Curve):
     errors: dict[int, BaseException] = field(default_factory=dict)
     withdrawn: set[Place] = field(default_factory=set)
     validated: list[int] = field(default_factory=list)  # by whom
+    servers: list[Peer] = field(default_factory=list)  # that are no trainers
     runtime: ThreadRuntime = field(default_factory=ThreadRuntime)
 
     def note(self, rank: int) -> Note:
@@ -148,8 +151,11 @@ class ThreadStrategy(SwarmStrategy):
         self._launcher = _ThreadLauncher(self)
 
     def make_peer(self) -> None:
-        transport = self._network.transport(f"peer-{self._rank}")
-        self.peer = Peer(
+        self.peer = self._peer(f"peer-{self._rank}")
+
+    def _peer(self, name: str) -> Peer:
+        transport = self._network.transport(name)
+        return Peer(
             Shared(self._seen.runtime),
             transport,
             self._network.directory(transport),
@@ -157,6 +163,15 @@ class ThreadStrategy(SwarmStrategy):
             config=self.config,
             rng=random.Random(self._rank),
         )
+
+    def add_server(self) -> None:
+        """Have one more server wait for the run. It is no trainer."""
+        peer = self._peer("server")
+        self._seen.servers.append(peer)
+        module = DigitsMLP().double()
+        blocks = find_blocks(module, None)
+        model = Model(module, blocks, lambda _: make_optimizer(module, module.recipe), torch.device("cpu"), keep=False)
+        peer.serve(model)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -259,6 +274,8 @@ def train(
         for thread in threads:
             thread.join(120.0)
         assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
+    for peer in seen.servers:
+        peer.close()
     seen.runtime.close()
     seen.weights = seen.modules[0].state_dict()
     if raises and seen.errors:

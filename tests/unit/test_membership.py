@@ -56,10 +56,10 @@ class Town:
         self.seeker = self.network.transport("seeker")
         self.checks = 0
 
-    def announce(self, name: str, boot_id: int = 7) -> MemoryTransport:
+    def announce(self, name: str, boot_id: int = 7, *, trains: bool = False) -> MemoryTransport:
         transport = self.network.transport(name)
         directory = self.network.directory(transport)
-        self.loop.run_until_complete(announce(directory, transport, RUN, boot_id, timeout=1.0))
+        self.loop.run_until_complete(announce(directory, transport, RUN, boot_id, trains=trains, timeout=1.0))
         return transport
 
     def announce_raw(self, name: str, value: bytes) -> None:
@@ -67,9 +67,12 @@ class Town:
         directory = self.network.directory(transport)
         self.loop.run_until_complete(directory.announce(f"{RUN}.servers", value, ttl_s=100.0))
 
-    def find(self, count: int, timeout: float = 60.0, check: Callable[[], None] | None = None) -> Any:
+    def find(
+        self, count: int, timeout: float = 60.0, check: Callable[[], None] | None = None, *, num_trainers: int = 0
+    ) -> Any:
         directory = self.network.directory(self.seeker)
-        return find_servers(directory, self.seeker, RUN, count, timeout=timeout, check=check or self._check)
+        check = check or self._check
+        return find_servers(directory, self.seeker, RUN, count, num_trainers=num_trainers, timeout=timeout, check=check)
 
     def _check(self) -> None:
         self.checks += 1
@@ -103,6 +106,15 @@ def test_it_gives_up_and_says_how_many_came(town: Town) -> None:
     with pytest.raises(DeadlineExceeded, match=r"1 of 2 servers came within 60 s.*start_timeout"):
         town.loop.run_until_complete(town.find(2))
     assert 60.0 <= town.loop.time() <= 62.0
+
+
+def test_a_server_that_waits_is_not_taken_for_a_trainer(town: Town) -> None:
+    town.announce("a", trains=True)
+    town.announce("b")
+    with pytest.raises(DeadlineExceeded, match=r"2 of 2 servers and 1 of 2 trainers came within 60 s"):
+        town.loop.run_until_complete(town.find(2, num_trainers=2))
+    town.announce("c", trains=True)
+    assert len(town.loop.run_until_complete(town.find(2, num_trainers=2))) == 3
 
 
 def test_it_stops_when_waiting_has_become_pointless(town: Town) -> None:
