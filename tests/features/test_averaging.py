@@ -9,13 +9,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch import callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.optim.swa_utils import get_ema_avg_fn
 from typing_extensions import override
 
-from tests.features.both import Both, Evaluated, fit_both
+from tests.features.both import Both, Evaluated, Trained, fit_both
 from tests.features.mark import WORKS, feature
-from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
+from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, assert_exact, run_plain, run_swarm
 from tests.parity.models import digits, loader
 
 
@@ -125,3 +125,64 @@ def test_resuming(make: Any, first: Any, then: Any, tmp_path: Path) -> None:
     assert other.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
     assert other.module.found == pytest.approx(plain.module.found, rel=LOSS_TOLERANCE)
     torch.testing.assert_close(other.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@feature(
+    "`EarlyStopping`, `EMAWeightAveraging` and `ModelCheckpoint` together",
+    WORKS,
+    "their states go from a swarm to a plain Trainer and back",
+)
+def test_round_trip(tmp_path: Path) -> None:
+    """What stops the third run is what the first two have counted."""
+
+    def through(*runs: Any, folder: Path) -> list[Any]:
+        made = []
+        for part, run in enumerate(runs):
+            stop = EarlyStopping("val_loss", mode="max", patience=4)
+            best = ModelCheckpoint(folder / str(part), "best", monitor="val_loss", mode="max")
+            last = ModelCheckpoint(folder / str(part), "saved", every_n_epochs=1, save_top_k=1)
+            made.append(
+                run(
+                    Watched,
+                    loader(digits()),
+                    loader(digits(), 20),
+                    callbacks=[stop, ema(), best, last],
+                    enable_checkpointing=True,
+                    max_epochs=(2, 3, 9)[part],
+                    ckpt_path=folder / str(part - 1) / "saved.ckpt" if part else None,
+                )
+            )
+            assert stop.wait_count == (1, 2, 4)[part]
+            assert stop.stopped_epoch == (0, 0, 4)[part]
+        return made
+
+    wanted = through(run_plain, run_plain, run_plain, folder=tmp_path / "plain")
+    found = through(run_swarm, run_plain, run_swarm, folder=tmp_path / "other")
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=LOSS_TOLERANCE)
+        assert ours.module.found == pytest.approx(theirs.module.found, rel=LOSS_TOLERANCE)
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    for part in "012":
+        theirs, ours = (torch.load(tmp_path / name / part / "saved.ckpt") for name in ("plain", "other"))
+        for key in ("state_dict", "current_model_state", "averaging_state", "optimizer_states"):
+            torch.testing.assert_close(ours[key], theirs[key], rtol=0.0, atol=WEIGHT_TOLERANCE)
+        assert ours["callbacks"].keys() == theirs["callbacks"].keys()
+        assert len(ours["callbacks"]) == 4
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@feature(
+    "averages of a module in float32 with `precision='64-true'`",
+    WORKS,
+    "Lightning makes them before it converts the module, so they are in float32; the plain Trainer passes what it "
+    "trains through them at each validation, and so rounds it, a swarm does not. `self.double()` in `__init__` "
+    "averages in float64",
+)
+def test_averages_in_float32(validates: bool) -> None:
+    """As the plain Trainer that never validates."""
+    plain = run_plain(Trained, loader(digits()), max_epochs=3, callbacks=[averaging()])
+    make, validation = (Evaluated, [loader(digits(), 20)]) if validates else (Trained, [])
+    swarm = run_swarm(make, loader(digits()), *validation, max_epochs=3, callbacks=[averaging()])
+    assert_exact(swarm, plain)
+    assert all(torch.equal(tensor, tensor.float().double()) for tensor in swarm.weights.values())

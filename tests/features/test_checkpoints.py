@@ -10,15 +10,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from fsspec.implementations.local import LocalFileOpener
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor, nn
 from typing_extensions import override
 
 from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
-from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm
-from tests.parity.models import DigitsMLP, digits, loader
+from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, loader, sentences
 
 
 def saved(folder: Path, *validation: Any, save: dict[str, Any], **options: Any) -> tuple[Both, list[str]]:
@@ -156,17 +158,96 @@ def test_writing_meanwhile(tmp_path: Path) -> None:
         torch.testing.assert_close(file["state_dict"], plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
+class Sized(Net):
+    """A width that only the file knows."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10)))
+        self.save_hyperparameters()
+        self.double()  # before weights are restored, as the file holds float64
+
+    @override
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.net(images)
+        return logits
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    @override
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class SizedGPT(NanoGPT):
+    """The same with blocks in a list, and with a tied head."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width=width)
+        self.save_hyperparameters()
+        self.double()
+
+    @override
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])[0]
+
+
 @feature(
     "`Trainer.save_checkpoint`, `LightningModule.load_from_checkpoint`",
     WORKS,
-    "an ordinary file; loading it needs no swarm",
+    "an ordinary file, with `save_hyperparameters`; loading it needs no swarm",
 )
-def test_saving_and_loading(tmp_path: Path) -> None:
-    swarm = fit_both(max_steps=STEPS, precision="32-true", exact=False).swarm
+@pytest.mark.parametrize(
+    ("cls", "data", "options"),
+    [(Sized, digits, {}), (SizedGPT, sentences, {"pipeline": "transformer.h"})],
+    ids=["sequential", "list"],
+)
+def test_saving_and_loading(cls: Any, data: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    swarm = run_swarm(lambda: cls(width=12), loader(data()), max_steps=STEPS, **options)
     assert swarm.trainer is not None
     swarm.trainer.save_checkpoint(tmp_path / "trained.ckpt")
-    loaded = Trained.load_from_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
+    loaded = cls.load_from_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
     torch.testing.assert_close(dict(loaded.state_dict()), swarm.weights, rtol=0.0, atol=0.0)
+    with quiet_warnings():
+        ours = swarm.trainer.predict(swarm.module, loader(data()))
+        theirs = L.Trainer(**QUIET, devices=1).predict(loaded, loader(data()))
+    assert theirs is not None
+    assert len(theirs) == 7
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-12)
+
+
+@feature("`Trainer.validate`, `test`, `predict` with `ckpt_path='best'`, `'last'`", WORKS)
+def test_evaluating_files(tmp_path: Path) -> None:
+    """The best is of the first of two epochs; neither is what the module holds."""
+    both = fit_both(
+        lambda: Evaluated().double(),  # before weights are restored, as the file holds float64
+        loader(digits(), 20),
+        enable_checkpointing=True,
+        made={
+            "callbacks": lambda name: [
+                ModelCheckpoint(
+                    tmp_path / name, "{epoch}", monitor="val_loss", mode="max", save_top_k=-1, save_last=True
+                )
+            ]
+        },
+        max_epochs=2,
+    )
+    found: list[list[Any]] = []
+    for run in (both.plain, both.swarm):
+        for parameter in run.module.parameters():
+            parameter.data.zero_()
+        for ckpt_path in (None, "best", "last"):
+            with quiet_warnings():
+                found.append(
+                    [
+                        getattr(run.trainer, fn)(run.module, loader(digits(), 20), ckpt_path=ckpt_path)
+                        for fn in ("validate", "test", "predict")
+                    ]
+                )
+    torch.testing.assert_close(found[3:], found[:3], rtol=LOSS_TOLERANCE, atol=1e-12)
+    zeros, best, last = (validated["val_loss"] for [validated], _, _ in found[:3])
+    assert zeros > best > last
 
 
 @feature("`Trainer.fit(ckpt_path=...)`", WORKS, "both ways between a swarm of any number of stages and a plain Trainer")
