@@ -191,6 +191,15 @@ class Peer:
 
     # ------------------------------------------------------------------ the starter
 
+    def check_first(self) -> None:
+        """Ask whether the run may begin here, before anyone is told of this peer.
+
+        Raises:
+            ConfigError: It is under way.
+        """
+        if self._config.initial_peers:
+            self.runtime.run(starting.check_first(self._directory, self.transport, self._config))
+
     def say_prepared(self) -> None:
         """Tell the other trainers that the data is prepared."""
         timeout = self._config.limits.start_timeout
@@ -206,9 +215,6 @@ class Peer:
             check: Called while waiting; raises when a server's process has died.
         """
         limits = self._config.limits
-        if self._config.initial_peers:
-            first = starting.check_first(self._directory, self.transport, self._config)
-            self.runtime.run(first)
         servers = self.runtime.run(
             membership.find_servers(
                 self._directory,

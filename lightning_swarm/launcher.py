@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Final, NoReturn, Protocol, cast
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
@@ -116,7 +117,7 @@ class SwarmLauncher(_Launcher):
         self._strategy.check(trainer, arguments_of(function, args, kwargs))
         if self.local_rank:
             self._follow(trainer, lambda: function(*args, **kwargs))
-        self._start_peers()
+        self._start_peers(trainer)
         return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
 
     def _check_module(self, module: LightningModule) -> None:
@@ -133,7 +134,7 @@ class SwarmLauncher(_Launcher):
 
     def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
         def serve() -> None:
-            self._start_peers()
+            self._start_peers(trainer)
             self._strategy.serve(trainer, _datamodule(handed))
 
         self._end_with(serve)
@@ -142,7 +143,7 @@ class SwarmLauncher(_Launcher):
         """Train as a child. What comes after `fit` in the script is for the lead."""
 
         def follow() -> None:
-            self._start_peers()
+            self._start_peers(trainer)
             self._strategy.follow(trainer)
             try:
                 fit()
@@ -211,7 +212,7 @@ class SwarmLauncher(_Launcher):
             with contextlib.suppress(OSError):
                 child.stdin.close()
 
-    def _start_peers(self) -> None:
+    def _start_peers(self, trainer: Trainer) -> None:
         """This process's peer and, if it is the machine's first, the others."""
         first = self.local_rank == 0
         command = _command() if first and self._num_peers > 1 else []
@@ -220,7 +221,9 @@ class SwarmLauncher(_Launcher):
         peer = self._strategy.peer = hivemind_peer(self._strategy.config)
         if first:
             addresses = peer.runtime.run(peer.transport.addresses())
-            rank_zero_info(_invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
+            # What only evaluates lets nobody in.
+            if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
+                rank_zero_info(_invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
             self._start_children(command, addresses)
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -113,8 +114,13 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
         if isinstance(callback, callbacks_named(*_OF_ONE_TRAINER)):
             raise ConfigError(
                 "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
-                f"got {type(callback).__name__}. Use it with `role='auto'`."
+                f"got {type(callback).__name__}{_of_tuner(callback)}. Use it with `role='auto'`."
             )
+
+
+def _of_tuner(callback: object) -> str:
+    """What the user may have written instead of the callback."""
+    return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
 
 
 def check_alone(session: Session, name: str) -> None:
@@ -174,6 +180,24 @@ def check_data(trainer: Trainer, module: LightningModule, handed: Mapping[str, o
         raise ConfigError(
             f"`{function}` must have data: it was given {others}, and {type(data).__name__} has no "
             f"`{hook}`. Give it one, or define `{hook}`; a machine without data can help with `lightning-swarm join`."
+        )
+
+
+_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
+
+
+def check_ckpt_path(path: object) -> None:
+    """Refuse a checkpoint that is not there. What Lightning looks up itself passes: a name, the registry, a URL.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
+        return
+    if not Path(str(path)).exists():
+        raise ConfigError(
+            f"`ckpt_path` must be a checkpoint's path, 'best' or 'last', got {str(path)!r}, which is not there. "
+            f"Correct it, seen from {Path.cwd()}, or leave it out."
         )
 
 

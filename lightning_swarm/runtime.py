@@ -58,6 +58,12 @@ class ThreadRuntime(Runtime):
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        # hivemind leaves tasks behind: the timer of its bootstrap, say. Nobody else can end them.
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
         self._loop.close()
 
 

@@ -258,6 +258,7 @@ class SwarmHooks(_Strategy):
         if self.num_trainers > 1:
             rules.check_trainers(trainer, self.config)
         rules.check_data(trainer, module, handed)
+        rules.check_ckpt_path(handed.get("ckpt_path"))
         is_overridden = self.framework.is_overridden
         if not (is_overridden("setup", module) or is_overridden("configure_model", module)):
             # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
@@ -318,6 +319,7 @@ class SwarmHooks(_Strategy):
             self._restore_dtype = following.settle_dtype(self.precision_plugin)
         if not self.is_global_zero:
             return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
+        self.peer.check_first()
         serves = self.config.role != "trainer"
         if serves:
             self.peer.serve(self._for_server(trainer, model), trains=True)

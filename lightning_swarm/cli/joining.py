@@ -34,7 +34,8 @@ _DESCRIPTIONS: Final = {
     lightning-swarm join {_ADDRESS} --model my_project.Net
 
 The program must build the same model as the starter's. Its first `fit` serves until the run is over and then ends the
-process with exit status 0, unless its strategy has another `role` than "auto": "both" and "trainer" train here, too.
+process with exit status 0. Its strategy's `role` must be "auto" or "server": who begins with "both" or "trainer" starts
+a run, and a run that is under way has its starter.
 """,
     "serve": f"""\
 {{what}}

@@ -110,6 +110,8 @@ def check_port(host: str, port: int, problem: str | None) -> Finding:
     where = f"{host}, {f'port {port}' if port else 'any port'}"
     if problem is None:
         return Finding(check="port", found=f"{where}: free")
+    if not 0 <= port < 1 << 16:
+        return Finding(check="port", found=f"{where}: {problem}", remedy="Take a port of 1 to 65535, or 0 for any.")
     remedy = (
         f"End the program that listens there (`ss -ltnp 'sport = :{port}'` names it), or take another port."
         if port

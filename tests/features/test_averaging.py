@@ -81,15 +81,27 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
         pytest.param(
             averaging,
             True,
-            marks=feature("`WeightAveraging`", WORKS, "the model comes home at each update, and goes out to validate"),
+            marks=feature(
+                "`WeightAveraging`",
+                WORKS,
+                "with one trainer; the model comes home at each update, and goes out to validate",
+            ),
         ),
         pytest.param(
-            ema, True, marks=feature("`EMAWeightAveraging`", WORKS, "`update_every_n_steps` decides what travels")
+            ema,
+            True,
+            marks=feature(
+                "`EMAWeightAveraging`", WORKS, "with one trainer; `update_every_n_steps` decides what travels"
+            ),
         ),
         pytest.param(
             swa,
             False,
-            marks=feature("`StochasticWeightAveraging`", WORKS, "the model comes home at each epoch that it averages"),
+            marks=feature(
+                "`StochasticWeightAveraging`",
+                WORKS,
+                "with one trainer; the model comes home at each epoch that it averages",
+            ),
         ),
     ],
 )

@@ -267,7 +267,8 @@ class Tunable(DigitsMLP):
 @feature(
     "`Tuner.lr_find`",
     WORKS,
-    "the run goes back to where the trial began: the losses of the trial, its suggestion and what follows are the same",
+    "with one trainer; the run goes back to where the trial began: the losses of the trial, its suggestion and what "
+    "follows are the same",
 )
 def test_lr_find(tmp_path: Path) -> None:
     found = []

@@ -11,7 +11,13 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -325,6 +331,11 @@ def half_precision() -> MixedPrecision:
             {"callbacks": lambda: [StochasticWeightAveraging(1e-2)]},
             {},
             r"must not change weights.*got StochasticWeightAveraging.*Use it with `role='auto'`",
+        ),
+        (
+            {"callbacks": lambda: [LearningRateFinder()]},
+            {},
+            r"must not change weights.*got LearningRateFinder, through which `Tuner.lr_find` works\. Use it with",
         ),
         ({"plugins": half_precision}, {}, r"must scale their losses alike.*'16-mixed'.*Use 'bf16-mixed'"),
     ],

@@ -70,6 +70,7 @@ def test_nothing_is_wrong_with_a_good_machine(finding: Finding) -> None:
         (policy.check_binary("/x/p2pd", executable=False), "/x/p2pd must not be run", "chmod +x /x/p2pd"),
         (policy.check_port("127.0.0.1", 31337, "in use"), "port 31337: in use", "another port"),
         (policy.check_port("203.0.113.7", 0, "no such address"), "any port: no such address", "0.0.0.0 for all"),
+        (policy.check_port("127.0.0.1", 99999, "out of range"), "port 99999: out of range", "a port of 1 to 65535"),
         (policy.check_daemon("Unreachable: no", 30.0), "does not start: Unreachable: no", "firewall"),
         (policy.check_threads(8, 2), "8 on 2 cores: they wait", "OMP_NUM_THREADS=2"),
         (policy.check_clock(PEER, 3.01, 0.0), f"{PEER} is 3.01 s ahead of this machine, at most 3 s", "set-ntp true"),

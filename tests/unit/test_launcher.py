@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_swarm import SwarmStrategy, launcher
 from lightning_swarm.errors import ConfigError
@@ -25,7 +26,7 @@ def test_a_notebook_has_no_script_to_run_again_for_a_second_peer(num_peers: int,
 def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
-    monkeypatch.setattr(SwarmLauncher, "_start_peers", lambda self: started.append(self._num_peers))
+    monkeypatch.setattr(SwarmLauncher, "_start_peers", lambda self, _: started.append(self._num_peers))
 
     def launch(module: L.LightningModule, num_peers: int) -> None:
         strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, check=lambda *_: None)
@@ -68,6 +69,29 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
         "192.0.2.1:31339",
         None,
     )
+
+
+@pytest.mark.parametrize(
+    ("fn", "role", "invites"),
+    [
+        (TrainerFn.FITTING, "auto", True),
+        (TrainerFn.VALIDATING, "auto", False),
+        (TrainerFn.TESTING, "auto", False),
+        (TrainerFn.PREDICTING, "auto", False),
+        (TrainerFn.VALIDATING, "server", True),
+    ],
+)
+def test_only_who_lets_others_in_invites_them(
+    monkeypatch: pytest.MonkeyPatch, fn: TrainerFn, role: Any, invites: bool
+) -> None:
+    said: list[str] = []
+    runtime = SimpleNamespace(run=lambda _: [f"/ip4/127.0.0.1/tcp/5/p2p/{ID}"])
+    peer = SimpleNamespace(runtime=runtime, transport=SimpleNamespace(addresses=lambda: None))
+    monkeypatch.setattr(launcher, "hivemind_peer", lambda _: peer)
+    monkeypatch.setattr(launcher, "rank_zero_info", said.append)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
+    SwarmLauncher(SwarmStrategy(role=role), 1)._start_peers(trainer)
+    assert len(said) == invites
 
 
 @pytest.mark.parametrize(

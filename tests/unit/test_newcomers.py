@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_swarm import SwarmStrategy, cli, launcher, rules
+from lightning_swarm import SwarmStrategy, cli, launcher, membership, rules
 from lightning_swarm.errors import ConfigError, Unreachable
 from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.network import PeerId
+from lightning_swarm.steps import VIEW
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET
+
+ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
 
 class Net(L.LightningModule):
@@ -133,6 +137,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: swarm({"num_stages": 2}).fit(Loose(), loader()),
         "have one `torch.nn.Sequential` that holds all its parameters, got none in Loose. Put the model into one",
     ),
+    "a checkpoint that is not there": (
+        lambda: swarm().fit(Net(), loader(), ckpt_path="no such.ckpt"),
+        "`ckpt_path` must be a checkpoint's path, 'best' or 'last', got 'no such.ckpt', which is not there. Correct it",
+    ),
+    "a checkpoint to validate that is not there": (
+        lambda: swarm().validate(Net(), loader(), ckpt_path="no such.ckpt"),
+        "`ckpt_path` must be a checkpoint's path, 'best' or 'last', got 'no such.ckpt', which is not there. Correct it",
+    ),
     "a misspelt pipeline": (
         lambda: swarm({"pipeline": "nett"}).fit(Net(), loader()),
         "`pipeline` must be the dotted name of a submodule of Net, got 'nett'. Choose one of",
@@ -155,6 +167,40 @@ def test_a_mistake_is_refused_before_anything_starts(nothing_starts: None, mista
 def test_what_is_right_does_start(nothing_starts: None) -> None:
     with pytest.raises(AssertionError, match="something was started"):
         swarm({"num_stages": 3}).fit(Net(), loader())
+
+
+@pytest.mark.parametrize("path", ["best", "last", "hpc", "registry:net:version:v2", "s3://bucket/net.ckpt", None])
+def test_what_lightning_looks_up_itself_passes(path: str | None) -> None:
+    rules.check_ckpt_path(path)
+
+
+def test_a_second_starter_is_refused_before_anyone_is_told_of_it() -> None:
+    class UnderWay(InMemoryStrategy):
+        @override
+        def prepare(self) -> None:
+            super().prepare()
+            assert self.network is not None
+            transport = self.network.transport("coordinator")
+            self.directory = self.network.directory(transport)
+
+            async def view(caller: PeerId, body: bytes) -> bytes:
+                return b""
+
+            transport.handle_call(VIEW, view)
+            assert self.peer is not None
+            self.peer.runtime.run(membership.announce_run(self.directory, "swarm", transport.peer_id))
+
+        @override
+        def leave(self) -> None:
+            if self.peer is not None:
+                self.known = self.peer.runtime.run(membership.known_servers(self.directory, "swarm"))
+            super().leave()
+
+    strategy = UnderWay(role="both", initial_peers=f"192.0.2.1:5/{ID}")
+    trainer = L.Trainer(**{**QUIET, "devices": 1, "max_steps": 1}, strategy=strategy)
+    with pytest.raises(ConfigError, match="a run has one starter, and 'swarm' is under way"):
+        trainer.fit(Net(), loader())
+    assert strategy.known == {}
 
 
 def test_a_notebook_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

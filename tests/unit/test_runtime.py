@@ -103,6 +103,18 @@ def test_an_interrupted_wait_cancels_its_work(monkeypatch: pytest.MonkeyPatch) -
     runtime.close()
 
 
+def test_tasks_that_nobody_else_ends_end_with_the_loop() -> None:
+    runtime = ThreadRuntime()
+    left: list[asyncio.Task[None]] = []
+
+    async def leave_one() -> None:
+        left.append(asyncio.create_task(asyncio.sleep(3600.0)))
+
+    runtime.run(leave_one())
+    runtime.close()
+    assert left[0].cancelled()
+
+
 def test_a_closed_runtime_runs_nothing_and_says_so() -> None:
     runtime = ThreadRuntime()
     runtime.close()
