@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import Busy, ProtocolError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
@@ -93,10 +93,13 @@ class Admission:
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Be admitted by nobody else while a run is being joined. False: that has happened already."""
-        async with self._one_by_one:
-            if self._run is None:
+        async with self._one_by_one:  # not while the run that this server is being admitted to is built
+            free = self._run is None
+            if free:
                 self._asked = coordinator
-            yield self._asked is not None
+        try:
+            yield free
+        finally:
             if self._run is None:
                 self._asked = None
 
@@ -126,6 +129,8 @@ class Admission:
             )
         if self._run is not None:
             raise ProtocolError(f"this peer is in run {self._run.manifest.run_id!r} already")
+        if self._asked is not None:
+            raise ProtocolError(f"this peer is joining the run of {self._asked} already")
         if caller != manifest.lead:
             raise ProtocolError(f"a manifest comes from its lead {manifest.lead}, not from {caller}")
         me = self.me
@@ -190,7 +195,9 @@ class Admission:
         """What run this is and who is in it, for whoever asks: to join it, or to show it."""
         if body:
             raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
-        return encode(self.run.view())
+        if self._run is None:
+            raise Busy("this peer was not admitted to a run yet")
+        return encode(self._run.view())
 
     async def _handle_state(self, caller: PeerId, message: Message) -> Message:
         self.run.check_trainer(caller)

@@ -76,6 +76,11 @@ class Donor:
             self._kept[record.step] = (record, gradients)
         self._drop_needless()
 
+    def go_back(self) -> None:
+        """The run entered its next generation: whoever followed the old one begins again."""
+        self._followers.clear()
+        self._kept.clear()
+
     async def _handle_meet(self, caller: PeerId, body: bytes) -> bytes:
         """The coordinator's word that somebody joins."""
         if not self._admission.led_by(caller):
@@ -109,11 +114,13 @@ class Donor:
         request = decode(message.body, NextRequest)
         stage = self._asked_stage(caller, request.stage_index)
         follower = self._followers.get(caller)
+        self._check_generation(request.generation)
         if follower is None or follower.stage_index != stage.index:
             raise TicketGone("no records are kept here for this peer (any more); it has to begin again")
         follower.version, follower.last_heard_s = request.version, asyncio.get_running_loop().time()
         self._drop_needless()
         await self._stepping.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
+        self._check_generation(request.generation)  # it may have changed meanwhile
         if request.version >= self._stepping.version:
             return Message(encode(NextReply(record=None)))
         if request.version not in self._kept:
@@ -121,6 +128,10 @@ class Donor:
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients = self._kept[request.version]
         return Message(encode(NextReply(record=record)), (gradients[stage.index].cpu(),))
+
+    def _check_generation(self, generation: int) -> None:
+        if generation != self._admission.run.manifest.generation:
+            raise TicketGone("the run went back; who follows its records has to begin again")
 
     def _asked_stage(self, caller: PeerId, stage_index: int) -> Stage:
         stage = self._stepping.stage(stage_index)

@@ -103,6 +103,8 @@ class Joiner:
         """Whether the run is there that was announced: announcements outlive runs."""
         try:
             there = (await hello.meet(self._transport, coordinator, timeout=self._timeout)).greeting.protocol_version
+            if there == PROTOCOL_VERSION:  # else its answer may not be readable here
+                await self._view(coordinator)
         except SwarmError as error:
             _log.info("No run at %s: %s", coordinator, error)
             return False
@@ -112,6 +114,9 @@ class Joiner:
                 "Install the same version of lightning_swarm on all peers."
             )
         return True
+
+    async def _view(self, coordinator: PeerId) -> RunView:
+        return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
 
     async def _join(self, coordinator: PeerId) -> None:
         """Try a few times."""
@@ -136,7 +141,7 @@ class Joiner:
         return self._admission.is_member or self._admission.left.is_set()
 
     async def _try(self, coordinator: PeerId, attempt: int) -> None:
-        view = decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
+        view = await self._view(coordinator)
         if self._stage is None:
             self._model.check(view.manifest)  # before anyone is asked for anything
         request = JoinRequest(
@@ -193,9 +198,10 @@ class Joiner:
     async def _follow(self, donor: PeerId, coordinator: PeerId, stage: Stage) -> None:
         """Apply the records that come, until one of them makes this server a member."""
         hold_s = 0.0
+        generation = self._admission.run.manifest.generation
         while not self._done:
             version = self._stepping.version
-            request = NextRequest(stage_index=stage.index, version=version, hold_s=hold_s)
+            request = NextRequest(generation=generation, stage_index=stage.index, version=version, hold_s=hold_s)
             message = await self._transport.stream(
                 donor,
                 NEXT,
@@ -205,7 +211,7 @@ class Joiner:
             )
             record = decode(message.body, NextReply).record
             if record is None:
-                ready = encode(ReadyRequest(version=version))
+                ready = encode(ReadyRequest(generation=generation, version=version))
                 await self._transport.call(coordinator, READY, ready, timeout=self._timeout)
                 hold_s = _HOLD_S
                 continue

@@ -144,6 +144,7 @@ class Server:
             await asyncio.wait(calls)
         self._forget(f"g{old}.")
         await self.stepping.go_back()
+        self.donor.go_back()
         return b""
 
     # ------------------------------------------------------------------ forward

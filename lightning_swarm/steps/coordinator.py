@@ -117,6 +117,7 @@ class Coordinator:
         self._selection, self._reselected = manifest.selection, None
         self._closing_s = self._asked = self._record = self._failure = None
         self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], []
+        self.gate.go_back()
         await self._notify()
 
     # ------------------------------------------------------------------ the trainers' calls

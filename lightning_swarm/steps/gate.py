@@ -31,6 +31,7 @@ _MAX_CANDIDATES: Final = 64
 _MAX_MISSES: Final = 3
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
+_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,12 @@ class Gate:
                 _log.info("Server %s, which was joining, did not hear of the end: %s", peer, error)
 
         await gather(tell(peer) for peer in self._waiting)
+
+    def go_back(self) -> None:
+        """The run entered its next generation: what anyone downloaded is of the old one."""
+        self._entering.clear()
+        for one in self._waiting.values():
+            one.refusal = _WENT_BACK
 
     # ------------------------------------------------------------------ the joiners' calls
 
@@ -158,9 +165,12 @@ class Gate:
         )
 
     async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
-        version = decode(body, ReadyRequest).version
+        request = decode(body, ReadyRequest)
+        version = request.version
         if caller in self._run.servers:
             return b""  # said before the record that let it in came to it
+        if request.generation != self._run.manifest.generation:
+            raise Busy(_WENT_BACK)
         waiting = self._waiting.get(caller)
         if waiting is None:
             raise ProtocolError(f"{caller} is not joining run {self._run.manifest.run_id!r} (any more)")

@@ -46,6 +46,7 @@ class Snapshot(Wire, frozen=True):
 class NextRequest(Wire, frozen=True):
     """A candidate that holds a stage at a version asks for the record that comes next."""
 
+    generation: int
     stage_index: Count
     version: Count
     hold_s: Seconds  # how long to wait for it
@@ -60,6 +61,7 @@ class NextReply(Wire, frozen=True):
 class ReadyRequest(Wire, frozen=True):
     """A candidate has caught up."""
 
+    generation: int
     version: Count
 
 

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
 
+from lightning_swarm import membership
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import DeadlineExceeded
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server import FOLLOW, NEXT
+from lightning_swarm.server import ADMIT, FOLLOW, NEXT
 from lightning_swarm.server.server import Server
 from lightning_swarm.steps import APPLY, PROPOSE, READY
 from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import Swarm, rows
+from tests.unit.swarm import Swarm, make_module, plain_steps, rows
+from tests.unit.test_restart import go_back
+from tests.unit.test_restart import step as restart_step
 from tests.unit.test_trainers import batch, begun
 
 A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
@@ -30,6 +36,58 @@ def entering(swarm: Swarm, joiner: Server) -> asyncio.Task[None]:
 
     swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find)))
     return swarm.joining[-1]
+
+
+# ---------------------------------------------------------------------- announcements outlive runs
+
+
+@pytest.mark.parametrize("waits", [A, B])
+def test_a_coordinator_that_has_no_run_yet_is_not_joined(make_swarm: MakeSwarm, waits: PeerId) -> None:
+    """It came back with its identity, an earlier run's announcement names it, and its own run has not begun."""
+    swarm = make_swarm("a", "b", admit=False)
+    task = entering(swarm, swarm.servers[waits])
+
+    async def go() -> None:
+        await asyncio.sleep(3.0)
+        assert not task.done()
+        await membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=10.0)
+        await asyncio.wait_for(task, 10.0)
+        await swarm.step(rows(0))
+
+    swarm.run(go())
+
+
+def test_an_admission_does_not_wait_for_a_join(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    joiner = swarm.add_server("j")
+    swarm.network.freeze(B)  # which every joiner must meet
+    entering(swarm, joiner)
+    starter = swarm.network.transport(PeerId("starter"))
+
+    async def go() -> None:
+        await asyncio.sleep(1.0)
+        with pytest.raises(ProtocolError, match="is joining the run of a already"):
+            await starter.call(J, ADMIT, encode(structs.replace(swarm.manifest, lead="starter")), timeout=1.0)
+        swarm.network.thaw(B)
+        await asyncio.sleep(10.0)
+        await swarm.step(rows(0))
+        assert joiner.admission.is_member
+
+    swarm.run(go())
+
+
+def test_who_gave_up_joining_can_be_admitted(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", admit=False)
+    server = swarm.servers[B]
+
+    async def go() -> None:
+        with pytest.raises(Unreachable):
+            async with server.admission.asking(A):
+                raise Unreachable("the coordinator is gone")
+        await membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=10.0)
+        await swarm.step(rows(0))
+
+    swarm.run(go())
 
 
 # ---------------------------------------------------------------------- what comes between a round and its record
@@ -181,6 +239,40 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
         assert joiner.admission.is_member
 
     swarm.run(go())
+
+
+# ---------------------------------------------------------------------- a run that goes back
+
+
+@pytest.mark.parametrize("first_step", [0, 2])
+def test_who_is_joining_when_the_run_goes_back_begins_anew(make_swarm: MakeSwarm, first_step: int) -> None:
+    swarm = make_swarm("a", "b")
+    for seed in 5, 6:
+        swarm.run(restart_step(swarm, seed))
+    joiner = swarm.join("j")
+    go_back(swarm, first_step)
+    swarm.run(restart_step(swarm, 1, 11))
+    swarm.run(asyncio.sleep(60.0))
+    swarm.run(restart_step(swarm, 2, 12))
+    assert joiner.admission.is_member
+    swarm.run(restart_step(swarm, 3, 13))
+    module = make_module(2)
+    plain_steps(module, [[rows(seed), rows(seed + 10)] for seed in (1, 2, 3)], divisors=[1.0] * 3)
+    torch.testing.assert_close(swarm.weights(), dict(module.state_dict()))
+
+
+def test_records_of_the_old_generation_are_kept_for_nobody(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.join("j")
+    swarm.network.freeze(J)
+    for seed in 5, 6:
+        swarm.run(restart_step(swarm, seed))
+    donor = swarm.servers[A].donor
+    assert donor._kept
+    assert donor._followers
+    go_back(swarm)
+    assert not donor._kept
+    assert not donor._followers
 
 
 # ---------------------------------------------------------------------- donors
