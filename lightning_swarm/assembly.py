@@ -115,6 +115,7 @@ class Peer:
             boot_id=self.boot_id,
             limits=self._config.limits,
             connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
+            hosts={address.peer_id for address in self._config.initial_peers},
         )
         await self.server.start()
 

@@ -260,7 +260,7 @@ async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> Non
     async def one(peer: PeerId) -> None:
         try:
             await transport.call(peer, LEAVE, b"", timeout=timeout)
-        except PeerError as error:
+        except SwarmError as error:  # refused by one that was never admitted: it goes on waiting for a run
             _log.info("Server %s did not hear of the end: %s", peer, error)
 
     await gather(one(peer) for peer in run.servers if peer != transport.peer_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from lightning_swarm import trees
@@ -36,6 +36,7 @@ class Admission:
         boot_id: Of this process's life.
         limits: Bounds.
         connect: Makes the run's other servers reachable.
+        hosts: Whom this peer was told to join. They may end it while no run has it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Admission:
         boot_id: int,
         limits: Limits,
         connect: Callable[[], Awaitable[None]],
+        hosts: Collection[PeerId],
     ) -> None:
         self._transport = transport
         self._executor = executor
@@ -56,6 +58,7 @@ class Admission:
         self._boot_id = boot_id
         self._limits = limits
         self._connect = connect
+        self._hosts = hosts
         self._one_by_one = asyncio.Lock()
         self._run: RunState | None = None
         self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
@@ -184,8 +187,12 @@ class Admission:
         return Message()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
-        if self._run is not None and caller not in (self._run.manifest.lead, self._run.manifest.coordinator):
-            raise ProtocolError(f"the lead {self._run.manifest.lead} ends the run, not {caller}")
+        if self._run is not None:
+            enders: Collection[PeerId] = (self._run.manifest.lead, self._run.manifest.coordinator)
+        else:
+            enders = self._hosts if self._asked is None else (self._asked,)
+        if caller not in enders:
+            raise ProtocolError(f"this peer is ended by one of {sorted(set(enders))}, not by {caller}")
         if body:
             raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
         self.left.set()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -59,6 +59,7 @@ class Server:
         boot_id: Of this process's life.
         limits: Bounds.
         connect: Makes the run's other servers reachable.
+        hosts: Whom this peer was told to join. They may end it while no run has it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Server:
         boot_id: int,
         limits: Limits,
         connect: Callable[[], Awaitable[None]],
+        hosts: Collection[PeerId] = (),
     ) -> None:
         self._transport = transport
         self._tickets = tickets
@@ -85,7 +87,7 @@ class Server:
             transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._take_leave_of
         )
         self.admission = Admission(
-            transport, executor, model, self.stepping, boot_id=boot_id, limits=limits, connect=connect
+            transport, executor, model, self.stepping, boot_id=boot_id, limits=limits, connect=connect, hosts=hosts
         )
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)

@@ -85,6 +85,7 @@ class Swarm:
         network: Another one than the plain one.
         admit: Whether to begin the run.
         optimizer: Of every server.
+        hosts: Whom the servers were told to join.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
 
@@ -99,6 +100,7 @@ class Swarm:
         admit: bool = True,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         around: str = "",
+        hosts: Sequence[PeerId] = (),
     ) -> None:
         self.loop = VirtualLoop()
         self.network = network or MemoryNetwork(latency_s=0.001)
@@ -106,6 +108,7 @@ class Swarm:
         self.rosters = [[PeerId(name) for name in roster.split()] for roster in rosters]
         self.around = [PeerId(name) for name in around.split()]
         self._optimizer = optimizer
+        self._hosts = hosts
         self.module: nn.Module = make_module(len(rosters))
         if around:
             self.module = nn.ModuleDict({"body": self.module, "head": make_module(1)})
@@ -170,7 +173,16 @@ class Swarm:
         async def connect() -> None:
             """Peers of one network reach each other anyway."""
 
-        return Server(transport, tickets, InlineExecutor(), model, boot_id=boot_id, limits=self.limits, connect=connect)
+        return Server(
+            transport,
+            tickets,
+            InlineExecutor(),
+            model,
+            boot_id=boot_id,
+            limits=self.limits,
+            connect=connect,
+            hosts=self._hosts,
+        )
 
     def add_server(self, name: str) -> Server:
         """One more, which is in no roster."""

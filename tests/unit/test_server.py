@@ -23,6 +23,7 @@ from lightning_swarm.errors import (
     TicketGone,
 )
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.run_state import RunState
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LOAD, STATE
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from lightning_swarm.steps import LEAVE
@@ -486,11 +487,53 @@ def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     state = StageState(stage_index=0, step=0, optimizer=False, names=[], structure=None)
     with pytest.raises(ProtocolError, match="come from the lead"):
         swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
-    with pytest.raises(ProtocolError, match="ends the run"):
+    with pytest.raises(ProtocolError, match="ended by one of"):
         swarm.run(stranger.call(A, LEAVE, b"", timeout=1.0))
     assert not swarm.servers[A].admission.left.is_set()
     swarm.run(swarm.trainer.call(A, LEAVE, b"", timeout=1.0))
     assert swarm.servers[A].admission.left.is_set()
+
+
+def test_who_ends_a_server_that_waits(make_swarm: MakeSwarm) -> None:
+    host, stranger = PeerId("host"), PeerId("stranger")
+    swarm = make_swarm("a", admit=False, hosts=[host])
+    admission = swarm.servers[A].admission
+    transports = {name: swarm.network.transport(name) for name in (host, stranger)}
+
+    def leave(caller: PeerId) -> None:
+        swarm.run(transports[caller].call(A, LEAVE, b"", timeout=1.0))
+
+    with pytest.raises(ProtocolError, match=r"ended by one of \['host'\], not by stranger"):
+        leave(stranger)
+    assert not admission.left.is_set()
+    leave(host)
+    assert admission.left.is_set()
+
+
+def test_who_ends_a_server_that_asks_to_join(make_swarm: MakeSwarm) -> None:
+    """Nobody but the coordinator that it asks."""
+    host, coordinator = PeerId("host"), PeerId("coordinator")
+    swarm = make_swarm("a", admit=False, hosts=[host])
+    admission = swarm.servers[A].admission
+    transports = {name: swarm.network.transport(name) for name in (host, coordinator)}
+
+    async def go() -> None:
+        async with admission.asking(coordinator):
+            with pytest.raises(ProtocolError, match=r"ended by one of \['coordinator'\], not by host"):
+                await transports[host].call(A, LEAVE, b"", timeout=1.0)
+            assert not admission.left.is_set()
+            await transports[coordinator].call(A, LEAVE, b"", timeout=1.0)
+            assert admission.left.is_set()
+
+    swarm.run(go())
+
+
+def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
+    """Its lead tells all servers that it wanted; one that it did not get goes on waiting."""
+    swarm = make_swarm("a", "b", admit=False)
+    swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
+    swarm.run(membership.dismiss(swarm.trainer, RunState(swarm.manifest), timeout=1.0))
+    assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
 
 
 def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
