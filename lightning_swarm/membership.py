@@ -247,6 +247,7 @@ def _weights(module: StageModule, manifest: Manifest) -> Message:
     state = StageState(
         stage_index=module.spec.index,
         step=manifest.first_step,
+        generation=manifest.generation,
         optimizer=False,
         names=list(tensors),
         structure=None,

@@ -67,7 +67,14 @@ async def scatter_optimizer(
     def message(index: int) -> Message:
         names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
         structure, tensors = trees.flatten([dict(state[name]) for name in names])
-        head = StageState(stage_index=index, step=manifest.first_step, optimizer=True, names=names, structure=structure)
+        head = StageState(
+            stage_index=index,
+            step=manifest.first_step,
+            generation=manifest.generation,
+            optimizer=True,
+            names=names,
+            structure=structure,
+        )
         return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
 
     messages = {index: message(index) for index in range(len(manifest.stages))}
@@ -90,7 +97,9 @@ async def lend_weights(
     for stage in stages:
         if not stage.spec.on_trainers:  # the lead evaluates with that one itself
             tensors = stage.named_stage_tensors()
-            head = LentWeights(stage_index=stage.spec.index, number=number, names=list(tensors))
+            head = LentWeights(
+                stage_index=stage.spec.index, generation=run.manifest.generation, number=number, names=list(tensors)
+            )
             values = tuple(tensor.detach().cpu() for tensor in tensors.values())
             messages[stage.spec.index] = Message(encode(head), values)
     await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
@@ -99,8 +108,9 @@ async def lend_weights(
 async def take_weights_back(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
     """Have the servers drop the weights that were lent by `number`."""
     served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
-    heads = {index: LentWeights(stage_index=index, number=number, names=[]) for index in served}
-    messages = {index: Message(encode(head)) for index, head in heads.items()}
+    generation = run.manifest.generation
+    heads = (LentWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
+    messages = {head.stage_index: Message(encode(head)) for head in heads}
     await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
 
 

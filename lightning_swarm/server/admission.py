@@ -169,6 +169,7 @@ class Admission:
         if caller != manifest.lead:
             raise ProtocolError(f"weights come from the lead {manifest.lead}, not from {caller}")
         state = decode(message.body, StageState)
+        self.run.check_generation(state.generation)
         stage = self._stepping.stage(state.stage_index)
         stage.check_version(state.step)
         if state.step != manifest.first_step or (stage.index in self.loaded) != state.optimizer:
@@ -181,6 +182,7 @@ class Admission:
             await self._executor.submit((-1,), lambda: stage.load_optimizer_state(named(state.names, values)))
         else:
             await self._executor.submit((-1,), lambda: stage.load_weights(named(state.names, message.tensors)))
+            self.run.check_generation(state.generation)  # it may have changed meanwhile
             self.loaded.add(stage.index)
             if self.loaded.issuperset(self._stepping.stages):
                 self.ready.set()
@@ -242,6 +244,7 @@ def _state(stage: Stage, request: StateRequest) -> Message:
     reply = StageState(
         stage_index=stage.index,
         step=request.step,
+        generation=request.generation,
         optimizer=request.optimizer,
         names=list(state),
         structure=structure,

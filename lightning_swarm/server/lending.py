@@ -35,6 +35,7 @@ class Lending:
         if caller != self._admission.run.manifest.lead:
             raise ProtocolError(f"weights come from the lead {self._admission.run.manifest.lead}, not from {caller}")
         lent = decode(message.body, LentWeights)
+        self._admission.run.check_generation(lent.generation)
         stage = self._stepping.stage(lent.stage_index)
         weights = named(lent.names, message.tensors)
         await self._executor.submit((-1,), lambda: stage.borrow(lent.number, weights))

@@ -234,6 +234,7 @@ class Stage:
         if selection is not None:
             self.select(selection)
         self.optimizer.state.clear()
+        self._borrowed = None
         self.zero_sum()
 
     def check_applies(self, record: Record) -> None:

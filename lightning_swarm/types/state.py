@@ -23,6 +23,7 @@ class StageState(Wire, frozen=True):
 
     stage_index: int
     step: int
+    generation: Count
     optimizer: bool
     names: list[str]  # weights: state-dict names, one a tensor. optimizer: parameter names
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
@@ -32,5 +33,6 @@ class LentWeights(Wire, frozen=True):
     """Goes with weights that evaluations may mean in place of a stage's own, which stay as they are."""
 
     stage_index: Count
+    generation: Count
     number: Annotated[int, msgspec.Meta(ge=1)]  # by which calls mean them
     names: list[str]  # one a tensor, all of the stage; none: they are given back

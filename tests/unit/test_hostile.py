@@ -200,19 +200,21 @@ async def decided(swarm: Swarm) -> None:
 
 def weights(swarm: Swarm) -> Message:
     tensors = {name: parameter.detach() for name, parameter in swarm.stages[1].named_stage_parameters()}
-    state = StageState(stage_index=1, step=0, optimizer=False, names=list(tensors), structure=None)
+    state = StageState(stage_index=1, step=0, generation=0, optimizer=False, names=list(tensors), structure=None)
     return Message(encode(state), tuple(tensors.values()))
 
 
 def lent(swarm: Swarm) -> Message:
     tensors = swarm.stages[1].named_stage_tensors()
-    return Message(encode(LentWeights(stage_index=1, number=1, names=list(tensors))), tuple(tensors.values()))
+    return Message(
+        encode(LentWeights(stage_index=1, generation=0, number=1, names=list(tensors))), tuple(tensors.values())
+    )
 
 
 def momenta(swarm: Swarm) -> Message:
     tensors = {name: torch.ones_like(parameter) for name, parameter in swarm.stages[1].named_stage_parameters()}
     structure, flat = trees.flatten([{"momentum_buffer": tensor} for tensor in tensors.values()])
-    state = StageState(stage_index=1, step=0, optimizer=True, names=list(tensors), structure=structure)
+    state = StageState(stage_index=1, step=0, generation=0, optimizer=True, names=list(tensors), structure=structure)
     return Message(encode(state), tuple(flat))
 
 
@@ -286,7 +288,7 @@ SAMPLES = [
     Sample(STREAM, BACKWARD, from_nothing),
     Sample(CALL, BACKWARD, lambda swarm: swarm.backward_request(key(), 0, [A, B], rows(2)), target=A),
     Sample(CALL, CANCEL, plain(cancelling)),
-    Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, optimizer=True, generation=0))),
+    Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, generation=0, optimizer=True))),
     Sample(
         CALL,
         SELECT,

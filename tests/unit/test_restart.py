@@ -160,6 +160,8 @@ def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]
     """What a trainer of the old generation may still say, of the step that is open now."""
     steps = swarm.steps
     output = rows(7)
+    old = RunState(swarm.manifest)
+    state = {"0.0.weight": {"momentum_buffer": torch.ones(3, 3, dtype=torch.float64)}}
     return {
         "grant": lambda: steps.grant(2),
         "done": lambda: steps.done(None, [], close=True),
@@ -167,11 +169,17 @@ def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]
         "forward": lambda: swarm.forward(key(), rows(1)),
         "backward": lambda: swarm.backward(key(), output),
         "cancel": lambda: swarm.cancel(key(), 1, "forward", B),
-        "state": lambda: checkpoint.gather_weights(swarm.trainer, RunState(swarm.manifest), 0, timeout=1.0),
+        "state": lambda: checkpoint.gather_weights(swarm.trainer, old, 0, timeout=1.0),
+        "weights": lambda: membership.hand_out(swarm.trainer, old, swarm.stages, timeout=1.0),
+        "optimizer": lambda: checkpoint.scatter_optimizer(swarm.trainer, old, state, timeout=1.0),
+        "lend": lambda: checkpoint.lend_weights(swarm.trainer, old, swarm.stages, 1, timeout=1.0),
     }
 
 
-@pytest.mark.parametrize("name", ["grant", "done", "record", "forward", "backward", "cancel", "state"])
+OLD_CALLS = ["grant", "done", "record", "forward", "backward", "cancel", "state", "weights", "optimizer", "lend"]
+
+
+@pytest.mark.parametrize("name", OLD_CALLS)
 def test_the_old_generation_is_refused_and_changes_nothing(make_swarm: MakeSwarm, name: str) -> None:
     swarm = make_swarm("a", "b")
     go_back(swarm)
@@ -181,6 +189,38 @@ def test_the_old_generation_is_refused_and_changes_nothing(make_swarm: MakeSwarm
         swarm.run(old_calls(swarm)[name]())
     swarm.settle()
     assert swarm.state() == before
+
+
+def test_weights_that_were_lent_are_gone(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(checkpoint.lend_weights(swarm.trainer, swarm.steps.run, swarm.stages, 1, timeout=1.0))
+    go_back(swarm)
+    with pytest.raises(ProtocolError, match="has borrowed no weights 1"):
+        swarm.run(swarm.forward(key(generation=1, evaluation=True, weights=1), rows(1)))
+
+
+def test_weights_that_come_as_the_run_goes_back_do_not_count(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = make_swarm("a", "b")
+    admission = swarm.servers[B].admission
+    submit = admission._executor.submit
+
+    async def go_back_now(*job: Any) -> Any:
+        done = await submit(*job)
+        monkeypatch.undo()
+        await membership.restart(swarm.trainer, swarm.steps.run, restarting(swarm), timeout=1.0)
+        return done
+
+    async def go() -> None:
+        await membership.restart(swarm.trainer, swarm.steps.run, restarting(swarm), timeout=1.0)
+        swarm.steps.go_back(restarting(swarm))
+        monkeypatch.setattr(admission._executor, "submit", go_back_now)
+        with pytest.raises(ProtocolError, match="run generation is 2, got a call of 1"):
+            await membership.hand_out(swarm.trainer, swarm.steps.run, swarm.stages, timeout=1.0)
+
+    swarm.run(go())
+    assert not admission.loaded
 
 
 def test_nothing_is_computed_before_the_weights_come(make_swarm: MakeSwarm) -> None:

@@ -484,7 +484,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
 def test_only_the_lead_loads_and_ends(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stranger = swarm.network.transport("stranger")
-    state = StageState(stage_index=0, step=0, optimizer=False, names=[], structure=None)
+    state = StageState(stage_index=0, step=0, generation=0, optimizer=False, names=[], structure=None)
     with pytest.raises(ProtocolError, match="come from the lead"):
         swarm.run(stranger.stream(A, LOAD, Message(encode(state)), timeout=1.0))
     with pytest.raises(ProtocolError, match="ended by one of"):
