@@ -14,6 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train.py")
+MODULE = (sys.executable, "-m", "lightning_swarm")
+_INSTALLED = Path(sys.executable).with_name("lightning-swarm")
+COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else MODULE
+"""What users type, where the project is installed."""
+
 _MARK = "LIGHTNING_SWARM_TEST_RUN"
 
 
@@ -21,12 +26,15 @@ class Run:
     """`train.py`, or another program, with some arguments, and all processes that come of it."""
 
     def __init__(
-        self, *arguments: object, program: Sequence[str] = (str(SCRIPT),), environment: Mapping[str, str] | None = None
+        self,
+        *arguments: object,
+        program: Sequence[str] = (sys.executable, str(SCRIPT)),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1", **(environment or {})}
         self.process = subprocess.Popen(
-            [sys.executable, *program, *map(str, arguments)],
+            [*program, *map(str, arguments)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

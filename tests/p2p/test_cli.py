@@ -14,7 +14,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.p2p.processes import Run
+from tests.p2p.processes import COMMAND, Run
 
 # Cold starts of peers in this file: 3. The onlooker is none.
 
@@ -82,7 +82,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
     runs: list[Run] = []
 
     def begin(*arguments: object) -> Run:
-        runs.append(Run(*arguments, program=["-m", "lightning_swarm"]))
+        runs.append(Run(*arguments, program=COMMAND))
         return runs[-1]
 
     yield begin

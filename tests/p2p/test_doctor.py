@@ -16,7 +16,7 @@ from lightning_swarm.doctor import policy
 from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.runtime import ThreadRuntime
-from tests.p2p.processes import Run
+from tests.p2p.processes import MODULE, Run
 
 # Cold starts of peers in this file: none. The doctor is no peer, and those it looks at live in this process.
 
@@ -43,7 +43,7 @@ def skewed_peer() -> Iterator[Address]:
 
 def doctor(*arguments: object) -> list[str]:
     """Its lines; something is wrong in each of these tests."""
-    run = Run("doctor", *arguments, program=["-m", "lightning_swarm"])
+    run = Run("doctor", *arguments, program=MODULE)
     try:
         assert run.wait(60.0) == 1, "".join(run.output)
         assert run.survivors() == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.p2p.processes import SCRIPT, Run
+from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.train import ROWS, WIDTH, make
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import Net, digits
@@ -59,16 +59,30 @@ def test_curve_equals_the_plain_trainers(
         assert script == "train.py"
         run.wait_for("waiting for a joiner")
         (tmp_path / "joiner").mkdir()
+        environment = {"PYTHONPATH": str(SCRIPT.parents[2])}
         joiner = start(
-            "serve", address, SCRIPT, model, tmp_path / "joiner", "--devices", 1, "--role", "both",
-            program=["-m", "lightning_swarm"], environment={"PYTHONPATH": str(SCRIPT.parents[2])},
+            # Into how many stages the model is cut, the run decides.
+            "serve", address, SCRIPT, model, tmp_path / "joiner", "--devices", 1, "--role", "both", "--num-stages", 3,
+            program=COMMAND, environment=environment,
         )  # fmt: skip
+        run.wait_for("waiting for an onlooker")
+        onlooker = start("status", address, "--json", program=COMMAND, environment=environment)
+        seen = json.loads(onlooker.wait_for('{"run_id"'))
+        assert onlooker.wait() == 0, "".join(onlooker.output)
+        (tmp_path / "seen").touch()
         assert joiner.wait() == 0, "".join(joiner.output)
         assert joiner.survivors() == []
         assert [path.name for path in (tmp_path / "joiner").iterdir()] == ["traffic-0.json"], "it trained nothing"
+        newcomer = json.loads((tmp_path / "joiner" / "traffic-0.json").read_text())["peer_id"]
+        assert [len(stage) for stage in seen["stages"]] == [2, 1, 1, 1]
+        assert newcomer in seen["stages"][0]
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     result = json.loads((tmp_path / "result.json").read_text())
+    if joiner_at:
+        [(step, peers)] = result["newcomers"]
+        assert peers == [newcomer]
+        assert joiner_at <= step <= joiner_at + 2, "it was ready before the step was over"
     assert len(result["status"]) == num_stages
     assert sum(map(len, result["status"])) == max(devices, num_stages) + bool(joiner_at)
     assert all(num_microbatches > 0 for stage in result["status"] for num_microbatches in stage)

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,24 @@ class Watch(L.Callback):
         self.fail_at = fail_at
         self.losses: list[float] = []
         self.status: Any = None
+        self.newcomers: list[Any] = []  # the step that each came with, and the peers
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if len(self.losses) == self.joiner_at:
+        if self.joiner_at is not None and len(self.losses) == self.joiner_at:
             wait_for_joiner(trainer)
+        if self.joiner_at is not None and len(self.losses) == self.joiner_at + 4:
+            print("waiting for an onlooker", flush=True)
+            wait_until((self.out / "seen").exists, "nobody looked")
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
+        assert isinstance(trainer.strategy, SwarmStrategy)
+        assert trainer.strategy._session is not None
+        record = trainer.strategy._session.newest_record
+        if record is not None and record.newcomers:
+            self.newcomers.append([record.step, [one.member.peer_id for one in record.newcomers]])
         print("batch", len(self.losses), flush=True)
         if len(self.losses) == self.fail_at and trainer.is_global_zero:
             raise RuntimeError("the user's own mistake")
@@ -152,10 +162,15 @@ def wait_for_joiner(trainer: L.Trainer) -> None:
     coordinator = peer.server.admission.coordinator
     assert coordinator is not None
     print("waiting for a joiner", flush=True)
+    wait_until(lambda: any(one.ready for one in list(coordinator.gate._waiting.values())), "nobody came")
+
+
+def wait_until(happened: Callable[[], bool], otherwise: str) -> None:
+    """Another thread and other processes work meanwhile."""
     deadline = time.monotonic() + 100.0
-    while not any(one.ready for one in list(coordinator.gate._waiting.values())):
-        assert time.monotonic() < deadline, "nobody came"
-        threading.Event().wait(0.1)  # another thread and other processes work meanwhile
+    while not happened():
+        assert time.monotonic() < deadline, otherwise
+        threading.Event().wait(0.1)
 
 
 def main() -> None:
@@ -206,6 +221,7 @@ def main() -> None:
     )
     trainer.fit(model, data)
     result = {"pid": os.getpid(), "losses": watch.losses, "status": watch.status, "steps": trainer.global_step}
+    result["newcomers"] = watch.newcomers
     (arguments.out / "result.json").write_text(json.dumps(result))
     torch.save(model.state_dict(), arguments.out / "weights.pt")
 
