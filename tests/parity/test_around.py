@@ -18,7 +18,7 @@ from lightning_swarm.errors import ConfigError, ProtocolError, StepError
 from lightning_swarm.network import Message
 from lightning_swarm.server import FORWARD
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import coordinator
+from lightning_swarm.steps import servers
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types.calls import CallKey, ForwardRequest, Mode
 from lightning_swarm.types.wire import encode
@@ -36,7 +36,7 @@ from tests.parity.harness import (
     run_plain,
     run_swarm,
 )
-from tests.parity.models import NUM_STEPS, Images, NanoGPT, Recipe, digits, loader, sentences
+from tests.parity.models import Images, NanoGPT, Recipe, digits, loader, sentences
 
 LIST = {"pipeline": "transformer.h"}
 STEPS = 6
@@ -74,7 +74,7 @@ def both(
     ids=str,
 )
 def test_curve_equals_the_plain_trainers(options: dict[str, Any]) -> None:
-    steps = NUM_STEPS // options.get("accumulate_grad_batches", 1)
+    steps = 24 // options.get("accumulate_grad_batches", 1)
     swarm, plain = both(scheduled, max_steps=steps, gradient_clip_val=0.45, **options)
     assert 0 < swarm.num_clipped < steps, "the norm of all stages did not decide anything"
     if "accumulate_grad_batches" not in options:  # else the plain ones are noted after each batch
@@ -391,7 +391,7 @@ def test_the_ledgers_show_what_is_not_counted_once(planted: list[CallKey]) -> No
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
     # The protocol's own checks would stop the run first.
-    monkeypatch.setattr(coordinator, "check_ledgers", lambda *_, **__: None)
+    monkeypatch.setattr(servers, "check_ledgers", lambda *_, **__: None)
     monkeypatch.setattr(Stepping, "_bind", bind_anyway)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1

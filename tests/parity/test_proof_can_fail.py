@@ -18,7 +18,7 @@ from lightning_swarm.pipeline.policy import Charge
 from lightning_swarm.server import stepping
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import coordinator
+from lightning_swarm.steps import servers
 from lightning_swarm.steps.policy import clip_factor
 from lightning_swarm.types.calls import CallKey
 from lightning_swarm.types.steps import Record
@@ -123,7 +123,7 @@ def test_a_lost_microbatch_is_seen(plain: Run, lost_microbatch: list[CallKey], d
 @pytest.fixture
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The protocol's own check would stop the run first."""
-    monkeypatch.setattr(coordinator, "check_ledgers", lambda *_, **__: None)
+    monkeypatch.setattr(servers, "check_ledgers", lambda *_, **__: None)
 
 
 # ---------------------------------------------------------------------- wrong arithmetic
