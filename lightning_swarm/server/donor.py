@@ -24,6 +24,7 @@ from lightning_swarm.types.steps import Candidate, Record
 from lightning_swarm.types.wire import decode, encode
 
 _MAX_MET: Final = 256
+_MAX_COPIES: Final = 8  # of a stage, on their way to followers
 _HOLD_S: Final = 20.0
 _CONNECT_TIMEOUT_S: Final = 8.0  # the coordinator asks for a little longer
 
@@ -35,6 +36,7 @@ class _Follower:
     stage_index: int
     version: int
     last_heard_s: float
+    downloading: bool = True  # until it asks for the first record
     entered: bool = False  # by the last record, which it may still ask for
 
 
@@ -93,15 +95,18 @@ class Donor:
         except TimeoutError:
             raise PeerError(f"no connection to {peer} within {_CONNECT_TIMEOUT_S:g} s") from None
         self._met.pop(peer, None)
+        self._followers.pop(peer, None)  # it joins anew, so what it followed is no use to it
         self._met[peer] = candidate
-        while len(self._met) > _MAX_MET:
-            del self._met[next(iter(self._met))]
+        # Who downloads stays, for as long as that may take.
+        for other in [one for one in self._met if one not in self._followers][: max(0, len(self._met) - _MAX_MET)]:
+            del self._met[other]
         return b""
 
     async def _handle_follow(self, caller: PeerId, message: Message) -> Message:
         stage = self._asked_stage(caller, decode(message.body, FollowRequest).stage_index)
         if stage.index not in self._admission.loaded:
             raise Busy(f"stage {stage.index} has no weights here yet")
+        self._check_copies(caller)
         # Before the copy is made: of what is applied after it nothing may be missed.
         now_s = asyncio.get_running_loop().time()
         follower = self._followers[caller] = _Follower(stage.index, self._stepping.version, now_s)
@@ -118,6 +123,7 @@ class Donor:
         if follower is None or follower.stage_index != stage.index:
             raise TicketGone("no records are kept here for this peer (any more); it has to begin again")
         follower.version, follower.last_heard_s = request.version, asyncio.get_running_loop().time()
+        follower.downloading = False
         self._drop_needless()
         await self._stepping.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
         self._check_generation(request.generation)  # it may have changed meanwhile
@@ -128,6 +134,15 @@ class Donor:
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients = self._kept[request.version]
         return Message(encode(NextReply(record=record)), (gradients[stage.index].cpu(),))
+
+    def _check_copies(self, caller: PeerId) -> None:
+        """Refuse to copy a stage once more for who has a copy on its way, or when many have."""
+        oldest_s = asyncio.get_running_loop().time() - self._limits.join_timeout
+        downloading = {
+            peer for peer, one in self._followers.items() if one.downloading and one.last_heard_s >= oldest_s
+        }
+        if caller in downloading or len(downloading) >= _MAX_COPIES:
+            raise Busy(f"{len(downloading)} peers download from here, at most {_MAX_COPIES} may, each once for a join")
 
     def _check_generation(self, generation: int) -> None:
         if generation != self._admission.run.manifest.generation:

@@ -212,7 +212,10 @@ class Joiner:
             record = decode(message.body, NextReply).record
             if record is None:
                 ready = encode(ReadyRequest(generation=generation, version=version))
-                await self._transport.call(coordinator, READY, ready, timeout=self._timeout)
+                try:
+                    await self._transport.call(coordinator, READY, ready, timeout=self._timeout)
+                except ProtocolError as error:  # its place may have gone to another while it was downloading
+                    raise PeerError(f"{coordinator} does not expect this peer (any more): {error}") from error
                 hold_s = _HOLD_S
                 continue
             if record.step >= self._stepping.version:  # else the coordinator was quicker

@@ -2,7 +2,8 @@
 
 ``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
 A record may wait for the lead for long, so LISTEN comes again directly before it is decided.
-A joiner that is slow or gone delays nobody by more than a round's own time, and that a few times only.
+A joiner that is slow or gone delays a step by a round's own time or `_GRACE_S`, whichever is longer, and that less and
+less often: after a few misses it is sent away, with each further one for twice as long.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 _log = logging.getLogger(__name__)
 
 _MAX_CANDIDATES: Final = 64
+_FIRST_READY_S: Final = 300.0
 _MAX_MISSES: Final = 3
+_MAX_MISSING: Final = 1024
+_FIRST_EXCLUSION_S: Final = 5.0
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
 _WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
@@ -41,11 +45,19 @@ class _Round:
 
 
 @dataclass
+class _Misses:
+    """Rounds that a peer missed, however often it joined anew."""
+
+    count: int = 0
+    until_s: float = 0.0  # it may not join before
+
+
+@dataclass
 class _Waiting:
     candidate: Candidate
     last_heard_s: float
     ready: bool = False
-    misses: int = 0
+    caught_up: bool = False  # it was ready once
     asked: _Round | None = None  # the last one it was asked to hold
     holds: _Round | None = None  # whose mean gradient it has
     refusal: str | None = None  # told when it asks next
@@ -65,6 +77,7 @@ class Gate:
         self._run = run
         self._limits = limits
         self._waiting: dict[PeerId, _Waiting] = {}
+        self._misses: dict[PeerId, _Misses] = {}  # those with the latest one last
         self._entering: set[PeerId] = set()  # by the record that is being decided
         transport.handle_call(JOIN, self._handle_join)
         transport.handle_call(READY, self._handle_ready)
@@ -124,7 +137,11 @@ class Gate:
             )
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
-        self._forget_the_silent()
+        misses = self._misses.get(caller, _Misses())
+        wait_s = misses.until_s - asyncio.get_running_loop().time()
+        if wait_s > 0:
+            raise Busy(f"{caller} missed {misses.count} rounds while it was joining; it may join in {wait_s:.0f} s")
+        self._forget_the_silent(caller)
         num_stages = sum(not stage.on_trainers for stage in manifest.stages)
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
@@ -136,10 +153,17 @@ class Gate:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {request.stage_index}")
         return request.stage_index
 
-    def _forget_the_silent(self) -> None:
-        oldest_s = asyncio.get_running_loop().time() - self._limits.join_timeout
-        for peer in [peer for peer, one in self._waiting.items() if one.last_heard_s < oldest_s]:
-            del self._waiting[peer]
+    def _forget_the_silent(self, caller: PeerId) -> None:
+        """Give their places to others; where all are taken, sooner those of who never caught up.
+
+        A download may take long, but it costs nothing to say that one joins.
+        """
+        now_s = asyncio.get_running_loop().time()
+        is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
+        for peer, one in list(self._waiting.items()):
+            soon = is_full and not one.caught_up
+            if one.last_heard_s < now_s - (_FIRST_READY_S if soon else self._limits.join_timeout):
+                del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:
         """Have every server, and everyone who is joining, meet the candidate."""
@@ -179,7 +203,8 @@ class Gate:
         if waiting.refusal is not None:
             del self._waiting[caller]
             raise Busy(waiting.refusal)
-        waiting.ready, waiting.last_heard_s = True, asyncio.get_running_loop().time()
+        waiting.ready = waiting.caught_up = True
+        waiting.last_heard_s = asyncio.get_running_loop().time()
         return b""
 
     # ------------------------------------------------------------------ a round
@@ -260,17 +285,22 @@ class Gate:
         return sorted(there, key=lambda candidate: candidate.member.peer_id)
 
     def _miss(self, waiting: _Waiting, reason: str) -> None:
-        waiting.misses += 1
+        peer = waiting.candidate.member.peer_id
+        misses = self._misses[peer] = self._misses.pop(peer, _Misses())
+        misses.count += 1
+        if len(self._misses) > _MAX_MISSING:
+            del self._misses[next(iter(self._misses))]
         waiting.ready = False  # until it says so again
-        _log.info("%s missed a round: %s", waiting.candidate.member.peer_id, reason)
-        if waiting.misses >= _MAX_MISSES:
-            waiting.refusal = (
-                f"{waiting.candidate.member.peer_id} missed {waiting.misses} rounds: {reason}. Join again."
-            )
+        _log.info("%s missed a round: %s", peer, reason)
+        if misses.count >= _MAX_MISSES:
+            exclusion_s = _FIRST_EXCLUSION_S * 2 ** min(misses.count - _MAX_MISSES, 20)
+            misses.until_s = asyncio.get_running_loop().time() + exclusion_s
+            waiting.refusal = f"{peer} missed {misses.count} rounds: {reason}. Join again."
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:
         """Their record is decided and applied."""
         self._entering.clear()
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
+            self._misses.pop(candidate.member.peer_id, None)
             _log.info("Server %s is in stage %d now.", candidate.member.peer_id, candidate.stage_index)

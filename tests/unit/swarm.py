@@ -275,9 +275,9 @@ class Swarm:
             if server.admission.coordinator is not None:
                 books = server.admission.coordinator
                 state["books"] = copy.deepcopy((books._open, books._asked, books._selection))
+                state["misses"] = copy.deepcopy(books.gate._misses)
                 state["gate"] = {
-                    peer: (one.candidate, one.ready, one.misses, one.refusal)
-                    for peer, one in books.gate._waiting.items()
+                    peer: (one.candidate, one.ready, one.refusal) for peer, one in books.gate._waiting.items()
                 }
         return state
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,13 +13,17 @@ from msgspec import structs
 
 from lightning_swarm import membership
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError, Unreachable
-from lightning_swarm.network import Message, PeerId
-from lightning_swarm.server import ADMIT, FOLLOW, NEXT
+from lightning_swarm.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.server import ADMIT, FOLLOW, NEXT, donor
 from lightning_swarm.server.server import Server
-from lightning_swarm.steps import APPLY, PROPOSE, READY
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.steps import APPLY, JOIN, LISTEN, PROPOSE, READY
+from lightning_swarm.tasks import gather
+from lightning_swarm.types.joining import FollowRequest, JoinRequest, ReadyRequest
 from lightning_swarm.types.runs import Selection
-from lightning_swarm.types.wire import encode
+from lightning_swarm.types.wire import PROTOCOL_VERSION, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, make_module, plain_steps, rows
 from tests.unit.test_restart import go_back
@@ -241,6 +246,115 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
     swarm.run(go())
 
 
+# ---------------------------------------------------------------------- who wastes the others' time or memory
+
+
+def test_who_joins_anew_and_is_silent_again_delays_ever_fewer_steps(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    stranger = swarm.network.transport(PeerId("stranger"))
+
+    async def be_silent(caller: PeerId, body: bytes) -> bytes:
+        await asyncio.sleep(1000.0)
+        return b""
+
+    stranger.handle_call(LISTEN, be_silent)
+
+    async def go() -> int:
+        num_delayed = 0
+        for step in range(40):
+            with contextlib.suppress(Busy):
+                await say_it_joins(stranger)
+                await stranger.call(A, READY, encode(ReadyRequest(generation=0, version=step)), timeout=5.0)
+            before_s = swarm.loop.time()
+            await swarm.step(rows(0))
+            num_delayed += swarm.loop.time() - before_s > 1.0
+            await asyncio.sleep(1.0)
+        return num_delayed
+
+    assert swarm.run(go()) == 6, "three times, then after 5, 10 and 20 s, and not within 40 s after that"
+
+
+def test_a_stage_is_copied_once_for_a_follower(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for the state a hundred times, and reads none of it."""
+    swarm = make_swarm("a", "b")
+    joiner = swarm.join("j")
+    num_copies = counted_copies(monkeypatch)
+    body = Message(encode(FollowRequest(stage_index=0)))
+
+    async def follow() -> None:
+        with contextlib.suppress(Busy):
+            await joiner._transport.stream(A, FOLLOW, body, timeout=5.0)
+
+    swarm.run(gather(follow() for _ in range(100)))
+    assert num_copies() == 1
+
+
+def test_few_copies_of_a_stage_are_on_their_way_at_once(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = make_swarm("a", "b")
+    num_copies = counted_copies(monkeypatch)
+    strangers = [swarm.network.transport(PeerId(f"stranger{number}")) for number in range(20)]
+
+    async def follow(stranger: MemoryTransport) -> None:
+        await say_it_joins(stranger)
+        with contextlib.suppress(Busy):
+            await stranger.stream(A, FOLLOW, Message(encode(FollowRequest(stage_index=0))), timeout=5.0)
+
+    swarm.run(gather(follow(one) for one in strangers))
+    assert num_copies() == 8
+    swarm.run(follow(strangers[0]))
+    assert num_copies() == 9, "who joins anew gives its place back"
+
+
+def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm) -> None:
+    """Who downloads for longer than that begins anew."""
+    swarm = make_swarm("a", "b")
+    slow = swarm.add_server("slow")
+    stream = slow._transport.stream
+    num_downloads = 0
+
+    async def slow_download(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
+        nonlocal num_downloads
+        answer = await stream(peer, method, message, **more)
+        if method == FOLLOW:
+            num_downloads += 1
+            await asyncio.sleep(400.0 if num_downloads == 1 else 0.0)
+        return answer
+
+    slow._transport.stream = slow_download  # type: ignore[method-assign]
+    entering(swarm, slow)
+    strangers = [swarm.network.transport(PeerId(f"stranger{number}")) for number in range(63)]
+    swarm.run(asyncio.sleep(1.0))
+    swarm.run(gather(say_it_joins(one) for one in strangers))
+    late = swarm.add_server("late")
+    with pytest.raises(Busy, match="64 servers are joining, at most 64 may at once"):
+        swarm.run(say_it_joins(late._transport))
+    swarm.run(asyncio.sleep(301.0))
+    entering(swarm, late)
+    swarm.run(asyncio.sleep(200.0))
+    swarm.run(swarm.step(rows(0)))
+    assert late.admission.is_member
+    assert slow.admission.is_member
+    assert num_downloads == 2
+
+
+async def say_it_joins(transport: Transport) -> None:
+    addresses = list(await transport.addresses())
+    request = JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=1, addresses=addresses, stage_index=0)
+    await transport.call(A, JOIN, encode(request), timeout=5.0)
+
+
+def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    copies: list[Stage] = []
+    snapshot = donor._snapshot
+
+    def counted(stage: Stage) -> Message:
+        copies.append(stage)
+        return snapshot(stage)
+
+    monkeypatch.setattr(donor, "_snapshot", counted)
+    return lambda: len(copies)
+
+
 # ---------------------------------------------------------------------- a run that goes back
 
 
@@ -267,12 +381,12 @@ def test_records_of_the_old_generation_are_kept_for_nobody(make_swarm: MakeSwarm
     swarm.network.freeze(J)
     for seed in 5, 6:
         swarm.run(restart_step(swarm, seed))
-    donor = swarm.servers[A].donor
-    assert donor._kept
-    assert donor._followers
+    records = swarm.servers[A].donor
+    assert records._kept
+    assert records._followers
     go_back(swarm)
-    assert not donor._kept
-    assert not donor._followers
+    assert not records._kept
+    assert not records._followers
 
 
 # ---------------------------------------------------------------------- donors
