@@ -42,7 +42,7 @@ from lightning_swarm.types.calls import (
     Recompute,
     Ticket,
 )
-from lightning_swarm.types.steps import Record
+from lightning_swarm.types.steps import Candidate, Record
 from lightning_swarm.types.wire import Wire, decode, encode
 
 _log = logging.getLogger(__name__)
@@ -62,25 +62,27 @@ class Link:
     routers: Sequence[StageRouter]
     timeout: float
     count: Counter[str] = field(default_factory=Counter)  # of what went another way than straight on
+    unreached: set[PeerId] = field(default_factory=set)  # servers that no microbatch goes to from here
 
     async def follow(self, record: Record) -> None:
         """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
 
-        A trainer that passes over records does not meet those who joined by them: others send them microbatches.
+        A trainer that passes over records finds in the roster who joined by them. The lead passes over none; every
+        other one serves, too, and a server met all of them before they came in.
         """
-        met = {peer for router in self.routers for peer in router.peers}
-        for newcomer in record.newcomers:
-            peer = newcomer.member.peer_id
-            try:
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    await self.transport.connect(newcomer.addresses)
-                met.add(peer)
-            except (SwarmError, TimeoutError) as error:
-                _log.warning(
-                    "Server %s joined and cannot be reached: no microbatch goes there from here: %r", peer, error
-                )
+        await gather(self._meet(newcomer) for newcomer in record.newcomers)
         for router, roster in zip(self.routers, record.next_roster, strict=False):  # none leads to a stage on trainers
-            router.set_peers(member.peer_id for member in roster if member.peer_id in met)
+            router.set_peers(member.peer_id for member in roster if member.peer_id not in self.unreached)
+
+    async def _meet(self, newcomer: Candidate) -> None:
+        peer = newcomer.member.peer_id
+        self.unreached.discard(peer)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await self.transport.connect(newcomer.addresses)
+        except (SwarmError, TimeoutError) as error:
+            self.unreached.add(peer)
+            _log.warning("Server %s joined and cannot be reached: no microbatch goes there from here: %r", peer, error)
 
     async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
         """A small call where there are no tensors, a stream where there are."""

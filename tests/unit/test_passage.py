@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_swarm.pipeline.passage import Link, Passage
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.server import FORWARD
 from lightning_swarm.tasks import gather
+from lightning_swarm.types.steps import Record
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, rows
 
@@ -143,3 +145,48 @@ def test_the_models_error_is_no_reason_to_try_again(make_swarm: MakeSwarm) -> No
     with pytest.raises(StageError, match="stage 0 raised"):
         swarm.run(through(make_passage(link, torch.ones(2, 17).double())))
     assert not link.count
+
+
+# ---------------------------------------------------------------------- servers that join
+
+
+def joined(swarm: Swarm) -> tuple[Record, Record]:
+    """The record that lets two servers in, one for each stage, and the one after it."""
+    swarm.join("c")
+    swarm.join("d")
+    first = swarm.run(swarm.step(rows(0), rows(1)))
+    assert {one.member.peer_id for one in first.newcomers} == {"c", "d"}
+    return first, swarm.run(swarm.step(rows(2), rows(3)))
+
+
+def test_a_trainer_that_passed_over_a_record_routes_to_those_who_joined_by_it(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    link = make_link(swarm)
+    _, second = joined(swarm)
+    swarm.run(link.follow(second))
+    assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
+
+
+def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's next batch waits for it. They are left out until they join again."""
+    swarm = make_swarm("a", "b")
+    link = make_link(swarm)
+    first, second = joined(swarm)
+    under_way = []
+
+    async def hang(addresses: Sequence[str]) -> None:
+        under_way.append(addresses)
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(swarm.trainer, "connect", hang)
+        began_s = swarm.loop.time()
+        swarm.run(link.follow(first))
+        assert len(under_way) == 2
+        assert swarm.loop.time() - began_s < 15.0
+    swarm.run(link.follow(second))
+    assert [sorted(router.peers) for router in link.routers] == [["a"], ["b"]]
+    swarm.run(link.follow(first))
+    assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
