@@ -159,10 +159,10 @@ class Peer:
 
     # ------------------------------------------------------------------ another trainer than the starter
 
-    def await_prepared(self) -> None:
-        """Wait until the starter has prepared the data."""
+    def await_prepared(self, launch_id: str) -> None:
+        """Wait until the starter, of the same launch, has prepared the data."""
         timeout = self._config.limits.lead_timeout
-        self.runtime.run(membership.await_prepared(self._directory, self._config.run_id, timeout=timeout))
+        self.runtime.run(membership.await_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
 
     def join_run(self, model: Model, server: Model, device: torch.device) -> Session:
         """Serve, and open a trainer's session in the run as soon as the starter has begun it.
@@ -201,10 +201,10 @@ class Peer:
         if self._config.initial_peers:
             self.runtime.run(starting.check_first(self._directory, self.transport, self._config))
 
-    def say_prepared(self) -> None:
-        """Tell the other trainers that the data is prepared."""
+    def say_prepared(self, launch_id: str) -> None:
+        """Tell the other trainers of this launch that the data is prepared."""
         timeout = self._config.limits.start_timeout
-        self.runtime.run(membership.say_prepared(self._directory, self._config.run_id, timeout=timeout))
+        self.runtime.run(membership.say_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
 
     def start_run(self, spec: RunSpec, model: Model, device: torch.device, check: Callable[[], None]) -> Session:
         """Begin a run with the servers that there are, and open a trainer's session in it.

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import logging
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -48,6 +49,7 @@ ROLE: Final = "SWARM_ROLE"
 _RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
 _TRAINS = "SWARM_TRAINS"  # a child that reads data, too
+_LAUNCH = "SWARM_LAUNCH_ID"
 _OWN_OPTIONS = (
     "--trainer.devices",
     *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
@@ -81,6 +83,10 @@ class SwarmLauncher(_Launcher):
     Args:
         strategy: Whose peers they are.
         num_peers: On this machine, this process included.
+
+    Attributes:
+        local_rank: Which of this machine's peers this process is.
+        launch_id: Of the peers that were started together last. The run's id may be that of an earlier run.
     """
 
     launched: ClassVar[bool] = False
@@ -95,6 +101,7 @@ class SwarmLauncher(_Launcher):
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
         self.local_rank = int(os.environ.get(_RANK, "0"))
+        self.launch_id = os.environ.get(_LAUNCH, "")
 
     @property
     @override
@@ -228,6 +235,7 @@ class SwarmLauncher(_Launcher):
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         join = " ".join(addresses)
+        self.launch_id = secrets.token_hex(8)
         for rank in range(1, self._num_peers):
             # LOCAL_RANK keeps Lightning's own rank-zero messages to one process.
             environment = {
@@ -235,6 +243,7 @@ class SwarmLauncher(_Launcher):
                 JOIN: join,
                 _RUN: self._strategy.config.run_id,
                 _RANK: str(rank),
+                _LAUNCH: self.launch_id,
                 "LOCAL_RANK": str(rank),
                 _TRAINS: "1" if self._strategy.num_trainers > 1 else "",
             }

@@ -78,12 +78,19 @@ async def announce(
     await _publish(directory, f"{run_id}.servers", value, timeout=timeout)
 
 
-async def say_prepared(directory: Directory, run_id: str, *, timeout: float) -> None:
-    """At the starter: `prepare_data` is through, so the other trainers may look for their data."""
-    await _publish(directory, f"{run_id}.prepared", b"yes", timeout=timeout)
+async def say_prepared(directory: Directory, run_id: str, launch_id: str, *, timeout: float) -> None:
+    """At the starter: `prepare_data` is through, so the other trainers may look for their data.
+
+    Args:
+        directory: Where to say it.
+        run_id: Of the run; there may have been another one under it, on a directory that lived on.
+        launch_id: Of the trainers that are told.
+        timeout: Seconds.
+    """
+    await _publish(directory, _prepared(run_id, launch_id), b"yes", timeout=timeout)
 
 
-async def await_prepared(directory: Directory, run_id: str, *, timeout: float) -> None:
+async def await_prepared(directory: Directory, run_id: str, launch_id: str, *, timeout: float) -> None:
     """At another trainer: wait for `say_prepared`.
 
     Raises:
@@ -91,12 +98,16 @@ async def await_prepared(directory: Directory, run_id: str, *, timeout: float) -
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    while not await directory.read(f"{run_id}.prepared"):
+    while not await directory.read(_prepared(run_id, launch_id)):
         if loop.time() > deadline:
             raise DeadlineExceeded(
                 f"the run's starter did not finish `prepare_data` within {timeout:g} s. Raise `Limits.lead_timeout`."
             )
         await asyncio.sleep(_POLL_S)
+
+
+def _prepared(run_id: str, launch_id: str) -> str:
+    return f"{run_id}.prepared.{launch_id}"
 
 
 async def _publish(directory: Directory, key: str, value: bytes, *, timeout: float) -> None:

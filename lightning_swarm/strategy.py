@@ -216,7 +216,8 @@ class SwarmHooks(_Strategy):
         if name == "pre_setup" and self.num_trainers > 1:
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
             assert self.peer is not None
-            (self.peer.say_prepared if self.is_global_zero else self.peer.await_prepared)()
+            launch_id = self._launcher.launch_id if isinstance(self._launcher, SwarmLauncher) else ""
+            (self.peer.say_prepared if self.is_global_zero else self.peer.await_prepared)(launch_id)
 
     # ------------------------------------------------------------------ data of several trainers
 

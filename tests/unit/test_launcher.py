@@ -71,6 +71,23 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_peers_that_are_started_together_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def popen(command: Any, env: dict[str, str], **options: Any) -> None:
+        told.append(env["SWARM_LAUNCH_ID"])
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", popen)
+    lead = SwarmLauncher(SwarmStrategy(), 3)
+    lead._start_children([], [])
+    first = lead.launch_id
+    lead._start_children([], [])
+    assert told == [first, first, lead.launch_id, lead.launch_id]
+    assert len(set(told)) == 2
+    monkeypatch.setenv("SWARM_LAUNCH_ID", first)
+    assert SwarmLauncher(SwarmStrategy(), 3).launch_id == first
+
+
 @pytest.mark.parametrize(
     ("fn", "role", "invites"),
     [

@@ -11,7 +11,16 @@ import pytest
 
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import ConfigError, DeadlineExceeded, PeerError, Unreachable
-from lightning_swarm.membership import Announcement, announce, assign, connect_all, dismiss, find_servers
+from lightning_swarm.membership import (
+    Announcement,
+    announce,
+    assign,
+    await_prepared,
+    connect_all,
+    dismiss,
+    find_servers,
+    say_prepared,
+)
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.types.runs import Member
@@ -164,6 +173,16 @@ def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None
     town.network.freeze(PeerId("a"))
     with pytest.raises(Unreachable):
         town.loop.run_until_complete(announce(directory, transport, RUN, 7, timeout=5.0))
+
+
+def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
+    """Not for that of an earlier run under the same id, of which the directory knows still."""
+    directory = town.network.directory(town.seeker)
+    run = town.loop.run_until_complete
+    run(say_prepared(directory, RUN, "first", timeout=1.0))
+    run(await_prepared(directory, RUN, "first", timeout=1.0))
+    with pytest.raises(DeadlineExceeded, match=r"did not finish `prepare_data` within 60 s"):
+        run(await_prepared(directory, RUN, "second", timeout=60.0))
 
 
 def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
