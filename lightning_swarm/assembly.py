@@ -119,12 +119,23 @@ class Peer:
         )
         await self.server.start()
 
-    def serve_to_the_end(self) -> None:
-        """Be in a run that begins, or join one that is under way, and serve until it is over. See `stay`."""
-        self.runtime.run(self.stay())
+    def check_run_id(self) -> None:
+        """Ask the peers that this one was told of whether they are for its run.
 
-    async def stay(self) -> None:
+        Raises:
+            ConfigError: They are for others.
+        """
+        self.runtime.run(starting.check_run_id(self.transport, self._config))
+
+    def serve_to_the_end(self, say: Callable[[str], None]) -> None:
+        """Be in a run that begins, or join one that is under way, and serve until it is over. See `stay`."""
+        self.runtime.run(self.stay(say))
+
+    async def stay(self, say: Callable[[str], None] = _log.info) -> None:
         """Enter a run, and return when it is over.
+
+        Args:
+            say: Tells the user what came of it.
 
         Raises:
             ConfigError: This peer's model or version is not the run's.
@@ -134,18 +145,22 @@ class Peer:
         assert server is not None
         find = partial(membership.find_runs, self._directory, self.transport, self._config.run_id)
         await server.joiner.enter(find)
+        if (report := server.report()) is not None:
+            say(f"In run {self._config.run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
         num_silent = 0
         while not server.admission.left.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_WATCH_S):
                     await server.admission.left.wait()
-                    return
+            if server.admission.left.is_set():
+                break
             num_silent = 0 if await self._answers(server.admission.run.manifest) else num_silent + 1
             if num_silent >= _MAX_SILENT:
                 raise Unreachable(
                     f"run {self._config.run_id!r} is over or broke off, and nobody said so: its lead or coordinator "
                     f"did not answer {num_silent} times. Start this peer again when the run goes on."
                 )
+        say(f"Run {self._config.run_id!r} is over.")
 
     async def _answers(self, manifest: Manifest) -> bool:
         """Whether the run lives: the lead in the coordinator's eyes, the coordinator in those of all others."""
@@ -319,6 +334,10 @@ class Peer:
         finally:
             await self._directory.close()
             await self.transport.close()
+
+
+def _stages(held: Sequence[int]) -> str:
+    return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
 
 
 async def _begun(ready: asyncio.Event, *, timeout: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -59,6 +60,11 @@ class Limits:
                 )
 
 
+def _nearest(split: str) -> str:
+    near = difflib.get_close_matches(split, ("parameters", "time"), n=1)
+    return f"Did you mean {near[0]!r}? " if near else f"Write [{split!r}] if a block has that name. "
+
+
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig:
     """The arguments of `SwarmStrategy`, checked."""
@@ -93,7 +99,7 @@ class SwarmConfig:
         if isinstance(self.split, str) and self.split not in ("parameters", "time"):
             raise ConfigError(
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
-                f"got {self.split!r}. Leave it out to balance by parameters."
+                f"got {self.split!r}. {_nearest(self.split)}Leave it out to balance by parameters."
             )
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
             raise ConfigError(

@@ -136,7 +136,7 @@ class SwarmLauncher(_Launcher):
             raise ConfigError(
                 "`devices` above 1 starts this script again for every peer, which serves the module of the script's "
                 f"first `fit`; this {type(module).__name__} is another one. Train each module in a run of the script "
-                "of its own."
+                "of its own, or with `devices=1`."
             )
 
     def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
@@ -227,6 +227,8 @@ class SwarmLauncher(_Launcher):
             self._num_threads = _share_cores(self._num_peers)
         peer = self._strategy.peer = hivemind_peer(self._strategy.config)
         if first:
+            if self._strategy.config.only_serves:
+                peer.check_run_id()
             addresses = peer.runtime.run(peer.transport.addresses())
             # What only evaluates lets nobody in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
@@ -282,21 +284,41 @@ def _invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
     address = widest(addresses)
     only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
     where = only_here if address.place.is_loopback else ""
-    if config.only_serves and not config.initial_peers:
+    program = shlex.join(_program())
+    if not config.only_serves:
+        return f"Peers {where}can join this run: lightning-swarm join {address} {program}"
+    if config.initial_peers:
         return (
-            f"This server waits for a run that a peer {where}starts with SwarmStrategy(role='both', "
-            f"initial_peers='{address}'). Servers can join it: lightning-swarm serve {address} {shlex.join(_program())}"
+            f"This peer asks for a place in run {config.run_id!r}. Then it must stay: for now a run breaks off "
+            f"when a peer leaves it. Peers {where}can join here, too: lightning-swarm join {address} "
+            f"{program}"
         )
-    return f"Peers {where}can join this run: lightning-swarm join {address} {shlex.join(_program())}"
+    start = (
+        f"lightning-swarm fit {program} --trainer.strategy.role both --trainer.strategy.initial_peers {address}"
+        if _is_command()
+        else f"SwarmStrategy(role='both', initial_peers='{address}')"
+    )
+    return (
+        f"This server waits for its run. A peer {where}starts it with {start}\n"
+        f"More servers: lightning-swarm serve {address} {program}"
+    )
 
 
 def _program() -> list[str]:
     """What this process runs, as a person would write it."""
-    spec = _spec()
-    name = spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
-    if name in ("lightning_swarm", "lightning-swarm"):
+    if _is_command():
         return _for_others(sys.argv[2:])  # the command's own arguments
-    return [*(["-m"] if spec is not None else []), name, *sys.argv[1:]]
+    return [*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]]
+
+
+def _is_command() -> bool:
+    """Whether it is `lightning-swarm`, and not a script of the user's."""
+    return _program_name() in ("lightning_swarm", "lightning-swarm")
+
+
+def _program_name() -> str:
+    spec = _spec()
+    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
 
 
 def _for_others(arguments: Sequence[str]) -> list[str]:

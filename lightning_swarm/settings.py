@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
@@ -13,6 +14,20 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, time_costs
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.types.runs import Selection
+
+
+def how_to_go_on(trainer: Trainer) -> str:
+    """What to do when a run broke off."""
+    saved = {
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        for name in ("last_model_path", "best_model_path")
+        if (path := getattr(callback, name, "")) and Path(path).exists()
+    }
+    if not saved:
+        return "No checkpoint of this run is left to go on from: start it again, with a ModelCheckpoint."
+    newest = max(saved, key=lambda path: path.stat().st_mtime)
+    return f"Start the run again with `ckpt_path={str(newest)!r}`: it goes on from there, with the peers that it finds."
 
 
 def run_spec(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_swarm import membership
+from lightning_swarm import membership, survey
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.server.model import Model
 from lightning_swarm.steps import VIEW
+from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Manifest, Member, Selection
 from lightning_swarm.types.wire import PROTOCOL_VERSION
 
@@ -58,6 +59,22 @@ async def check_first(directory: Directory, transport: Transport, config: SwarmC
         raise ConfigError(
             f"a run has one starter, and {config.run_id!r} is under way. Serve it with `role='server'`, or "
             "start another one with another `run_id`."
+        )
+
+
+async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
+    """Whoever is to serve a run was told of peers of that run. Those that do not answer say nothing against it.
+
+    Raises:
+        ConfigError: All that answer are for other runs.
+    """
+    peers = {address.peer_id for address in config.initial_peers}
+    found = await gather(survey.run_id_of(transport, peer, timeout=config.limits.leave_timeout) for peer in peers)
+    there = sorted({run_id for run_id in found if run_id is not None})
+    if there and config.run_id not in there:
+        raise ConfigError(
+            f"`run_id` must be that of the run to serve: {config.run_id!r} here, and {', '.join(map(repr, there))} at "
+            f"{', '.join(map(str, config.initial_peers))}. Set `run_id={there[0]!r}`, or name a peer of the other run."
         )
 
 

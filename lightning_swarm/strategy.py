@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -23,7 +24,7 @@ from typing_extensions import override
 from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits, Role, SwarmConfig
-from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
@@ -360,7 +361,7 @@ class SwarmHooks(_Strategy):
         self.connect(module)
         serving.set_up(trainer, module, datamodule)
         self.serve_module(self.peer, module)
-        self.peer.serve_to_the_end()
+        self.peer.serve_to_the_end(rank_zero_info)
         self.peer.close()
 
     def serve_module(self, peer: Peer, module: LightningModule) -> None:
@@ -462,6 +463,8 @@ class SwarmHooks(_Strategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
+        if isinstance(exception, StepError | PeerError) and self._loop is not None:
+            exception.add_note(settings.how_to_go_on(self._loop.trainer))
         if not self.is_global_zero:
             if self._session is not None:
                 with contextlib.suppress(SwarmError):  # the run may be over

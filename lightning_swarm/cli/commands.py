@@ -71,7 +71,8 @@ def main() -> int:
 
 
 def _complain(error: SwarmError, status: int) -> int:
-    print(f"lightning-swarm: error: {error}", file=sys.stderr)  # noqa: T201 - a command
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    print(f"lightning-swarm: error: {said}", file=sys.stderr)  # noqa: T201 - a command
     return status
 
 

@@ -35,7 +35,8 @@ _DESCRIPTIONS: Final = {
 
 The program must build the same model as the starter's. Its first `fit` serves until the run is over and then ends the
 process with exit status 0. Its strategy's `role` must be "auto" or "server": who begins with "both" or "trainer" starts
-a run, and a run that is under way has its starter.
+a run, and a run that is under way has its starter. Once it is in, a peer must stay: for now the whole run breaks
+off when one leaves or is interrupted, and its starter has to start it again from its last checkpoint.
 """,
     "serve": f"""\
 {{what}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import update_wrapper
+from itertools import zip_longest
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,8 +78,10 @@ class SwarmCLIHooks(_LightningCLI):
             self.strategy_class.framework.strategy_path,
         )
         given: list[str] = []
-        for argument in arguments:
-            if argument == f"{option}={name}":
+        for argument, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
+            if argument == f"{option}.help" and following.startswith("-"):
+                given.append(f"{argument}={path}")
+            elif argument == f"{option}={name}":
                 given.append(f"{option}={path}")
             else:
                 given.append(path if argument == name and given and given[-1] == option else argument)

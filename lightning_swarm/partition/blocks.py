@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.nn import Sequential
@@ -102,7 +102,8 @@ def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
         got = "none" if not found else "several (" + ", ".join(name for name, _ in found) + ")"
         raise ConfigError(
             "with `pipeline=None`, the model must define `configure_stages` or have one `torch.nn.Sequential` that "
-            f"holds all its parameters, got {got} in {type(model).__name__}. {_REMEDY}" + _outside(model)
+            f"holds all its parameters, got {got} in {type(model).__name__}. {_fullest_list(model)}{_REMEDY}"
+            + _outside(model)
         )
     return found[0]
 
@@ -156,6 +157,15 @@ def _choices(model: nn.Module) -> str:
         f"Choose one of its `Sequential`s and `ModuleList`s ({', '.join(names[:_MAX_NAMED])}{more}), or define "
         f"`{_HOOK}(self)`."
     )
+
+
+def _fullest_list(model: nn.Module) -> str:
+    """What most models need that have no such `Sequential`: the name of their list of blocks."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    sizes = {name: sum(map(Tensor.numel, module.parameters())) for name, module in lists.items()}
+    if not any(sizes.values()):
+        return ""
+    return f"Cut its list of blocks with `pipeline={max(sizes, key=lambda name: sizes[name])!r}`. Or else: "
 
 
 def _outside(model: nn.Module) -> str:

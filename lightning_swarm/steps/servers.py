@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_swarm.errors import StepError
+from lightning_swarm.errors import StepError, Unreachable
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
@@ -106,8 +106,16 @@ class Servers:
         """Ask every server of the roster, and `more`, at once; the first failure ends the phase."""
         peers = [*self._run.servers, *more]
         body = encode(request)
-        bodies = await gather(self._transport.call(peer, method, body, timeout=self._timeout) for peer in peers)
+        bodies = await gather(self._call(peer, method, body) for peer in peers)
         return dict(zip(peers, bodies, strict=True))
+
+    async def _call(self, peer: PeerId, method: str, body: bytes) -> bytes:
+        try:
+            return await self._transport.call(peer, method, body, timeout=self._timeout)
+        except Unreachable as error:
+            held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
+            stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
+            raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
 
 def _ledger(reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:

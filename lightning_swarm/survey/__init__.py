@@ -18,7 +18,7 @@ from lightning_swarm.tasks import gather
 from lightning_swarm.types.reports import OtherPeer, OtherPeers, PeerReport
 from lightning_swarm.types.wire import decode, encode
 
-__all__ = ["REPORT", "Sighting", "answer", "look"]
+__all__ = ["REPORT", "Sighting", "answer", "look", "run_id_of"]
 
 REPORT: Final = "peer.report"
 OTHERS: Final = "peer.others"
@@ -75,6 +75,12 @@ async def look(transport: Transport, first: PeerId, address: str, *, timeout: fl
     own = await _ask(transport, first, (address,), timeout)
     rest = {peer: places[peer] for peer in sorted(places) if peer != first}
     return [own, *await gather(_reach(transport, peer, where, timeout) for peer, where in rest.items())]
+
+
+async def run_id_of(transport: Transport, peer: PeerId, *, timeout: float) -> str | None:
+    """For which run a peer is; None if it does not answer."""
+    report = (await _ask(transport, peer, (), timeout)).report
+    return report.run_id if report is not None else None
 
 
 async def _reach(transport: Transport, peer: PeerId, addresses: Sequence[str], timeout: float) -> Sighting:

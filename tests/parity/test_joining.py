@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,14 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     assert joiner.num_forwards > STEPS - entered, "it computes like the other server of its stage"
     assert run.strategy.refusals == []
     assert joiner.admission.left.is_set(), "it was told of the end"
+
+
+def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_swarm.assembly"):
+        run = swarm(Joining())
+    (record,) = [record.step for record in run.records if record.newcomers]
+    said = [one.message for one in caplog.records if one.name == "lightning_swarm.assembly"]
+    assert said == [f"In run 'swarm' from step {record + 1} on, with stage 0.", "Run 'swarm' is over."]
 
 
 def test_ten_servers_join_at_once() -> None:

@@ -173,9 +173,15 @@ def test_an_error_of_the_model_stays_what_it_is(monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------------- help and configuration
 
 
-def test_help_of_the_strategy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [[f"--trainer.strategy.help={CLASS}"], ["--trainer.strategy.help"]],
+)
+def test_help_of_the_strategy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
-        command(monkeypatch, "fit", f"--trainer.strategy.help={CLASS}")
+        command(monkeypatch, "fit", *asked)
     said = " ".join(capsys.readouterr().out.split())
     assert "--trainer.strategy.num_stages NUM_STAGES Into how many stages the model is cut." in said
     assert "--trainer.strategy.role {auto,both,trainer,server}" in said

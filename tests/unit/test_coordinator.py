@@ -477,7 +477,7 @@ def test_a_server_that_dies_in_the_round_fails_the_step(make_swarm: MakeSwarm) -
         raise Unreachable("gone")
 
     swarm.servers[C]._transport._call_handlers[AVERAGE] = dying  # type: ignore[attr-defined]
-    assert_undecided(swarm, "could not be decided")
+    assert_undecided(swarm, f"could not be decided: peer {C}, which holds stage 1, is gone")
 
 
 def test_a_bug_while_closing_reaches_who_waits() -> None:

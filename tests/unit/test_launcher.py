@@ -103,7 +103,8 @@ def test_only_who_lets_others_in_invites_them(
 ) -> None:
     said: list[str] = []
     runtime = SimpleNamespace(run=lambda _: [f"/ip4/127.0.0.1/tcp/5/p2p/{ID}"])
-    peer = SimpleNamespace(runtime=runtime, transport=SimpleNamespace(addresses=lambda: None))
+    transport = SimpleNamespace(addresses=lambda: None)
+    peer = SimpleNamespace(runtime=runtime, transport=transport, check_run_id=lambda: None)
     monkeypatch.setattr(launcher, "hivemind_peer", lambda _: peer)
     monkeypatch.setattr(launcher, "rank_zero_info", said.append)
     trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
@@ -151,6 +152,15 @@ def test_the_invitation_names_the_address_and_the_program(
     line = launcher._invitation(config, [inner])
     assert line.startswith("Peers of this machine only (others: set `listen`")
     assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {program}")
-    line = launcher._invitation(SwarmStrategy(role="server").config, [outer])
-    assert f"starts with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')" in line
-    assert line.endswith(f"lightning-swarm serve 192.0.2.1:5/{ID} {program}")
+    start, more = launcher._invitation(SwarmStrategy(role="server").config, [outer]).split("\n")
+    if "lightning" in argv[0]:
+        place = f"--trainer.strategy.role both --trainer.strategy.initial_peers 192.0.2.1:5/{ID}"
+        assert start == f"This server waits for its run. A peer starts it with lightning-swarm fit {program} {place}"
+    else:
+        assert start.endswith(f"starts it with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')")
+    assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {program}"
+    line = launcher._invitation(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer])
+    assert line.startswith(
+        "This peer asks for a place in run 'swarm'. Then it must stay: for now a run breaks off when"
+    )
+    assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {program}")

@@ -14,12 +14,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy, cli, launcher, membership, rules
-from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.errors import ConfigError, PeerError, StepError, Unreachable
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network import PeerId
 from lightning_swarm.steps import VIEW
@@ -52,6 +53,16 @@ class Loose(Net):
     def __init__(self) -> None:
         L.LightningModule.__init__(self)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+class Listed(Net):
+    """Has lists of blocks, the larger one inside."""
+
+    def __init__(self) -> None:
+        L.LightningModule.__init__(self)
+        self.heads = nn.ModuleList([nn.Linear(4, 1)])
+        self.body = nn.Module()
+        self.body.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
 
 
 class Adversarial(Net):
@@ -137,6 +148,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: swarm({"num_stages": 2}).fit(Loose(), loader()),
         "have one `torch.nn.Sequential` that holds all its parameters, got none in Loose. Put the model into one",
     ),
+    "a list of blocks": (
+        lambda: swarm({"num_stages": 2}).fit(Listed(), loader()),
+        "got none in Listed. Cut its list of blocks with `pipeline='body.blocks'`. Or else: Put the model into one",
+    ),
+    "a misspelt balance": (
+        lambda: swarm({"split": "tim"}).fit(Net(), loader()),
+        "got 'tim'. Did you mean 'time'? Leave it out to balance by parameters.",
+    ),
+    "a block without its list": (
+        lambda: swarm({"split": "2"}).fit(Net(), loader()),
+        "got '2'. Write ['2'] if a block has that name. Leave it out",
+    ),
     "a checkpoint that is not there": (
         lambda: swarm().fit(Net(), loader(), ckpt_path="no such.ckpt"),
         "`ckpt_path` must be a checkpoint's path, 'best' or 'last', got 'no such.ckpt', which is not there. Correct it",
@@ -201,6 +224,30 @@ def test_a_second_starter_is_refused_before_anyone_is_told_of_it() -> None:
     with pytest.raises(ConfigError, match="a run has one starter, and 'swarm' is under way"):
         trainer.fit(Net(), loader())
     assert strategy.known == {}
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_run_that_breaks_off_says_how_to_go_on(tmp_path: Path, saves: bool) -> None:
+    class Killer(L.Callback):
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 2:
+                assert strategy.network is not None
+                strategy.network.kill(strategy.peers[1].transport.peer_id)
+
+    strategy = InMemoryStrategy(num_stages=2)
+    callbacks: list[L.Callback] = [Killer()]
+    if saves:
+        callbacks.append(ModelCheckpoint(tmp_path, every_n_train_steps=1))
+    options = {**QUIET, "devices": 2, "max_steps": 4, "callbacks": callbacks, "enable_checkpointing": saves}
+    with pytest.raises((PeerError, StepError)) as broken:
+        L.Trainer(**options, strategy=strategy).fit(Net(), loader())
+    (note,) = broken.value.__notes__
+    if saves:
+        (saved,) = tmp_path.glob("*.ckpt")
+        assert note.startswith(f"Start the run again with `ckpt_path={str(saved)!r}`")
+    else:
+        assert note.startswith("No checkpoint of this run is left")
 
 
 def test_a_notebook_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from typing_extensions import override
 
-from lightning_swarm import survey
+from lightning_swarm import SwarmStrategy, starting, survey
 from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.errors import PeerError, ProtocolError
+from lightning_swarm.errors import ConfigError, PeerError, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.survey import Sighting
@@ -214,3 +214,38 @@ def test_a_flood_of_others_is_refused(loop: VirtualLoop) -> None:
     asked.handle_call(survey.OTHERS, others)
     with pytest.raises(ProtocolError, match="must hold one OtherPeers"):
         loop.run_until_complete(survey.look(asking, asked.peer_id, "x", timeout=7.0))
+
+
+# ---------------------------------------------------------------------- which run
+
+
+@pytest.mark.parametrize(
+    ("there", "fits"),
+    [({"a": "mine"}, True), ({"a": "theirs", "b": "mine"}, True), ({"a": None}, True), ({"a": "theirs"}, False)],
+    ids=["the run", "one of them", "silence", "another run"],
+)
+def test_a_server_is_for_the_run_of_the_peer_that_it_was_told_of(
+    loop: VirtualLoop, there: dict[str, str | None], fits: bool
+) -> None:
+    network = MemoryNetwork()
+
+    async def nobody() -> dict[PeerId, list[str]]:
+        return {}
+
+    ids = {name: name * 52 for name in there}
+    for name, run_id in there.items():
+        transport = network.transport(ids[name])
+        if run_id is not None:
+            report = said(REPORT, run_id=run_id)
+            survey.answer(transport, lambda report=report: report, nobody)  # type: ignore[misc]
+    peers = [f"192.0.2.1:5/{one}" for one in ids.values()]
+    config = SwarmStrategy(run_id="mine", initial_peers=peers).config
+    work = starting.check_run_id(network.transport("me"), config)
+    if fits:
+        loop.run_until_complete(work)
+        return
+    says = (
+        rf"`run_id` must be that of the run to serve: 'mine' here, and 'theirs' at {peers[0]}\. Set `run_id='theirs'`"
+    )
+    with pytest.raises(ConfigError, match=says):
+        loop.run_until_complete(work)

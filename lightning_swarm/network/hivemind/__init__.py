@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _NUM_ATTEMPTS: Final = 3
 _PAUSE_S: Final = 0.5
+_BOOTSTRAP: Final = "bootstrap peers"
+"""In the daemon's last words, when it is not the daemon that failed."""
 
 
 async def start(
@@ -106,9 +108,10 @@ async def _start_daemon(
                 )
         except (P2PDaemonError, OSError) as error:
             problem = error
-            _log.warning("The libp2p daemon did not start (attempt %d of %d): %s", attempt, _NUM_ATTEMPTS, error)
+            who = "The initial peers did not answer" if _BOOTSTRAP in str(error) else "The libp2p daemon did not start"
+            _log.warning("%s (attempt %d of %d): %s", who, attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
-    if "bootstrap peers" in str(problem):
+    if _BOOTSTRAP in str(problem):
         raise Unreachable(
             f"`initial_peers` must run and be reachable from here, and none of {', '.join(initial_peers)} answered. "
             "Copy address and id again from what that peer printed when it started, see whether it still runs, and ask "
