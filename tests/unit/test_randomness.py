@@ -1,4 +1,6 @@
 import math
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -545,6 +547,7 @@ def test_compiled_blocks_draw_the_same() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 def test_inductor_draws_its_seeds_from_the_stream() -> None:
     """Its kernels make random numbers of their own, but from seeds that they are given."""
     block = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
