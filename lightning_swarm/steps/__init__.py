@@ -2,7 +2,7 @@
 
 ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
 ``select -> settle`` come first. `policy.py` keeps the books of the open step, `coordinator.py` acts on them,
-`voting.py` decides records.
+`closing.py` ends steps, `voting.py` decides records.
 """
 
 SELECT = "step.select"

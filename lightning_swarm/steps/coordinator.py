@@ -1,4 +1,4 @@
-"""The coordinator: grants places in the open step, closes it, has it averaged, and decides its record."""
+"""The coordinator: grants places in the open step, keeps its books, and has it closed when all is through."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec.structs import replace as replaced
@@ -18,10 +17,10 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
 from lightning_swarm.steps import DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.steps.closing import Closer
 from lightning_swarm.steps.gate import Gate
-from lightning_swarm.steps.policy import OpenStep, clip_factor, with_newcomers
+from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.servers import Servers
-from lightning_swarm.steps.voting import decide
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
     BatchDone,
@@ -39,10 +38,7 @@ from lightning_swarm.types.batches import (
     Wait,
 )
 from lightning_swarm.types.runs import Selection
-from lightning_swarm.types.steps import (
-    Record,
-    SettleRequest,
-)
+from lightning_swarm.types.steps import Record, SettleRequest
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
@@ -59,12 +55,10 @@ class Coordinator:
 
     def __init__(self, transport: Transport, run: RunState, *, limits: Limits) -> None:
         manifest = run.manifest
-        self._transport = transport
         self._run = run
         self._manifest = manifest
         self._timeout = limits.call_timeout
         self._lead_timeout = limits.lead_timeout
-        self._term = (1, transport.peer_id)
         self._servers = Servers(transport, run, timeout=limits.call_timeout)
         self._leases = itertools.count(1)
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
@@ -85,6 +79,15 @@ class Coordinator:
         self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
         self.gate = Gate(transport, run, limits=limits)
+        self._closer = Closer(
+            transport,
+            run,
+            self._servers,
+            self.gate,
+            spawn=self._spawn,
+            lead_asks=self._asked_for,
+            timeout=limits.call_timeout,
+        )
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)
         transport.handle_call(GRANT, self._handle_grant)
@@ -106,6 +109,9 @@ class Coordinator:
             await self.gate.close()
         finally:
             await self._tasks.close()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.spawn(work)  # whose owner is another one after the run went back
 
     async def go_back(self) -> None:
         """The run entered its next generation: a step that closes is given up, and whoever waits for it is told."""
@@ -353,7 +359,7 @@ class Coordinator:
 
     async def _finish_guarded(self, step: OpenStep) -> None:
         try:
-            record = await self._finish(step)
+            record = await self._closer.finish(step, self._selection, self._reselected)
         except SwarmError as error:
             await self._fail(step, str(error))
             return
@@ -371,32 +377,6 @@ class Coordinator:
         if self._failure is None:
             self._failure = StepError(f"step {step.step} could not be decided: {reason}")
         await self._notify()
-
-    async def _finish(self, step: OpenStep) -> Record:
-        closing, version_hashes = await self._servers.close(step, self._selection)
-        begin_s = _now_s()
-        listening = self.gate.listen(closing, self._reselected, version_hashes)
-        hearing = [self._tasks.spawn(one) for one in listening]
-        squared_norm = await self._servers.average(closing)
-        await self.gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
-        hyperparameters = await self._asked_for(step)
-        newcomers = await self.gate.newcomers(closing)
-        record = Record(
-            closing=closing,
-            outcome="apply" if math.isfinite(squared_norm) else "skip",
-            squared_norm=squared_norm,
-            clip_factor=clip_factor(squared_norm, self._manifest.gradient_clip_norm),
-            hyperparameters=hyperparameters,
-            selection=self._reselected,
-            next_roster=with_newcomers(self._run.rosters, newcomers),
-            next_voters=self._run.voters,
-            next_trainers=self._run.trainers,
-            newcomers=newcomers,
-        )
-        await decide(self._transport, self._run.voters, self._term, record, timeout=self._timeout)
-        await self._servers.apply(record)
-        self.gate.let_in(newcomers)
-        return record
 
 
 def _now_s() -> float:

@@ -1,0 +1,91 @@
+"""The end of a step: freeze, average, decide, apply."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from lightning_swarm.network import Transport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps.gate import Gate
+from lightning_swarm.steps.policy import OpenStep, clip_factor, with_newcomers
+from lightning_swarm.steps.servers import Servers
+from lightning_swarm.steps.voting import Term, decide
+from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.steps import Record
+
+
+class Closer:
+    """Ends steps, one after the other.
+
+    Args:
+        transport: The coordinator's.
+        run: As its own server knows it.
+        servers: All that hold a stage.
+        gate: Who wants to join.
+        spawn: Runs work in a task that has an owner.
+        lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
+        timeout: Seconds for the votes.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        servers: Servers,
+        gate: Gate,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
+        timeout: float,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._servers = servers
+        self._gate = gate
+        self._spawn = spawn
+        self._lead_asks = lead_asks
+        self._timeout = timeout
+        self._term: Term = (1, transport.peer_id)
+
+    async def finish(self, step: OpenStep, selection: Selection | None, reselected: Selection | None) -> Record:
+        """Decide a step's record and have it applied.
+
+        Args:
+            step: All of its batches are through.
+            selection: What it trains.
+            reselected: Likewise, if it is not what trained in the step before.
+
+        Raises:
+            SwarmError: It could not be decided.
+        """
+        closing, version_hashes = await self._servers.close(step, selection)
+        begin_s = _now_s()
+        listening = self._gate.listen(closing, reselected, version_hashes)
+        hearing = [self._spawn(one) for one in listening]
+        squared_norm = await self._servers.average(closing)
+        await self._gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
+        hyperparameters = await self._lead_asks(step)
+        newcomers = await self._gate.newcomers(closing)
+        record = Record(
+            closing=closing,
+            outcome="apply" if math.isfinite(squared_norm) else "skip",
+            squared_norm=squared_norm,
+            clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
+            hyperparameters=hyperparameters,
+            selection=reselected,
+            next_roster=with_newcomers(self._run.rosters, newcomers),
+            next_voters=self._run.voters,
+            next_trainers=self._run.trainers,
+            newcomers=newcomers,
+        )
+        await decide(self._transport, self._run.voters, self._term, record, timeout=self._timeout)
+        await self._servers.apply(record)
+        self._gate.let_in(newcomers)
+        return record
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
