@@ -16,6 +16,7 @@ import torch
 from lightning_swarm import hello, membership, starting, survey
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import DeadlineExceeded, SwarmError, Unreachable
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
@@ -71,6 +72,7 @@ class Peer:
         self._executor = executor
         self._config = config
         self._rng = rng
+        self.events = EventLog()
         self.boot_id = secrets.randbits(62)
         self._began_s = time.monotonic()
         hello.answer(transport)
@@ -114,6 +116,7 @@ class Peer:
             model,
             boot_id=self.boot_id,
             limits=self._config.limits,
+            events=self.events,
             connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
             hosts={address.peer_id for address in self._config.initial_peers},
         )
@@ -264,7 +267,7 @@ class Peer:
         routers = [StageRouter(self._rng) for _ in rosters]
         for router, roster in zip(routers, rosters, strict=True):
             router.set_peers(member.peer_id for member in roster)
-        link = Link(self.transport, self._tickets, routers, limits.call_timeout)
+        link = Link(self.transport, self._tickets, routers, limits.call_timeout, self.events)
         widest = max(map(len, rosters))
         alone = widest == len(rosters) == 1
         pipeline = Pipeline(

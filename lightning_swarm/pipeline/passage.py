@@ -25,6 +25,7 @@ from lightning_swarm.errors import (
     SwarmError,
     TicketGone,
 )
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.policy import Charge, StageRouter
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
@@ -61,6 +62,7 @@ class Link:
     tickets: TicketStore
     routers: Sequence[StageRouter]
     timeout: float
+    events: EventLog
     count: Counter[str] = field(default_factory=Counter)  # of what went another way than straight on
     unreached: set[PeerId] = field(default_factory=set)  # servers that no microbatch goes to from here
 

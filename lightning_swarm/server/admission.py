@@ -10,6 +10,7 @@ from typing import Any
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, ProtocolError
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
@@ -35,6 +36,7 @@ class Admission:
         stepping: Gets the stages.
         boot_id: Of this process's life.
         limits: Bounds.
+        events: Of this peer.
         connect: Makes the run's other servers reachable.
         hosts: Whom this peer was told to join. They may end it while no run has it.
     """
@@ -48,6 +50,7 @@ class Admission:
         *,
         boot_id: int,
         limits: Limits,
+        events: EventLog,
         connect: Callable[[], Awaitable[None]],
         hosts: Collection[PeerId],
     ) -> None:
@@ -57,6 +60,7 @@ class Admission:
         self._stepping = stepping
         self._boot_id = boot_id
         self._limits = limits
+        self._events = events
         self._connect = connect
         self._hosts = hosts
         self._one_by_one = asyncio.Lock()
@@ -146,7 +150,7 @@ class Admission:
         self._run = RunState(manifest)
         self._stepping.begin(self._run, stages)
         if manifest.coordinator == me.peer_id:
-            self.coordinator = Coordinator(self._transport, self._run, limits=self._limits)
+            self.coordinator = Coordinator(self._transport, self._run, limits=self._limits, events=self._events)
             await self.coordinator.start()
 
     def go_back(self, caller: PeerId, request: RestartRequest) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, InputMissing, ProtocolError, StageError, SwarmError, TicketGone
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.randomness import key_seed
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD, RESTART
@@ -58,6 +59,7 @@ class Server:
         model: Its copy of the model.
         boot_id: Of this process's life.
         limits: Bounds.
+        events: Of this peer.
         connect: Makes the run's other servers reachable.
         hosts: Whom this peer was told to join. They may end it while no run has it.
     """
@@ -71,6 +73,7 @@ class Server:
         *,
         boot_id: int,
         limits: Limits,
+        events: EventLog,
         connect: Callable[[], Awaitable[None]],
         hosts: Collection[PeerId] = (),
     ) -> None:
@@ -78,6 +81,7 @@ class Server:
         self._tickets = tickets
         self._executor = executor
         self._limits = limits
+        self.events = events
         self._tasks = TaskOwner()
         self._calls: dict[str, asyncio.Task[None]] = {}
         self.cache = Cache(limits.cache_bytes)
@@ -87,7 +91,15 @@ class Server:
             transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._take_leave_of
         )
         self.admission = Admission(
-            transport, executor, model, self.stepping, boot_id=boot_id, limits=limits, connect=connect, hosts=hosts
+            transport,
+            executor,
+            model,
+            self.stepping,
+            boot_id=boot_id,
+            limits=limits,
+            events=events,
+            connect=connect,
+            hosts=hosts,
         )
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)

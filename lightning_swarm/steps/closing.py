@@ -7,6 +7,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
@@ -28,6 +29,7 @@ class Closer:
         spawn: Runs work in a task that has an owner.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
         timeout: Seconds for the votes.
+        events: Of the coordinator.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Closer:
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
         timeout: float,
+        events: EventLog,
     ) -> None:
         self._transport = transport
         self._run = run
@@ -48,6 +51,7 @@ class Closer:
         self._spawn = spawn
         self._lead_asks = lead_asks
         self._timeout = timeout
+        self._events = events
         self._term: Term = (1, transport.peer_id)
 
     async def finish(self, step: OpenStep, selection: Selection | None, reselected: Selection | None) -> Record:

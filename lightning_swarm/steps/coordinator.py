@@ -13,6 +13,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, StepError, SwarmError
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
@@ -51,11 +52,13 @@ class Coordinator:
         transport: Its network.
         run: The run as this peer's server knows it, which applies the records.
         limits: Bounds.
+        events: Of this peer.
     """
 
-    def __init__(self, transport: Transport, run: RunState, *, limits: Limits) -> None:
+    def __init__(self, transport: Transport, run: RunState, *, limits: Limits, events: EventLog) -> None:
         manifest = run.manifest
         self._run = run
+        self._events = events
         self._manifest = manifest
         self._timeout = limits.call_timeout
         self._lead_timeout = limits.lead_timeout
@@ -78,7 +81,7 @@ class Coordinator:
         self._failure: SwarmError | None = None
         self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
-        self.gate = Gate(transport, run, limits=limits)
+        self.gate = Gate(transport, run, limits=limits, events=events)
         self._closer = Closer(
             transport,
             run,
@@ -87,6 +90,7 @@ class Coordinator:
             spawn=self._spawn,
             lead_asks=self._asked_for,
             timeout=limits.call_timeout,
+            events=events,
         )
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import JOIN, LEAVE, LISTEN, MEET, READY
@@ -70,11 +71,13 @@ class Gate:
         transport: The coordinator's.
         run: Which.
         limits: Bounds.
+        events: Of the coordinator.
     """
 
-    def __init__(self, transport: Transport, run: RunState, *, limits: Limits) -> None:
+    def __init__(self, transport: Transport, run: RunState, *, limits: Limits, events: EventLog) -> None:
         self._transport = transport
         self._run = run
+        self._events = events
         self._limits = limits
         self._waiting: dict[PeerId, _Waiting] = {}
         self._misses: dict[PeerId, _Misses] = {}  # those with the latest one last
@@ -303,4 +306,5 @@ class Gate:
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
             self._misses.pop(candidate.member.peer_id, None)
-            _log.info("Server %s is in stage %d now.", candidate.member.peer_id, candidate.stage_index)
+            peer, stage = candidate.member.peer_id, candidate.stage_index
+            self._events.note("joined", peer=peer, stage=stage, step=self._run.version)

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 from lightning_swarm import hello, membership, survey, trees
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.partition import StageModule, find_blocks
@@ -180,6 +181,7 @@ class Swarm:
             model,
             boot_id=boot_id,
             limits=self.limits,
+            events=EventLog(),
             connect=connect,
             hosts=self._hosts,
         )

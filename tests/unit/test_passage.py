@@ -12,6 +12,7 @@ import torch
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, StageError
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.pipeline.passage import Link, Passage
@@ -27,7 +28,7 @@ def make_link(swarm: Swarm) -> Link:
     routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
     for router, roster in zip(routers, swarm.rosters, strict=True):
         router.set_peers(roster)
-    return Link(swarm.trainer, swarm.tickets, routers, 30.0)
+    return Link(swarm.trainer, swarm.tickets, routers, 30.0, EventLog())
 
 
 def make_passage(link: Link, x: torch.Tensor, index: int = 0) -> Passage:

@@ -1,0 +1,52 @@
+"""What a peer notes of faults: counted always, said once, and not kept for ever."""
+
+import logging
+
+import pytest
+
+from lightning_swarm.events import EVENT_KINDS, Event, EventLog
+
+
+def test_what_happens_often_is_said_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    with caplog.at_level(logging.INFO):
+        for _ in range(1000):
+            events.note("retry", peer="b", stage=1, step=7, reason="it did not answer")
+        events.note("retry", peer="b", stage=1, step=8, reason="it did not answer")
+    assert [record.getMessage() for record in caplog.records] == [
+        "retry: step 7, stage 1, b: it did not answer",
+        "retry: step 8, stage 1, b: it did not answer",
+    ]
+    assert events.counts == {"retry": 1001}
+    assert len(events.newest) == 2
+
+
+def test_it_is_a_warning_where_somebody_may_want_to_do_something(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    with caplog.at_level(logging.INFO):
+        events.note("gone", peer="b")
+        events.note("joined", peer="b")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert events.newest[-1] == Event("joined", "b")
+    assert str(Event("pause")) == "pause"
+
+
+def test_a_long_run_keeps_the_newest() -> None:
+    events = EventLog()
+    for step in range(10_000):
+        events.note("replay", step=step)
+    assert [event.step for event in events.newest][-1] == 9_999
+    assert len(events.newest) == 256
+    assert events.counts["replay"] == 10_000
+
+
+def test_each_reader_sees_what_is_new_to_it() -> None:
+    events = EventLog()
+    events.note("strike", peer="b")
+    seen = events.counts.copy()
+    assert not events.since(seen)
+    events.note("strike", peer="c")
+    events.note("gone", peer="c")
+    assert events.since(seen) == {"strike": 1, "gone": 1}
+    assert events.since({}) == {"strike": 2, "gone": 1}
+    assert set(events.counts) <= set(EVENT_KINDS)
