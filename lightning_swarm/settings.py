@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 from lightning_swarm import rules
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, time_costs
+from lightning_swarm.server.model import kind_of
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.types.runs import Selection
 
@@ -54,6 +55,7 @@ def run_spec(
         # Trial steps do not count, and Lightning sets a limit of its own for them.
         max_steps=trainer.max_steps if trainer.max_steps != -1 and not rules.makes_trials(trainer) else None,
         total_steps=_total_steps(trainer) if selection is not None else None,
+        optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,
     )
 
 

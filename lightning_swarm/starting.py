@@ -31,6 +31,7 @@ class RunSpec:
         selection: Which parameters train at first; None: it only evaluates.
         max_steps: No step opens beyond it; None: the trainer ends the run.
         total_steps: For schedules that servers build.
+        optimizer: Of which kind every peer must build it; see `server.model.kind_of`.
     """
 
     ranges: Sequence[range]
@@ -43,6 +44,7 @@ class RunSpec:
     selection: Selection | None
     max_steps: int | None
     total_steps: int | None
+    optimizer: str | None = None
 
 
 async def check_first(directory: Directory, transport: Transport, config: SwarmConfig) -> None:
@@ -110,5 +112,6 @@ def manifest(
         selection=spec.selection,
         max_steps=spec.max_steps,
         total_steps=spec.total_steps,
+        optimizer=spec.optimizer,
         stages=model.describe(spec.ranges, [*membership.assign(len(spec.ranges), servers), trainers]),
     )

@@ -17,6 +17,14 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.types.runs import Manifest, Member, StageManifest
 
 
+def kind_of(optimizer: Optimizer) -> str:
+    """The class of an optimizer and the names of its hyperparameters: those of one name may be of several packages.
+
+    What the hyperparameters are does not count: each record brings the lead's.
+    """
+    return f"{type(optimizer).__qualname__}({', '.join(sorted(optimizer.defaults))})"
+
+
 class Model:
     """A peer's own copy of the model.
 
@@ -109,6 +117,11 @@ class Model:
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
+        if optimizer is not None and manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
+            raise ConfigError(
+                f"every peer must build the optimizer of the run, which is {manifest.optimizer}; this one builds "
+                f"{kind_of(optimizer)}. Start all peers with the same script, versions and settings."
+            )
         if module.spec.on_trainers:
             own, module = module, module.copied()  # the trainer goes on computing with its own
             if optimizer is not None:

@@ -54,6 +54,8 @@ class Manifest(Wire, frozen=True):
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
+    # Its class, and what can be set of it; None: no peer has one, or the starter does not say.
+    optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
 
 
 class RunView(Wire, frozen=True):

@@ -288,3 +288,13 @@ def test_another_model_is_refused_by_the_field() -> None:
     assert isinstance(refusal, ConfigError)
     assert "stage 0 differs in ['net.0.bias']" in str(refusal)
     assert "Start all peers with the same script" in str(refusal)
+
+
+def test_another_optimizer_is_refused() -> None:
+    """Its state would be another one, and records would set hyperparameters that it does not have."""
+    run = swarm(Joining(module=DigitsMLP(Recipe(optimizer="sgd"))), num_joiners=0)
+    assert_exact(run, plain())
+    (refusal,) = run.strategy.refusals
+    assert isinstance(refusal, ConfigError)
+    assert "which is AdamW(amsgrad, betas" in str(refusal)
+    assert "this one builds SGD(dampening" in str(refusal)
