@@ -11,7 +11,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
-from lightning_swarm.steps.policy import OpenStep, clip_factor, with_newcomers
+from lightning_swarm.steps.policy import OpenStep, clip_factor, next_rosters
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.voting import Term, decide
 from lightning_swarm.types.runs import Selection
@@ -80,7 +80,7 @@ class Closer:
             clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
             selection=reselected,
-            next_roster=with_newcomers(self._run.rosters, newcomers),
+            next_roster=next_rosters(self._run.rosters, newcomers=newcomers),
             next_voters=self._run.voters,
             next_trainers=self._run.trainers,
             newcomers=newcomers,
