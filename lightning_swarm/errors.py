@@ -12,6 +12,7 @@
         ├── Unreachable      no connection, or it broke
         ├── DeadlineExceeded the answer did not come in time
         ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
+        ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         └── InputMissing     what a call was to work on never came: blames its sender or the link
 """
@@ -57,6 +58,10 @@ class Busy(PeerError):
     """The peer's queue is full. No fault: another peer, or the same one later, will do."""
 
 
+class Damaged(PeerError, ProtocolError):
+    """A message was damaged on its way, as its checksum says. It changed nothing, and may be sent again."""
+
+
 class TicketGone(PeerError):
     """The peer does not hold the tensor that a ticket names."""
 
@@ -78,6 +83,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         Unreachable,
         DeadlineExceeded,
         Busy,
+        Damaged,
         TicketGone,
         InputMissing,
     )

@@ -27,7 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_swarm.errors import ProtocolError, SwarmError, from_wire, to_wire
+from lightning_swarm.errors import Damaged, ProtocolError, SwarmError, from_wire, to_wire
 from lightning_swarm.network import MAX_CALL_BYTES, Message
 
 if sys.byteorder != "little":
@@ -305,7 +305,7 @@ def _parse_fixed(data: bytes) -> _Fixed:
             f"This peer speaks version {_VERSION} of the protocol, the other side {version}. Use one release."
         )
     if _CHECKSUM.unpack_from(data, _FIXED.size)[0] != zlib.crc32(data[: _FIXED.size]):
-        raise ProtocolError("The header of a message is damaged.")
+        raise Damaged("The header of a message is damaged.")
     if kind not in tuple(Kind) or reserved:
         raise ProtocolError(f"Unknown kind of message: {kind}, {reserved}.")
     if control_bytes > _MAX_CONTROL_BYTES:
@@ -317,7 +317,7 @@ def _parse_fixed(data: bytes) -> _Fixed:
 
 def _parse_control(fixed: _Fixed, data: bytes) -> Head:
     if zlib.crc32(data) != fixed.control_checksum:
-        raise ProtocolError("The control part of a message is damaged.")
+        raise Damaged("The control part of a message is damaged.")
     try:
         control = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeError) as error:
@@ -344,4 +344,4 @@ def _check_trailer(data: bytes, checksum: int) -> None:
     if end != _END:
         raise ProtocolError("A message lacks its end marker.")
     if claimed != checksum:
-        raise ProtocolError("The tensors of a message are damaged.")
+        raise Damaged("The tensors of a message are damaged.")

@@ -8,17 +8,40 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
-from lightning_swarm.errors import Unreachable
+from typing_extensions import override
+
+from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
 from lightning_swarm.network.base import BaseTransport, check_record
-from lightning_swarm.network.exchange import Channel, ask, serve
-from lightning_swarm.network.framing import Buffer, Kind
+from lightning_swarm.network.exchange import Channel, Endpoint, Responder, ask, serve
+from lightning_swarm.network.framing import Buffer, Head, Kind, decode
 
 _PIPE_BYTES: Final = 1 << 20
+
+
+class Tap(Protocol):
+    """Sits on all wires and does to messages and peers what it likes: how faults are planned.
+
+    The control bodies tell it which exchange it has before it. It sees what a peer asks of itself, too.
+    """
+
+    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
+        """What answers in place of `respond` when a request of `caller` has come to `peer`."""
+        ...
+
+    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
+        """The answer to a call has come back to `caller`."""
+        ...
+
+    def damages(
+        self, caller: PeerId, peer: PeerId, method: str, request: bytes, /, *, answer: bytes | None, is_answer: bool
+    ) -> bool:
+        """Whether this message shall arrive with a bit turned over. `answer` is known where a call is answered."""
+        ...
 
 
 class MemoryNetwork:
@@ -26,10 +49,15 @@ class MemoryNetwork:
 
     Args:
         latency_s: How long each request and each answer is on its way.
+
+    Attributes:
+        tap: Sits on all of its wires, if there is one.
     """
 
     def __init__(self, *, latency_s: float = 0.0) -> None:
+        self.tap: Tap | None = None
         self._latency_s = latency_s
+        self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
         self._wires: dict[_Wire, None] = {}
@@ -66,6 +94,19 @@ class MemoryNetwork:
         """Whether `freeze` holds."""
         return peer in self._frozen
 
+    def is_live(self, peer: PeerId) -> bool:
+        """Whether there is a peer of this name that was neither killed nor closed."""
+        return peer in self._peers
+
+    def cut(self, one: PeerId, other: PeerId) -> None:
+        """Let nothing pass between two peers until `mend`; nothing breaks either."""
+        self._cuts.setdefault(frozenset((one, other)), asyncio.Event())
+
+    def mend(self, one: PeerId, other: PeerId) -> None:
+        """Let two peers reach each other again. What was sent arrives."""
+        if mended := self._cuts.pop(frozenset((one, other)), None):
+            mended.set()
+
     def find(self, peer: PeerId) -> MemoryTransport:
         """A live peer.
 
@@ -86,13 +127,20 @@ class MemoryNetwork:
         Raises:
             ConnectionError: Either of the two is gone.
         """
-        for peer in (sender, receiver):
-            while peer in self._frozen:
-                await self._frozen[peer].wait()
+        while held := self._held(sender, receiver):
+            await held.wait()
         for peer in (sender, receiver):
             if peer not in self._peers:
                 raise ConnectionResetError(f"{peer} is gone")
         return bytes(buffer)
+
+    def _held(self, sender: PeerId, receiver: PeerId) -> asyncio.Event | None:
+        """What must happen before anything gets from one to the other."""
+        return (
+            self._frozen.get(sender)
+            or self._frozen.get(receiver)
+            or (self._cuts.get(frozenset((sender, receiver))) if self._cuts else None)
+        )
 
     def records(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
         """Who announced what under `key`, and until when."""
@@ -112,6 +160,8 @@ class MemoryNetwork:
         """Take a peer off the network: wires to it break, in both directions."""
         self._peers.pop(peer, None)
         self.thaw(peer)
+        for one, other in [tuple(cut) for cut in self._cuts if peer in cut]:
+            self.mend(one, other)
         for wire in tuple(self._wires):
             if peer in (wire.sender, wire.receiver):
                 wire.break_off()
@@ -130,6 +180,7 @@ class _Wire(asyncio.ReadTransport):
         self._room.set()
         self._broken = False
         self._departed = False
+        self.damaged = False  # the next buffer will arrive with a bit turned over
 
     def pause_reading(self) -> None:
         """The reader is full."""
@@ -145,6 +196,8 @@ class _Wire(asyncio.ReadTransport):
             self._departed = True
             await self._network.depart(self.sender, self.receiver)
         data = await self._network.carry(self.sender, self.receiver, buffer)
+        if self.damaged:
+            self.damaged, data = False, _damage(bytes(data))
         if not self._broken:
             self.reader.feed_data(data)
         # Without this a reader that keeps up would only ever see complete messages.
@@ -197,15 +250,30 @@ class MemoryTransport(BaseTransport):
             self._network.remove(self._peer_id)
             self._break_off()
 
+    @override
+    def _find(self, caller: PeerId, head: Head) -> Endpoint:
+        max_bytes, respond = super()._find(caller, head)
+        tap = self._network.tap
+        return max_bytes, respond if tap is None else tap.answer(caller, self._peer_id, head, respond)
+
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        network = self._network
+        network, tap = self._network, self._network.tap
         network.find(peer)
+        body = decode(request).body if tap else b""
+        if tap and tap.damages(self._peer_id, peer, method, body, answer=None, is_answer=False):
+            request = _damage(request)
         try:
             await network.depart(self._peer_id, peer)
             arrived = bytes(await network.carry(self._peer_id, peer, request))
             answer = await network.find(peer).answer_call(self._peer_id, arrived)
+            answered = _body(answer) if tap else b""
+            if tap and tap.damages(self._peer_id, peer, method, body, answer=answered, is_answer=True):
+                answer = _damage(answer)
             await network.depart(peer, self._peer_id)
-            return bytes(await network.carry(peer, self._peer_id, answer))
+            answer = bytes(await network.carry(peer, self._peer_id, answer))
+            if tap:
+                await tap.arrived(self._peer_id, peer, method, body, answered)
+            return answer
         except ConnectionError as error:
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
 
@@ -229,6 +297,10 @@ class MemoryTransport(BaseTransport):
         remote = self._network.find(peer)
         request = self._network.connect_wire(self._peer_id, peer)
         answer = self._network.connect_wire(peer, self._peer_id)
+        if tap := self._network.tap:
+            seen = (self._peer_id, peer, method, message.body)
+            request.damaged = tap.damages(*seen, answer=None, is_answer=False)
+            answer.damaged = tap.damages(*seen, answer=None, is_answer=True)
         channel = Channel(answer.reader, request.write)
         remote.accept(self._peer_id, request, answer)
         try:
@@ -250,6 +322,21 @@ class MemoryTransport(BaseTransport):
                 _hang_up(request, answer)
 
         self._spawn(serve_wires())
+
+
+def _damage(data: bytes) -> bytes:
+    """With a bit turned over, near the end."""
+    place = max(0, len(data) - 9)
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def _body(answer: bytes) -> bytes:
+    """Of an encoded answer; nothing if it is an error."""
+    try:
+        head = decode(answer)
+    except SwarmError:
+        return b""
+    return head.body if head.kind is Kind.ANSWER else b""
 
 
 def _hang_up(*wires: _Wire) -> None:
