@@ -367,6 +367,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
                 identity_path=config.identity_path,
                 initial_peers=[address.maddr for address in config.initial_peers],
                 startup_timeout=config.limits.start_timeout,
+                silence_timeout=config.limits.silence_timeout,
             )
         )
     except BaseException:

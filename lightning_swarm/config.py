@@ -21,6 +21,8 @@ class Limits:
         cache_bytes: What a server may keep of microbatches that wait for their backward. Beyond it the oldest are
             dropped and computed again when they are needed: slower, never different.
         call_timeout: Seconds until a call to another peer, its input included, is given up.
+        silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
+            peer that computes gives signs of life. Longer by itself where round trips take long.
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
             anew with each batch that it validates and each file that it saves.
         start_timeout: Seconds that the starter waits for its peers, imports included.
@@ -36,6 +38,7 @@ class Limits:
 
     cache_bytes: int = 4 << 30
     call_timeout: float = 300.0
+    silence_timeout: float = 10.0
     lead_timeout: float = 1800.0
     start_timeout: float = 120.0
     join_timeout: float = 3600.0

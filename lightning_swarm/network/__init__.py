@@ -91,7 +91,7 @@ class Transport(ABC):
             timeout: Seconds until `DeadlineExceeded`.
 
         Raises:
-            Unreachable: No connection, or it broke before the answer.
+            Unreachable: No connection, or it broke before the answer, or the peer fell silent: see `ping`.
             DeadlineExceeded: No answer in time.
             ProtocolError: The body or the answer is too long, or the method is unknown there.
             SwarmError: Whatever the handler raised, by its name.
@@ -109,6 +109,17 @@ class Transport(ABC):
             message: The tensors are not changed and may be shared; they must not change until this returns.
             timeout: Seconds for the whole exchange.
             max_bytes: An answer with more tensor bytes is refused before memory is allocated.
+        """
+
+    @abstractmethod
+    async def ping(self, peer: PeerId) -> float:
+        """Ask whether a peer is alive: seconds until it answered. A peer that computes answers, too.
+
+        Nobody needs to ask before a call: while one is under way, its peer is pinged, and `Unreachable` is raised soon
+        after it fell silent. So a call's `timeout` may be as long as the work that it asks for.
+
+        Raises:
+            Unreachable: No connection, or no answer for as long as a peer may be silent.
         """
 
     @abstractmethod

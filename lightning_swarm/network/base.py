@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 from lightning_swarm.errors import (
@@ -29,8 +29,15 @@ from lightning_swarm.network import (
 )
 from lightning_swarm.network.exchange import Channel, Endpoint, answer_to, check_answer
 from lightning_swarm.network.framing import Head, Kind, check_outgoing, decode, encode, encode_error
+from lightning_swarm.network.liveness import Exchange, Liveness
 
 _T = TypeVar("_T")
+
+PING: Final = "transport.ping"
+"""The method that every transport answers by itself."""
+
+SILENCE_S: Final = 10.0
+"""A peer that gave no sign of life for so long has its exchanges ended."""
 
 MAX_RECORD_BYTES: Final = 64 << 10
 """Longest value of an announcement."""
@@ -42,7 +49,7 @@ MAX_RECORD_TTL_S: Final = 86_400.0
 class BaseTransport(Transport):
     """A transport but for the wire, which is `_send_call` and `_send_stream`."""
 
-    def __init__(self, peer_id: PeerId) -> None:
+    def __init__(self, peer_id: PeerId, *, silence_s: float = SILENCE_S) -> None:
         self.traffic = Traffic()
         self._peer_id = peer_id
         self._closed = False
@@ -53,6 +60,8 @@ class BaseTransport(Transport):
         self._serving: set[asyncio.Task[Any]] = set()
         # 0 is the answer to what could not be understood.
         self._exchange_ids = itertools.count(1)
+        self._liveness = Liveness(silence_s, self._ping, self._spawn)
+        self.handle_call(PING, _answer_ping)
 
     @property
     def peer_id(self) -> PeerId:
@@ -83,6 +92,7 @@ class BaseTransport(Transport):
             request = b"".join(encode(Kind.CALL, exchange_id, method, Message(body)))
             self.traffic.sent_bytes[peer, method] += len(request)
             answer = await self._send_call(peer, method, request)
+            self._liveness.heard(peer)
             self.traffic.received_bytes[peer, method] += len(answer)
             head = decode(answer)
             check_answer(head, exchange_id, method)
@@ -95,7 +105,26 @@ class BaseTransport(Transport):
         async with self._deadline(peer, method, timeout):
             if peer == self._peer_id:
                 return await self._ask_self(Kind.STREAM, method, message, max_bytes)
-            return await self._send_stream(peer, method, message, max_bytes)
+            answer = await self._send_stream(peer, method, message, max_bytes)
+            self._liveness.heard(peer)
+            return answer
+
+    async def ping(self, peer: PeerId) -> float:
+        """See `Transport`."""
+        began_s = asyncio.get_running_loop().time()
+        patience_s = self._liveness.patience_s(peer)
+        try:
+            await self.call(peer, PING, b"", timeout=patience_s)
+        except DeadlineExceeded as error:
+            raise Unreachable(f"{peer} gave no sign of life for {patience_s:g} s.") from error
+        return asyncio.get_running_loop().time() - began_s
+
+    async def _ping(self, peer: PeerId) -> None:
+        """Beside an exchange. Whatever comes back, an error even, is a sign of life."""
+        request = b"".join(encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
+        self.traffic.sent_bytes[peer, PING] += len(request)
+        answer = await self._send_call(peer, PING, request)
+        self.traffic.received_bytes[peer, PING] += len(answer)
 
     @abstractmethod
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
@@ -166,15 +195,22 @@ class BaseTransport(Transport):
             raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
         self._loop = asyncio.get_running_loop()
         limit = asyncio.timeout(timeout)
+        exchange = Exchange(limit)
+        watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
                 self._deadlines.add(limit)
-                yield
+                with watching:
+                    yield
         except TimeoutError as error:
             if not limit.expired():
                 raise
             if self._closed:
                 raise Unreachable(f"The transport was closed during `{method}` to {peer}.") from None
+            if exchange.silent_s is not None:
+                raise Unreachable(
+                    f"{peer} gave no sign of life for {exchange.silent_s:.3g} s during `{method}`."
+                ) from error
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
         finally:
             self._deadlines.discard(limit)
@@ -200,6 +236,7 @@ class BaseTransport(Transport):
     def _break_off(self) -> None:
         """End all exchanges under way, on both sides, and allow no new ones."""
         self._closed = True
+        self._liveness.close()
         for task in self._serving:
             task.cancel()
         if self._loop is not None and not self._loop.is_closed():
@@ -217,6 +254,12 @@ class BaseTransport(Transport):
         others = self._serving - {asyncio.current_task()}
         if others:
             await asyncio.wait(others)
+
+
+async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:
+    if body:
+        raise ProtocolError(f"{PING} takes no arguments, got {len(body)} bytes")
+    return b""
 
 
 def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:

@@ -54,6 +54,11 @@ class Channel:
             async with asyncio.timeout(stall_timeout):
                 await self._write(buffer)
 
+    @property
+    def num_moved_bytes(self) -> int:
+        """Sent and received since `take_counts`."""
+        return self._sent_bytes + self._received_bytes
+
     def take_counts(self) -> tuple[int, int]:
         """Bytes sent and received since the last time."""
         counts = self._sent_bytes, self._received_bytes

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
-from lightning_swarm.network.base import BaseTransport, check_record
+from lightning_swarm.network.base import SILENCE_S, BaseTransport, check_record
 from lightning_swarm.network.exchange import Channel, Endpoint, Responder, ask, serve
 from lightning_swarm.network.framing import Buffer, Head, Kind, decode
 
@@ -49,13 +49,15 @@ class MemoryNetwork:
 
     Args:
         latency_s: How long each request and each answer is on its way.
+        silence_s: How long a peer may be silent in the eyes of the others.
 
     Attributes:
         tap: Sits on all of its wires, if there is one.
     """
 
-    def __init__(self, *, latency_s: float = 0.0) -> None:
+    def __init__(self, *, latency_s: float = 0.0, silence_s: float = SILENCE_S) -> None:
         self.tap: Tap | None = None
+        self.silence_s = silence_s
         self._latency_s = latency_s
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
@@ -226,7 +228,7 @@ class MemoryTransport(BaseTransport):
     """A peer of a `MemoryNetwork`, which makes it."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, number: int) -> None:
-        super().__init__(peer_id)
+        super().__init__(peer_id, silence_s=network.silence_s)
         self._network = network
         self._address = f"/ip4/127.0.0.1/tcp/{number}/p2p/{peer_id}"
 
@@ -304,7 +306,8 @@ class MemoryTransport(BaseTransport):
         channel = Channel(answer.reader, request.write)
         remote.accept(self._peer_id, request, answer)
         try:
-            return (await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes))[0]
+            with self._liveness.moving(peer, channel):
+                return (await ask(channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes))[0]
         finally:
             _hang_up(request, answer)
             self._count(peer, method, channel)

@@ -72,7 +72,7 @@ class InMemoryHooks(_SwarmHooks):
     def prepare(self) -> None:
         """Make the network, this peer, and a copy of the model for every other one."""
         self._loop_of_all = VirtualLoop()
-        self.network = MemoryNetwork(latency_s=self._latency_s)
+        self.network = MemoryNetwork(latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout)
         self._servers: list[Server] = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]

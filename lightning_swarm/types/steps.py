@@ -48,6 +48,30 @@ class FreezeReply(Wire, frozen=True):
     ledgers: list[StageLedger]
 
 
+class Replay(Wire, frozen=True):
+    """A microbatch whose gradient is missing in some stages, and who shall add it there."""
+
+    receipt: Receipt
+    holders: dict[Count, PeerId]  # by stage index
+
+
+class ReplayRequest(Wire, frozen=True):
+    """Close(k), where a sum was lost: its trainer sends microbatches again, from the copies that it kept."""
+
+    generation: Count
+    step: Count
+    attempt: Count
+    work: list[Replay]
+    avoid: list[PeerId]  # they are gone
+
+
+class ReplayReply(Wire, frozen=True):
+    """What was neither lost nor has a holder among the unreached was added by its holders."""
+
+    lost: list[Receipt]  # nothing is kept of them here (any more)
+    unreached: list[PeerId]  # holders that did not do it, as seen from here
+
+
 class StageClosing(Wire, frozen=True):
     """Who holds which receipt of one stage."""
 

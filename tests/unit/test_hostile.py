@@ -16,6 +16,7 @@ from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.base import PING
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LEND, LOAD, NEXT, RESTART, STATE
 from lightning_swarm.steps import (
     APPLY,
@@ -272,6 +273,7 @@ SAMPLES = [
         caller=A,
         phase="joining",
     ),
+    Sample(CALL, PING, lambda _: Message()),
     Sample(CALL, HELLO, lambda _: Message()),
     Sample(CALL, REPORT, lambda _: Message()),
     Sample(CALL, OTHERS, lambda _: Message()),
@@ -533,7 +535,7 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
     # For anyone, as yet; and any server may be the next stage's.
-    if sample.method in (HELLO, REPORT, OTHERS, VIEW, JOIN, WAIT_METHOD, FETCH_METHOD):
+    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, JOIN, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.network.base import SILENCE_S
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
 from lightning_swarm.network.hivemind._process import sessions_of_their_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
@@ -37,6 +38,7 @@ async def start(
     identity_path: str | None = None,
     initial_peers: Sequence[str] = (),
     startup_timeout: float = 60.0,
+    silence_timeout: float = SILENCE_S,
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop.
 
@@ -47,6 +49,7 @@ async def start(
         identity_path: File of its private key, made if it is not there; None makes a new identity.
         initial_peers: Full addresses of peers to join; without any, a new network begins.
         startup_timeout: Seconds for each attempt to start the daemon.
+        silence_timeout: Seconds without a sign of life after which another peer's exchanges are ended.
 
     Returns:
         The transport, which the caller closes last, and the directory, which it closes first.
@@ -62,7 +65,7 @@ async def start(
     _check_free(host, port)
     listen = f"/ip{version}/{host}/tcp/{port}"
     p2p = await _start_daemon(listen, announce, identity_path, initial_peers, startup_timeout)
-    transport = HivemindTransport(p2p)
+    transport = HivemindTransport(p2p, silence_s=silence_timeout)
     try:
         await transport.open()
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers)

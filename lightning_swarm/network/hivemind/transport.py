@@ -11,7 +11,7 @@ from typing import Final
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.base import BaseTransport
+from lightning_swarm.network.base import SILENCE_S, BaseTransport
 from lightning_swarm.network.exchange import ask, serve
 from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.hivemind._engine import (
@@ -39,10 +39,11 @@ class HivemindTransport(BaseTransport):
 
     Args:
         p2p: The daemon's client; this transport owns it.
+        silence_s: How long another peer may be silent.
     """
 
-    def __init__(self, p2p: P2P) -> None:
-        super().__init__(PeerId(p2p.peer_id.to_base58()))
+    def __init__(self, p2p: P2P, *, silence_s: float = SILENCE_S) -> None:
+        super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s)
         self._p2p = p2p
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._daemon.open_stream, protocol=_STREAM))
@@ -132,9 +133,10 @@ class HivemindTransport(BaseTransport):
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         async with self._pool.lease(peer) as stream:
             try:
-                answer, fit = await ask(
-                    stream.channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes
-                )
+                with self._liveness.moving(peer, stream.channel):
+                    answer, fit = await ask(
+                        stream.channel, Kind.STREAM, next(self._exchange_ids), method, message, max_bytes
+                    )
             finally:
                 self._count(peer, method, stream.channel)
             if fit and not self._closed:
