@@ -14,7 +14,8 @@
         ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
-        └── InputMissing     what a call was to work on never came: blames its sender or the link
+        ├── InputMissing     what a call was to work on never came: blames its sender or the link
+        └── NotCoordinator   another peer coordinates the run (by now): ask that one
 """
 
 
@@ -70,6 +71,10 @@ class InputMissing(PeerError):
     """What a call was to work on never came. Blames the sender or the link, not the peer that waited."""
 
 
+class NotCoordinator(PeerError):
+    """The peer does not coordinate the run, or not any more. No fault: whoever does will do the same."""
+
+
 _BY_NAME: dict[str, type[SwarmError]] = {
     kind.__name__: kind
     for kind in (
@@ -86,6 +91,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         Damaged,
         TicketGone,
         InputMissing,
+        NotCoordinator,
     )
 }
 

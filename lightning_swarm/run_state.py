@@ -6,7 +6,7 @@ from msgspec import structs
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView
+from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Term
 from lightning_swarm.types.steps import Record
 
 
@@ -25,6 +25,7 @@ class RunState:
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
         self.trainers = list(manifest.trainers)
+        self.term: Term = (1, manifest.coordinator, _boot_id(manifest))
 
     @classmethod
     def seen(cls, view: RunView, version: int) -> RunState:
@@ -106,3 +107,9 @@ class RunState:
         """
         if member not in self.rosters[stage_index]:
             raise ProtocolError(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
+
+
+def _boot_id(manifest: Manifest) -> int:
+    """Of the run's first coordinator, which holds a stage."""
+    members = [member for stage in manifest.stages for member in stage.roster]
+    return next((one.boot_id for one in members if one.peer_id == manifest.coordinator), 0)

@@ -97,6 +97,10 @@ class Admission:
         """Whether `peer` coordinates the run that this server is in, or wants to join."""
         return peer == (self._run.manifest.coordinator if self._run is not None else self._asked)
 
+    def serves_with(self, peer: PeerId) -> bool:
+        """Whether `peer` is a server of the run that this one is in."""
+        return self._run is not None and peer in self._run.servers
+
     @contextlib.asynccontextmanager
     async def asking(self, coordinator: PeerId) -> AsyncIterator[bool]:
         """Be admitted by nobody else while a run is being joined. False: that has happened already."""

@@ -27,6 +27,7 @@ from lightning_swarm.server.lending import Lending
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.steps import proposer
 from lightning_swarm.steps.voting import Voter
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
@@ -104,8 +105,8 @@ class Server:
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
-        self.voter = Voter()
-        self.voter.serve(transport, self.admission.led_by)
+        self.voter = Voter(boot_id)
+        proposer.serve(self.voter, transport, self.admission.serves_with)
         transport.handle_call(RESTART, self._handle_restart)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)

@@ -2,7 +2,8 @@
 
 ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
 ``select -> settle`` come first. `policy.py` keeps the books of the open step, `coordinator.py` acts on them,
-`closing.py` ends steps, `voting.py` decides records.
+`closing.py` ends steps, `voting.py` is how records are decided,
+`proposer.py` decides them.
 """
 
 SELECT = "step.select"
@@ -18,6 +19,7 @@ FREEZE = "step.freeze"
 AVERAGE = "step.average"
 APPLY = "step.apply"
 REPLAY = "trainer.replay"
+PREPARE = "step.prepare"
 PROPOSE = "step.propose"
 VIEW = "run.view"
 JOIN = "run.join"

@@ -8,12 +8,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from lightning_swarm.events import EventLog
-from lightning_swarm.network import Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep, clip_factor, next_rosters
+from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
-from lightning_swarm.steps.voting import Term, decide
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
@@ -22,37 +21,33 @@ class Closer:
     """Ends steps, one after the other.
 
     Args:
-        transport: The coordinator's.
         run: As its own server knows it.
         servers: All that hold a stage.
         gate: Who wants to join.
+        proposer: Has the records decided.
         spawn: Runs work in a task that has an owner.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
-        timeout: Seconds for the votes.
         events: Of the coordinator.
     """
 
     def __init__(
         self,
-        transport: Transport,
         run: RunState,
         servers: Servers,
         gate: Gate,
+        proposer: Proposer,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
-        timeout: float,
         events: EventLog,
     ) -> None:
-        self._transport = transport
         self._run = run
         self._servers = servers
         self._gate = gate
+        self._proposer = proposer
         self._spawn = spawn
         self._lead_asks = lead_asks
-        self._timeout = timeout
         self._events = events
-        self._term: Term = (1, transport.peer_id)
 
     async def finish(self, step: OpenStep, selection: Selection | None, reselected: Selection | None) -> Record:
         """Decide a step's record and have it applied.
@@ -65,6 +60,7 @@ class Closer:
         Raises:
             SwarmError: It could not be decided.
         """
+        await self._proposer.begin()
         closing, version_hashes = await self._servers.close(step, selection)
         begin_s = _now_s()
         listening = self._gate.listen(closing, reselected, version_hashes)
@@ -85,7 +81,7 @@ class Closer:
             next_trainers=self._run.trainers,
             newcomers=newcomers,
         )
-        await decide(self._transport, self._run.voters, self._term, record, timeout=self._timeout)
+        await self._proposer.decide(record)
         await self._servers.apply(record)
         self._gate.let_in(newcomers)
         return record

@@ -21,6 +21,7 @@ from lightning_swarm.steps import DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SEL
 from lightning_swarm.steps.closing import Closer
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
@@ -82,14 +83,16 @@ class Coordinator:
         self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
         self.gate = Gate(transport, run, limits=limits, events=events)
+        proposer = Proposer(
+            transport, run, run.term, timeout=limits.call_timeout, patience_s=limits.call_timeout, events=events
+        )
         self._closer = Closer(
-            transport,
             run,
             self._servers,
             self.gate,
+            proposer,
             spawn=self._spawn,
             lead_asks=self._asked_for,
-            timeout=limits.call_timeout,
             events=events,
         )
         self._warned_large = False

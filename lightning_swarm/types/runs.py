@@ -7,7 +7,10 @@ from typing import Annotated
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.types.wire import Count, NumSamples, Positive, Wire
+from lightning_swarm.types.wire import Count, NumSamples, Positive, ShortText, Wire
+
+Term = tuple[Count, ShortText, int]
+"""``(number, peer id, boot id)`` of who coordinates by it, in one of its lives. Higher ones follow lower ones."""
 
 
 class Member(Wire, frozen=True):

@@ -8,7 +8,7 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.runs import Member, Selection, Term
 from lightning_swarm.types.wire import Addresses, Count, Positive, Wire
 
 
@@ -136,10 +136,38 @@ class Record(Wire, frozen=True):
         return self.closing.step
 
 
+class Accepted(Wire, frozen=True):
+    """What a voter accepted last for a slot."""
+
+    term: Term
+    record: Record
+
+
+class Prepare(Wire, frozen=True):
+    """Ask a voter to accept nothing of a lower term any more, and what it has accepted for a step."""
+
+    term: Term
+    boot_id: int  # of the voter that is meant
+    generation: Count
+    step: Count
+    fence: bool = False  # also note that nothing of a lower term will be finished, from this step on
+
+
+class Promise(Wire, frozen=True):
+    """A voter's answer; `term` is the highest it knows."""
+
+    promised: bool
+    term: Term
+    accepted: Accepted | None = None
+    fence: Term = (0, "", 0)  # what it accepted of lower terms is dead
+    behind: bool = False  # a later step was proposed for: this one was decided
+
+
 class Proposal(Wire, frozen=True):
     """Ask a voter to accept a record under a term."""
 
-    term: tuple[int, str]  # number, then the coordinator's peer id
+    term: Term
+    boot_id: int  # of the voter that is meant
     record: Record
 
 
@@ -147,4 +175,4 @@ class Vote(Wire, frozen=True):
     """A voter's answer; `term` is the highest it knows."""
 
     accepted: bool
-    term: tuple[int, str]
+    term: Term

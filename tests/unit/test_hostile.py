@@ -29,6 +29,7 @@ from lightning_swarm.steps import (
     LISTEN,
     MEET,
     METRICS,
+    PREPARE,
     PROPOSE,
     QUIT,
     READY,
@@ -61,6 +62,7 @@ from lightning_swarm.types.steps import (
     Closing,
     FreezeReply,
     FreezeRequest,
+    Prepare,
     Proposal,
     Record,
     SettleRequest,
@@ -302,7 +304,20 @@ SAMPLES = [
     Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
     Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
-    Sample(CALL, PROPOSE, plain(lambda s: Proposal(term=(1, A), record=record(s))), caller=A, phase="averaged"),
+    Sample(
+        CALL,
+        PREPARE,
+        plain(lambda _: Prepare(term=(9, A, 100), boot_id=101, generation=0, step=0)),
+        caller=A,
+        phase="averaged",
+    ),
+    Sample(
+        CALL,
+        PROPOSE,
+        plain(lambda s: Proposal(term=(1, A, 100), boot_id=101, record=record(s))),
+        caller=A,
+        phase="averaged",
+    ),
     Sample(
         CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, generation=0, gradient_scale=1.0)), target=A
     ),
