@@ -234,9 +234,14 @@ class Stepping:
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         closing = decode(body, Closing)
         self.check(caller, closing.generation, closing.step, closing.attempt)
+        assert self._run is not None
         # On the compute thread, so that it falls between two additions and never into one.
         places, _ = await self._executor.submit(_FIRST, lambda: self._bind(closing))
-        averages = await gather(self._average(closing, index, place) for index, place in places.items())
+        try:
+            averages = await gather(self._average(closing, index, place) for index, place in places.items())
+        finally:
+            if (self.version, closing.generation) != (closing.step, self._run.manifest.generation):
+                self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         self._check_generation(closing.generation)
         self.hold(closing, {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
@@ -375,6 +380,7 @@ class Stepping:
         return closing.roster.index(me)
 
 
-def round_name(closing: Closing, stage_index: int) -> str:
-    """What the tickets of a stage's averaging begin with."""
-    return f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/{stage_index}"
+def round_name(closing: Closing, stage_index: int | None = None) -> str:
+    """What the tickets of a stage's averaging begin with; without a stage, of all."""
+    round_ = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/"
+    return round_ if stage_index is None else f"{round_}{stage_index}"

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.testing.phases import LEAVING, Event, Phase
+from lightning_swarm.testing.phases import LEAVING, Passing, Phase
 
 Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corrupt", "partition"]
 
@@ -55,9 +55,9 @@ class Fault:
     fired: int = field(default=0, init=False)
     _seen: int = field(default=0, init=False)
 
-    def strikes(self, event: Event) -> bool:
-        """Take note of an event; whether it is one with which this happens."""
-        if (self.times is not None and self.fired >= self.times) or not self._matches(event):
+    def strikes(self, passing: Passing) -> bool:
+        """Take note of a message; whether it is one with which this happens."""
+        if (self.times is not None and self.fired >= self.times) or not self._matches(passing):
             return False
         self._seen += 1
         if self._seen < self.when.get("nth", 1):
@@ -65,14 +65,14 @@ class Fault:
         self.fired += 1
         return True
 
-    def _matches(self, event: Event) -> bool:
+    def _matches(self, passing: Passing) -> bool:
         doer = self.when.get("of", self.peer)
         return (
-            (self.at is None or self.at is event.phase)
-            and (doer is None or doer in event.doers)
-            and self.when.get("step", event.step) == event.step
-            and self.when.get("stage", event.stage) == event.stage
-            and self.when.get("microbatch", event.microbatch) == event.microbatch
+            (self.at is None or self.at is passing.phase)
+            and (doer is None or doer in passing.doers)
+            and self.when.get("step", passing.step) == passing.step
+            and self.when.get("stage", passing.stage) == passing.stage
+            and self.when.get("microbatch", passing.microbatch) == passing.microbatch
         )
 
     def __str__(self) -> str:
@@ -179,6 +179,6 @@ class FaultPlan:
         if self.unfired:
             raise AssertionError(f"These faults did not happen: {'; '.join(map(str, self.unfired))}.")
 
-    def strike(self, event: Event, kinds: Collection[Kind]) -> Sequence[Fault]:
-        """The faults of these kinds that happen with an event. Counts them."""
-        return [fault for fault in self.faults if fault.kind in kinds and fault.strikes(event)]
+    def strike(self, passing: Passing, kinds: Collection[Kind]) -> Sequence[Fault]:
+        """The faults of these kinds that happen with a message. Counts them."""
+        return [fault for fault in self.faults if fault.kind in kinds and fault.strikes(passing)]

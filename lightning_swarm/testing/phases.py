@@ -90,7 +90,7 @@ _ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(part|reduce
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class Passing:
     """A message at one point of its way."""
 
     phase: Phase | None  # None: one that has no name
@@ -102,9 +102,9 @@ class Event:
     microbatch: int | None = None
 
 
-def read_event(
+def read_passing(
     caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None = None
-) -> Event:
+) -> Passing:
     """Look at a message.
 
     Args:
@@ -119,10 +119,10 @@ def read_event(
     if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
         phase, found = _of_ticket(method, _fields(request).get("name"), side, answer)
         doers = both if phase is Phase.RECEIPT_SEEN else holder
-        return Event(phase=phase, caller=caller, peer=peer, doers=doers, **found)
+        return Passing(phase=phase, caller=caller, peer=peer, doers=doers, **found)
     phase = _of_request(method, side)
     found = _found(_fields(request)) if phase is not None else {}
-    return Event(phase=phase, caller=caller, peer=peer, doers=both, **found)
+    return Passing(phase=phase, caller=caller, peer=peer, doers=both, **found)
 
 
 def _of_request(method: str, side: Side) -> Phase | None:

@@ -14,7 +14,7 @@ from lightning_swarm.network.exchange import Responder
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.testing.faults import Fault, FaultPlan, Kind
-from lightning_swarm.testing.phases import Event, Side, read_event
+from lightning_swarm.testing.phases import Passing, Side, read_passing
 
 _log = logging.getLogger(__name__)
 
@@ -30,14 +30,21 @@ class Saboteur:
         network: Gets it as its tap.
         plan: What shall happen.
         killed: Told of each peer that was killed.
+        struck: Told of each fault that strikes, before it does.
     """
 
     def __init__(
-        self, network: MemoryNetwork, plan: FaultPlan, *, killed: Callable[[PeerId], None] = lambda _: None
+        self,
+        network: MemoryNetwork,
+        plan: FaultPlan,
+        *,
+        killed: Callable[[PeerId], None] = lambda _: None,
+        struck: Callable[[Fault, Passing], None] = lambda *_: None,
     ) -> None:
         self._network = network
         self._plan = plan
         self._killed = killed
+        self._struck = struck
         self._again: set[asyncio.Task[Message]] = set()  # requests that come once more
         network.tap = self
 
@@ -45,43 +52,43 @@ class Saboteur:
         """See `Tap`."""
 
         async def tapped(message: Message) -> Message:
-            def event(side: Side, answer: bytes | None = None) -> Event:
-                return read_event(caller, peer, head.method, message.body, side=side, answer=answer)
+            def passing(side: Side, answer: bytes | None = None) -> Passing:
+                return read_passing(caller, peer, head.method, message.body, side=side, answer=answer)
 
-            duplicates = await self._strike(event("request"))
+            duplicates = await self._strike(passing("request"))
             answer = await respond(message)
             for fault in duplicates:
                 self._come_again(fault, peer, respond, message)
-            await self._strike(event("answer", answer.body))
+            await self._strike(passing("answer", answer.body))
             return answer
 
         return tapped
 
     async def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes) -> None:
         """See `Tap`."""
-        event = read_event(caller, peer, method, request, side="arrived", answer=answer)
-        if event.phase is not None:
-            await self._strike(event)
+        passing = read_passing(caller, peer, method, request, side="arrived", answer=answer)
+        if passing.phase is not None:
+            await self._strike(passing)
 
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, answer: bytes | None, is_answer: bool
     ) -> bool:
         """See `Tap`."""
-        event = read_event(caller, peer, method, request, side="answer" if is_answer else "request", answer=answer)
-        return bool(self._note(self._plan.strike(event, _TO_BYTES), event))
+        passing = read_passing(caller, peer, method, request, side="answer" if is_answer else "request", answer=answer)
+        return bool(self._note(self._plan.strike(passing, _TO_BYTES), passing))
 
-    async def _strike(self, event: Event) -> list[Fault]:
-        """Do what is planned for an event; returns the faults that have its request come again."""
-        if hits := self._note(self._plan.strike(event, _TO_PEERS), event):
+    async def _strike(self, passing: Passing) -> list[Fault]:
+        """Do what is planned for a message; returns the faults that have its request come again."""
+        if hits := self._note(self._plan.strike(passing, _TO_PEERS), passing):
             for fault in hits:
-                self._hit(fault, event)
+                self._hit(fault, passing)
             await asyncio.sleep(0)  # what is done in a killed peer has been cancelled
-            if not self._network.is_live(event.peer):
-                raise Unreachable(f"{event.peer} was killed")
-        if event.caller == event.peer:
+            if not self._network.is_live(passing.peer):
+                raise Unreachable(f"{passing.peer} was killed")
+        if passing.caller == passing.peer:
             return []  # on no wire
         duplicates = []
-        for fault in self._note(self._plan.strike(event, _TO_MESSAGES), event):
+        for fault in self._note(self._plan.strike(passing, _TO_MESSAGES), passing):
             if fault.kind == "delay":
                 await asyncio.sleep(fault.for_s)
             elif fault.kind == "drop":
@@ -90,9 +97,9 @@ class Saboteur:
                 duplicates.append(fault)
         return duplicates
 
-    def _hit(self, fault: Fault, event: Event) -> None:
+    def _hit(self, fault: Fault, passing: Passing) -> None:
         loop = asyncio.get_running_loop()
-        peer = fault.peer or event.peer
+        peer = fault.peer or passing.peer
         if fault.kind == "partition":
             pairs = [
                 pair
@@ -123,7 +130,8 @@ class Saboteur:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.info("A request that came once more was refused: %s", error)
 
-    def _note(self, faults: Sequence[Fault], event: Event) -> Sequence[Fault]:
+    def _note(self, faults: Sequence[Fault], passing: Passing) -> Sequence[Fault]:
         for fault in faults:
-            _log.info("%s: %s", fault, event)
+            _log.info("%s: %s", fault, passing)
+            self._struck(fault, passing)
         return faults

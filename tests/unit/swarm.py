@@ -87,6 +87,7 @@ class Swarm:
         admit: Whether to begin the run.
         optimizer: Of every server.
         hosts: Whom the servers were told to join.
+        voters: Names of servers; none: the coordinator alone.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
 
@@ -102,6 +103,7 @@ class Swarm:
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         around: str = "",
         hosts: Sequence[PeerId] = (),
+        voters: str = "",
     ) -> None:
         self.loop = VirtualLoop()
         self.network = network or MemoryNetwork(latency_s=0.001)
@@ -137,7 +139,7 @@ class Swarm:
             lead=LEAD,
             trainers=[LEAD, PeerId("other"), PeerId("second"), *names],
             coordinator=self.rosters[0][0],
-            voters=[self.members[self.rosters[0][0]]],
+            voters=[self.members[PeerId(name)] for name in voters.split() or [self.rosters[0][0]]],
             target_batch_size=target_batch_size,
             gradient_clip_norm=clip,
             gradient_clip_value=None,

@@ -10,7 +10,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.server import CANCEL, FORWARD
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.phases import Event, read_event
+from lightning_swarm.testing.phases import Passing, read_passing
 from lightning_swarm.testing.sabotage import Saboteur
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
 from lightning_swarm.types.calls import CancelRequest, Ticket
@@ -61,8 +61,10 @@ class Wires:
 
 
 def test_what_a_message_says_is_read_off_it() -> None:
-    event = read_event(A, B, CANCEL, BODY, side="request")
-    assert event == Event(phase=Phase.CANCEL, caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3)
+    passing = read_passing(A, B, CANCEL, BODY, side="request")
+    assert passing == Passing(
+        phase=Phase.CANCEL, caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
+    )
     ticket = Ticket(peer_id=B, name=key(4, 3, step=7).name(2, "backward"))
     wait = encode(WaitRequest(name=ticket.name, hold_s=1.0))
     for ready, side, phase in (
@@ -70,29 +72,29 @@ def test_what_a_message_says_is_read_off_it() -> None:
         (True, "arrived", Phase.RECEIPT_SEEN),
         (False, "answer", None),
     ):
-        event = read_event(A, B, WAIT_METHOD, wait, side=side, answer=encode(WaitReply(ready=ready)))
-        assert (event.phase, event.step, event.stage, event.microbatch) == (phase, 7, 2, 3)
+        passing = read_passing(A, B, WAIT_METHOD, wait, side=side, answer=encode(WaitReply(ready=ready)))
+        assert (passing.phase, passing.step, passing.stage, passing.microbatch) == (phase, 7, 2, 3)
     part = encode(FetchRequest(name="g0.s5.a0.r0/average/1/reduced2"))
-    event = read_event(A, B, FETCH_METHOD, part, side="answer", answer=b"")
-    assert (event.phase, event.doers, event.step, event.stage) == (Phase.AVERAGE_REDUCE, {B}, 5, 1)
-    assert read_event(A, B, "ping", b"\xc1", side="request").phase is None
+    passing = read_passing(A, B, FETCH_METHOD, part, side="answer", answer=b"")
+    assert (passing.phase, passing.doers, passing.step, passing.stage) == (Phase.AVERAGE_REDUCE, {B}, 5, 1)
+    assert read_passing(A, B, "ping", b"\xc1", side="request").phase is None
 
 
 def test_a_fault_strikes_at_its_moment_and_no_other() -> None:
     plan = FaultPlan().kill("b", at=Phase.CANCEL, step=7, microbatch=3, nth=2)
     wrong = FaultPlan().kill("c", at=Phase.CANCEL).kill("b", at=Phase.CANCEL, step=6).kill("b", at=Phase.APPLY)
     wrong.kill("b", at=Phase.CANCEL, of="c").kill("b", at=Phase.CANCEL, stage=1)
-    event = read_event(A, B, CANCEL, BODY, side="request")
-    assert [len(plan.strike(event, ("kill",))) for _ in range(3)] == [0, 1, 0]
+    passing = read_passing(A, B, CANCEL, BODY, side="request")
+    assert [len(plan.strike(passing, ("kill",))) for _ in range(3)] == [0, 1, 0]
     assert plan.fired == 1
-    assert not plan.strike(event, ("freeze",))
+    assert not plan.strike(passing, ("freeze",))
     plan.check()
     for _ in range(3):
-        assert not wrong.strike(event, ("kill",))
+        assert not wrong.strike(passing, ("kill",))
     with pytest.raises(AssertionError, match="kill b at CANCEL, step 6"):
         wrong.check()
     other = FaultPlan().freeze("c", for_s=1.0, at=Phase.CANCEL, of="a")
-    assert [fault.peer for fault in other.strike(event, ("freeze",))] == [C]
+    assert [fault.peer for fault in other.strike(passing, ("freeze",))] == [C]
 
 
 def test_what_cannot_happen_is_refused() -> None:

@@ -1,0 +1,340 @@
+"""A whole swarm without Lightning, faults on the way, and an audit of what came of it.
+
+Several servers and trainers on the in-memory network and a virtual clock: the real servers, coordinator, passages and
+step clients, with tiny models in float64. A trainer is a coroutine that draws batches for as long as the run takes
+them. Afterwards one process computes the run from the samples that the records name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import RunOver
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.pipeline.passage import Link, Passage
+from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.server.server import Server
+from lightning_swarm.steps.client import StepClient
+from lightning_swarm.tasks import gather
+from lightning_swarm.testing import Fault, FaultPlan
+from lightning_swarm.testing.phases import Passing
+from lightning_swarm.testing.sabotage import Saboteur
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types.batches import Grant
+from lightning_swarm.types.calls import CallKey, Mode, Receipt
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import encode, from_bitmap
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
+
+MODE = Mode(training=True, grad=True, default_dtype="float64")
+LIMITS = Limits(call_timeout=30.0)
+NUM_STEPS = 3
+NUM_MICROBATCHES = 2  # of a batch
+ROWS = 2  # of a microbatch
+RUN_TIMEOUT_S = 3600.0
+SETTLE_S = 100.0
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a trainer put at a place of a step."""
+
+    trainer: PeerId
+    number: int  # of the trainer's batches
+    rows: Tensor
+
+
+class Books:
+    """What was sent where, and what was decided: for the audit."""
+
+    def __init__(self) -> None:
+        self.sent: dict[tuple[int, Receipt], Sent] = {}
+        self.records: dict[int, Record] = {}
+        self.done: set[tuple[PeerId, int]] = set()  # batches that their trainers know to count
+
+    def note(self, record: Record) -> None:
+        """Whoever applies a record says so: all must apply the same one."""
+        known = self.records.setdefault(record.step, record)
+        assert encode(known) == encode(record), f"two records of step {record.step}"
+
+
+class Trainer:
+    """A coroutine in the place of a Lightning loop.
+
+    Args:
+        transport: Its network.
+        tickets: Its way to others' tensors.
+        swarm: Whose run it trains in.
+        books: Gets all that it sends.
+        seed: Wires its pipelines.
+    """
+
+    def __init__(
+        self, transport: MemoryTransport, tickets: TicketStore, swarm: Swarm, books: Books, *, seed: int
+    ) -> None:
+        self.peer_id = transport.peer_id
+        self.transport = transport
+        self._books = books
+        self._num_stages = len(swarm.rosters)
+        self.tickets = tickets
+        rng = random.Random(seed)
+        routers = [StageRouter(rng) for _ in swarm.rosters]
+        for router, roster in zip(routers, swarm.rosters, strict=True):
+            router.set_peers(roster)
+        self.events = EventLog()
+        self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events)
+        self.steps: StepClient = swarm.client(transport)
+        self.steps._on_record = self._follow
+        if self.peer_id == swarm.manifest.lead:
+            self.steps.hyperparameters = lambda: HYPERPARAMETERS
+        self.num_batches = 0
+
+    async def _follow(self, record: Record) -> None:
+        self._books.note(record)
+        await self.link.follow(record)
+
+    async def train(self) -> None:
+        """Draw batches until the run is over."""
+        with contextlib.suppress(RunOver):
+            while True:
+                number = self.num_batches
+                self.num_batches += 1
+                await self._batch(number)
+
+    async def _batch(self, number: int) -> None:
+        grant = await self.steps.grant(NUM_MICROBATCHES * ROWS)
+        passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
+        await gather(self._through(passage) for passage in passages)
+        closing = await self.steps.done(grant.lease, [passage.key.receipt for passage in passages])
+        self._books.done.add((self.peer_id, number))
+        if closing:
+            await self.steps.record(self.steps.version)
+
+    def _passage(self, grant: Grant, number: int, index: int) -> Passage:
+        rows = batch_rows(self.peer_id, number, index)
+        key = CallKey(
+            generation=grant.generation, step=grant.step, attempt=grant.attempt, first=grant.first, index=index, call=0
+        )
+        self._books.sent[grant.step, key.receipt] = Sent(self.peer_id, number, rows)
+        extras = [{} for _ in range(self._num_stages)]
+        return Passage(self.link, key, ROWS, (rows,), extras, MODE, grant.weight)
+
+    async def _through(self, passage: Passage) -> None:
+        _, (output,) = await passage.forward()
+        # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
+        await passage.backward([output / (NUM_MICROBATCHES * ROWS)])
+
+
+class FaultySwarm(Swarm):
+    """A run of `NUM_STEPS` steps under a plan.
+
+    Args:
+        rosters: For each stage, the names of its servers. The first one of all coordinates.
+        plan: What goes wrong.
+        trainers: Names; the first one is the lead.
+        voters: Names of servers.
+        seed: Wires pipelines.
+        joiners: Names of servers that join as the run begins.
+    """
+
+    def __init__(
+        self,
+        *rosters: str,
+        plan: FaultPlan,
+        trainers: str = LEAD,
+        voters: str = "",
+        seed: int = 0,
+        joiners: str = "",
+    ) -> None:
+        names = trainers.split()
+        target = 2 * NUM_MICROBATCHES * ROWS
+        super().__init__(*rosters, target_batch_size=target, max_steps=NUM_STEPS, limits=LIMITS, voters=voters)
+        self.plan = plan
+        self.books = Books()
+        self.dead: set[PeerId] = set()
+        self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was on its way into a record
+        self._burials: list[asyncio.Task[None]] = []
+        self._joiners = joiners.split()
+        places = [(self.trainer, self.tickets)]
+        for name in names[1:]:
+            transport = self.network.transport(name)
+            places.append((transport, TicketStore(transport, max_bytes=1 << 30)))
+        self.trainers = {
+            transport.peer_id: Trainer(transport, tickets, self, self.books, seed=seed + i)
+            for i, (transport, tickets) in enumerate(places)
+        }
+        for server in self.servers.values():
+            self._watch(server)
+        self._training: dict[PeerId, asyncio.Task[None]] = {}
+        Saboteur(self.network, plan, killed=self._bury, struck=self._struck)
+
+    def _watch(self, server: Server) -> None:
+        apply = server.stepping._on_decided
+
+        def applied(record: Record, gradients: dict[int, Tensor]) -> None:
+            self.books.note(record)
+            apply(record, gradients)
+
+        server.stepping._on_decided = applied  # type: ignore[assignment]
+
+    def _struck(self, fault: Fault, _: Passing) -> None:
+        newest = max((step for step, _ in self.books.sent), default=-1)
+        if all(server.stepping.version > newest for name, server in self.servers.items() if name not in self.dead):
+            self.struck_idly.append(fault)
+
+    def _bury(self, peer: PeerId) -> None:
+        """A killed process does nothing any more; here its tasks must be ended."""
+        self.dead.add(peer)
+        self._burials.append(self.loop.create_task(self._end(peer)))
+
+    async def _end(self, peer: PeerId) -> None:
+        if peer in self._training:
+            self._training[peer].cancel()
+            await asyncio.wait({self._training[peer]})
+        if peer in self.servers:
+            with contextlib.suppress(Exception):  # it is cut off in the middle of whatever it did
+                await self.servers[peer].close()
+
+    # ------------------------------------------------------------------ running
+
+    def train(self) -> None:
+        """Run to the end, whatever the plan says; the faults must strike."""
+        for name in self._joiners:
+            self._watch(self.join(name))
+        self.run(self._train())
+        self.plan.check()
+        self.run(asyncio.sleep(SETTLE_S))
+        assert sorted(self.books.records) == list(range(NUM_STEPS))
+
+    async def _train(self) -> None:
+        for name, trainer in self.trainers.items():
+            self._training[name] = self.loop.create_task(trainer.train(), name=f"trainer {name}")
+        async with asyncio.timeout(RUN_TIMEOUT_S):
+            done, _ = await asyncio.wait(self._training.values(), return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if not task.cancelled():
+                task.result()
+        await asyncio.wait(self._training.values())
+
+    def close(self) -> None:
+        """Raises what a task of a living server raised."""
+        for task in (*self._training.values(), *self._burials):
+            task.cancel()
+        if tasks := {*self._training.values(), *self._burials}:
+            self.run(asyncio.wait(tasks))
+        for name in self.dead & self.servers.keys():
+            del self.servers[name]
+        for trainer in self.trainers.values():
+            self.run(trainer.transport.close())
+        super().close()
+
+    # ------------------------------------------------------------------ the audit
+
+    def survivors(self) -> dict[PeerId, Server]:
+        """The living servers of the last record's rosters."""
+        last = self.books.records[max(self.books.records)]
+        named = {member.peer_id for roster in last.next_roster for member in roster}
+        return {name: server for name, server in self.servers.items() if name in named - self.dead}
+
+    def audit(self) -> None:
+        """Each sample once, in each stage with one holder; the weights are those of one process; nothing is left."""
+        self.audit_samples()
+        self.audit_weights()
+        self.audit_leftovers()
+
+    def audit_samples(self) -> None:
+        """No sample is missing and none counts twice."""
+        counted: list[tuple[PeerId, int, int]] = []
+        for step, record in sorted(self.books.records.items()):
+            closing = record.closing
+            for stage in closing.stages:
+                flags = [from_bitmap(held, len(closing.counted)) for held in stage.holders]
+                held = [sum(one) for one in zip(*flags, strict=True)]
+                assert held == [1] * len(closing.counted), f"step {step}: {held}"
+            for receipt in closing.counted:
+                sent = self.books.sent[step, receipt]
+                counted.append((sent.trainer, sent.number, receipt[1]))
+            assert closing.num_samples == closing.total_weight == ROWS * len(closing.counted)
+        assert len(set(counted)) == len(counted)
+        done = {(trainer, number, index) for trainer, number in self.books.done for index in range(NUM_MICROBATCHES)}
+        assert done <= set(counted), f"not counted: {done - set(counted)}"
+        for name, trainer in self.trainers.items():
+            if name not in self.dead:  # it draws the next batch only when the last one is through
+                drawn = {
+                    (number, index) for number in range(trainer.num_batches - 1) for index in range(NUM_MICROBATCHES)
+                }
+                assert {(number, index) for who, number, index in counted if who == name} == drawn
+
+    def reference(self) -> dict[str, Tensor]:
+        """The weights that one process gets from the samples that the records name."""
+        module = make_module(len(self.rosters))
+        optimizer = make_optimizer(module)
+        for step, record in sorted(self.books.records.items()):
+            assert record.outcome == "apply"
+            optimizer.zero_grad()
+            for receipt in record.closing.counted:
+                output = module(self.books.sent[step, receipt].rows)
+                (output.square().sum() / 2 / record.closing.total_weight).backward()
+            squared_norm = sum(float(one.grad.square().sum()) for one in module.parameters() if one.grad is not None)
+            assert abs(squared_norm - record.squared_norm) <= TOLERANCE * squared_norm
+            optimizer.step()
+        return dict(module.named_parameters())
+
+    def audit_weights(self) -> None:
+        """Replicas have the same bytes, and those are what one process computes."""
+        members = self.survivors()
+        found: dict[str, Tensor] = {}
+        for server in members.values():
+            assert server.stepping.version == NUM_STEPS
+            for index in server.stepping.stages:
+                for name, tensor in server.stepping.stage(index).weights().items():
+                    assert torch.equal(found.setdefault(name, tensor), tensor), name
+        expected = self.reference()
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+    def audit_leftovers(self) -> None:
+        """Nothing is left in any queue, cache or store, and no task."""
+        left: dict[str, object] = {}
+        for name, server in self.survivors().items():
+            left |= {
+                f"{name}'s calls": list(server._calls),
+                f"{name}'s cache": list(server.cache._kept),
+                f"{name}'s tickets": list(server._tickets._entries),
+                f"{name}'s queue": server._executor.queued,
+                f"{name}'s tasks": tasks_of(server._tasks._tasks),
+                f"{name}'s sums": [
+                    index for index in server.stepping.stages if server.stepping.stage(index).gradient_sum.any()
+                ],
+            }
+            if server.cache.used_bytes:
+                left[f"{name}'s cache, in bytes"] = server.cache.used_bytes
+            if server.admission.coordinator is not None:
+                left[f"{name}'s coordinator's tasks"] = tasks_of(server.admission.coordinator._tasks._tasks)
+        for name, trainer in self.trainers.items():
+            if name not in self.dead:
+                left[f"{name}'s tickets"] = list(trainer.tickets._entries)
+        left = {name: what for name, what in left.items() if what}
+        assert not left, left
+
+
+def tasks_of(tasks: Iterable[asyncio.Task[None]]) -> list[str]:
+    return [str(task.get_coro()) for task in tasks if not task.done()]
+
+
+def batch_rows(trainer: PeerId, number: int, index: int) -> Tensor:
+    """The samples of a microbatch ``[ROWS, WIDTH]``, the same ones for the same arguments."""
+    seed = random.Random(f"{trainer} {number} {index}").getrandbits(60)
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
