@@ -1,7 +1,12 @@
-"""Swarms for tests: all peers in one process and one thread, over the in-memory network, on a virtual clock."""
+"""Swarms for tests: all peers in one process and one thread, over the in-memory network, on a virtual clock.
 
-from lightning_swarm.testing.faults import Fault, FaultPlan
+`local_swarm` makes one for a test of your own model, `FaultPlan` says what goes wrong in it and when, `Phase` names the
+moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`.
+"""
+
+from lightning_swarm.testing.faults import Fault, FaultPlan, Moment
 from lightning_swarm.testing.local import InMemoryStrategy
 from lightning_swarm.testing.phases import Phase
+from lightning_swarm.testing.swarms import LocalSwarm, MakeLocalSwarm, local_swarm
 
-__all__ = ["Fault", "FaultPlan", "InMemoryStrategy", "Phase"]
+__all__ = ["Fault", "FaultPlan", "InMemoryStrategy", "LocalSwarm", "MakeLocalSwarm", "Moment", "Phase", "local_swarm"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import random
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,6 +19,7 @@ from lightning_swarm.assembly import Peer
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.launcher import arguments_of
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.runtime import InlineRuntime
 from lightning_swarm.server.executor import InlineExecutor
@@ -24,7 +27,9 @@ from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
 from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
-from lightning_swarm.tasks import TaskOwner
+from lightning_swarm.tasks import TaskOwner, gather
+from lightning_swarm.testing.faults import FaultPlan
+from lightning_swarm.testing.sabotage import Saboteur
 from lightning_swarm.types.runs import Selection
 
 if TYPE_CHECKING:
@@ -42,13 +47,17 @@ class InMemoryHooks(_SwarmHooks):
     Args:
         seed: Wires the pipelines; the same seed replays the same run.
         latency_s: Of each message, on the virtual clock.
+        faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         kwargs: Those of `SwarmStrategy`.
     """
 
     strategy_name = "swarm_in_memory"
 
-    def __init__(self, *, seed: int = 0, latency_s: float = 0.0, **kwargs: Any) -> None:
+    def __init__(
+        self, *, seed: int = 0, latency_s: float = 0.0, faults: FaultPlan | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
+        self._faults = faults
         self._rng = random.Random(seed)
         self._latency_s = latency_s
         self.network: MemoryNetwork | None = None
@@ -58,6 +67,7 @@ class InMemoryHooks(_SwarmHooks):
         self._untouched: LightningModule | None = None
         self._joining = TaskOwner()
         self._loop_of_all: VirtualLoop | None = None
+        self._burials: list[asyncio.Task[None]] = []
 
     @property
     def servers(self) -> list[Server]:
@@ -73,6 +83,8 @@ class InMemoryHooks(_SwarmHooks):
         """Make the network, this peer, and a copy of the model for every other one."""
         self._loop_of_all = VirtualLoop()
         self.network = MemoryNetwork(latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout)
+        if self._faults is not None:
+            Saboteur(self.network, self._faults, killed=self._bury)
         self._servers: list[Server] = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]
@@ -118,6 +130,12 @@ class InMemoryHooks(_SwarmHooks):
         except SwarmError as error:
             self.refusals.append(error)
 
+    def _bury(self, peer_id: PeerId) -> None:
+        """A killed process does nothing any more; here its tasks must be ended."""
+        server = next((peer.server for peer in self.peers if peer.transport.peer_id == peer_id), None)
+        if server is not None:
+            self._burials.append(asyncio.get_running_loop().create_task(_end(server)))
+
     def _serve_copy(self, peer: Peer, module: LightningModule, trainer: Trainer) -> None:
         module.trainer = trainer
         # Other processes would draw from generators of their own.
@@ -134,6 +152,7 @@ class InMemoryHooks(_SwarmHooks):
         finally:
             if self._loop_of_all is not None:
                 self._loop_of_all.run_until_complete(self._joining.close())
+                self._loop_of_all.run_until_complete(gather(_ended(task) for task in self._burials))
             for peer in self.peers:
                 peer.close()
             if self._loop_of_all is not None:
@@ -181,6 +200,15 @@ class _InlineLauncher(_Launcher):
     @override
     def kill(self, signum: int) -> None:
         """There is nobody to pass it on to."""
+
+
+async def _end(server: Server) -> None:
+    with contextlib.suppress(Exception):  # it is cut off in the middle of whatever it did
+        await server.close()
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await task
 
 
 def _copy(module: LightningModule) -> LightningModule:
