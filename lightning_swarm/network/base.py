@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.errors import (
     ConfigError,
@@ -27,7 +27,7 @@ from lightning_swarm.network import (
     Traffic,
     Transport,
 )
-from lightning_swarm.network.exchange import Channel, Endpoint, answer_to, check_answer
+from lightning_swarm.network.exchange import Channel, Endpoint, Responder, answer_to, check_answer
 from lightning_swarm.network.framing import Head, Kind, check_outgoing, decode, encode, encode_error
 from lightning_swarm.network.liveness import Exchange, Liveness
 
@@ -46,11 +46,31 @@ MAX_RECORD_TTL_S: Final = 86_400.0
 """Longest life of an announcement: what claims to live longer is malformed."""
 
 
+class Tap(Protocol):
+    """Sits at a peer's exchanges and does to messages and peers what it likes: how tests plan their faults.
+
+    The control bodies tell it which exchange it has before it. It sees what a peer asks of itself, too.
+    """
+
+    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
+        """What answers in place of `respond` when a request of `caller` has come to `peer`."""
+        ...
+
+    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
+        """The answer to a call has come back to `caller`."""
+        ...
+
+
 class BaseTransport(Transport):
-    """A transport but for the wire, which is `_send_call` and `_send_stream`."""
+    """A transport but for the wire, which is `_send_call` and `_send_stream`.
+
+    Attributes:
+        tap: Sits at its exchanges, if there is one.
+    """
 
     def __init__(self, peer_id: PeerId, *, silence_s: float = SILENCE_S) -> None:
         self.traffic = Traffic()
+        self.tap: Tap | None = None
         self._peer_id = peer_id
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,6 +116,8 @@ class BaseTransport(Transport):
             self.traffic.received_bytes[peer, method] += len(answer)
             head = decode(answer)
             check_answer(head, exchange_id, method)
+            if self.tap is not None:
+                await self.tap.arrived(self._peer_id, peer, method, body, head.body)
             return head.body
 
     async def stream(
@@ -150,6 +172,10 @@ class BaseTransport(Transport):
 
     def _find(self, caller: PeerId, head: Head) -> Endpoint:
         """Who answers a request."""
+        max_bytes, respond = self._handler(caller, head)
+        return max_bytes, respond if self.tap is None else self.tap.answer(caller, self._peer_id, head, respond)
+
+    def _handler(self, caller: PeerId, head: Head) -> Endpoint:
         if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
 
             async def respond(message: Message) -> Message:

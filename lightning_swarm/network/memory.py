@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
-from typing_extensions import override
-
 from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
-from lightning_swarm.network.base import SILENCE_S, BaseTransport, check_record
-from lightning_swarm.network.exchange import Channel, Endpoint, Responder, ask, serve
-from lightning_swarm.network.framing import Buffer, Head, Kind, decode
+from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap, check_record
+from lightning_swarm.network.exchange import Channel, ask, serve
+from lightning_swarm.network.framing import Buffer, Kind, decode
 
 _PIPE_BYTES: Final = 1 << 20
 
 
-class Tap(Protocol):
-    """Sits on all wires and does to messages and peers what it likes: how faults are planned.
-
-    The control bodies tell it which exchange it has before it. It sees what a peer asks of itself, too.
-    """
-
-    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
-        """What answers in place of `respond` when a request of `caller` has come to `peer`."""
-        ...
-
-    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
-        """The answer to a call has come back to `caller`."""
-        ...
+class WireTap(Tap, Protocol):
+    """A tap that sees the wires, too."""
 
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, /, *, answer: bytes | None, is_answer: bool
@@ -51,12 +38,10 @@ class MemoryNetwork:
         latency_s: How long each request and each answer is on its way.
         silence_s: How long a peer may be silent in the eyes of the others.
 
-    Attributes:
-        tap: Sits on all of its wires, if there is one.
     """
 
     def __init__(self, *, latency_s: float = 0.0, silence_s: float = SILENCE_S) -> None:
-        self.tap: Tap | None = None
+        self._tap: WireTap | None = None
         self.silence_s = silence_s
         self._latency_s = latency_s
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
@@ -66,6 +51,17 @@ class MemoryNetwork:
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
         self._numbers = itertools.count(1)
 
+    @property
+    def tapped(self) -> WireTap | None:
+        """What sits on all wires, if there is something."""
+        return self._tap
+
+    def be_tapped(self, tap: WireTap) -> None:
+        """Have `tap` sit on all wires, and at all peers' exchanges."""
+        self._tap = tap
+        for transport in self._peers.values():
+            transport.tap = tap
+
     def transport(self, name: str | None = None) -> MemoryTransport:
         """A new peer. Its `peer_id` is `name`; one that was killed or closed may return under its name."""
         number = next(self._numbers)
@@ -73,6 +69,7 @@ class MemoryNetwork:
         if peer_id in self._peers:
             raise ValueError(f"There is a live peer {peer_id!r} already.")
         self._peers[peer_id] = transport = MemoryTransport(self, peer_id, number)
+        transport.tap = self._tap
         return transport
 
     def directory(self, transport: MemoryTransport) -> MemoryDirectory:
@@ -252,14 +249,8 @@ class MemoryTransport(BaseTransport):
             self._network.remove(self._peer_id)
             self._break_off()
 
-    @override
-    def _find(self, caller: PeerId, head: Head) -> Endpoint:
-        max_bytes, respond = super()._find(caller, head)
-        tap = self._network.tap
-        return max_bytes, respond if tap is None else tap.answer(caller, self._peer_id, head, respond)
-
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        network, tap = self._network, self._network.tap
+        network, tap = self._network, self._network.tapped
         network.find(peer)
         body = decode(request).body if tap else b""
         if tap and tap.damages(self._peer_id, peer, method, body, answer=None, is_answer=False):
@@ -268,14 +259,10 @@ class MemoryTransport(BaseTransport):
             await network.depart(self._peer_id, peer)
             arrived = bytes(await network.carry(self._peer_id, peer, request))
             answer = await network.find(peer).answer_call(self._peer_id, arrived)
-            answered = _body(answer) if tap else b""
-            if tap and tap.damages(self._peer_id, peer, method, body, answer=answered, is_answer=True):
+            if tap and tap.damages(self._peer_id, peer, method, body, answer=_body(answer), is_answer=True):
                 answer = _damage(answer)
             await network.depart(peer, self._peer_id)
-            answer = bytes(await network.carry(peer, self._peer_id, answer))
-            if tap:
-                await tap.arrived(self._peer_id, peer, method, body, answered)
-            return answer
+            return bytes(await network.carry(peer, self._peer_id, answer))
         except ConnectionError as error:
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
 
@@ -299,7 +286,7 @@ class MemoryTransport(BaseTransport):
         remote = self._network.find(peer)
         request = self._network.connect_wire(self._peer_id, peer)
         answer = self._network.connect_wire(peer, self._peer_id)
-        if tap := self._network.tap:
+        if tap := self._network.tapped:
             seen = (self._peer_id, peer, method, message.body)
             request.damaged = tap.damages(*seen, answer=None, is_answer=False)
             answer.damaged = tap.damages(*seen, answer=None, is_answer=True)

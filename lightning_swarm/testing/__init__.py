@@ -7,6 +7,17 @@ moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest th
 from lightning_swarm.testing.faults import Fault, FaultPlan, Moment
 from lightning_swarm.testing.local import InMemoryStrategy
 from lightning_swarm.testing.phases import Phase
+from lightning_swarm.testing.processes import FaultySwarmStrategy
 from lightning_swarm.testing.swarms import LocalSwarm, MakeLocalSwarm, local_swarm
 
-__all__ = ["Fault", "FaultPlan", "InMemoryStrategy", "LocalSwarm", "MakeLocalSwarm", "Moment", "Phase", "local_swarm"]
+__all__ = [
+    "Fault",
+    "FaultPlan",
+    "FaultySwarmStrategy",
+    "InMemoryStrategy",
+    "LocalSwarm",
+    "MakeLocalSwarm",
+    "Moment",
+    "Phase",
+    "local_swarm",
+]

@@ -29,7 +29,7 @@ from lightning_swarm.session import Session
 from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
 from lightning_swarm.tasks import TaskOwner, gather
 from lightning_swarm.testing.faults import FaultPlan
-from lightning_swarm.testing.sabotage import Saboteur
+from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.runs import Selection
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class InMemoryHooks(_SwarmHooks):
         self._loop_of_all = VirtualLoop()
         self.network = MemoryNetwork(latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout)
         if self._faults is not None:
-            Saboteur(self.network, self._faults, killed=self._bury)
+            sabotage(self.network, self._faults, killed=self._bury)
         self._servers: list[Server] = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]

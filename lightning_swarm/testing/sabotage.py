@@ -1,4 +1,4 @@
-"""Does what a `FaultPlan` says: to the peers and messages of an in-memory network."""
+"""Does what a `FaultPlan` says: to messages here, to peers by way of `Victims`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from lightning_swarm.errors import Unreachable
 from lightning_swarm.network import Message, PeerId
@@ -23,37 +23,41 @@ _TO_MESSAGES: Final[Sequence[Kind]] = ("delay", "drop", "duplicate")
 _TO_BYTES: Final[Sequence[Kind]] = ("corrupt",)
 
 
+class Victims(Protocol):
+    """The peers that faults strike."""
+
+    def is_live(self, peer: PeerId) -> bool:
+        """Whether it was not killed."""
+        ...
+
+    def hit(self, fault: Fault, peer: PeerId) -> None:
+        """Kill it, freeze it, or part it from others."""
+        ...
+
+
 class Saboteur:
-    """The tap of a network on which a plan's faults happen.
+    """Sits at exchanges, so that a plan's faults happen to them. See `Tap`.
 
     Args:
-        network: Gets it as its tap.
         plan: What shall happen.
-        killed: Told of each peer that was killed.
+        victims: To whom.
         struck: Told of each fault that strikes, before it does.
     """
 
     def __init__(
-        self,
-        network: MemoryNetwork,
-        plan: FaultPlan,
-        *,
-        killed: Callable[[PeerId], None] = lambda _: None,
-        struck: Callable[[Fault, Passing], None] = lambda *_: None,
+        self, plan: FaultPlan, victims: Victims, *, struck: Callable[[Fault, Passing], None] = lambda *_: None
     ) -> None:
-        self._network = network
         self._plan = plan
-        self._killed = killed
+        self._victims = victims
         self._struck = struck
         self._again: set[asyncio.Task[Message]] = set()  # requests that come once more
-        network.tap = self
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder) -> Responder:
         """See `Tap`."""
 
         async def tapped(message: Message) -> Message:
             def passing(side: Side, answer: bytes | None = None) -> Passing:
-                return read_passing(caller, peer, head.method, message.body, side=side, answer=answer)
+                return self._read(caller, peer, head.method, message.body, side=side, answer=answer)
 
             duplicates = await self._strike(passing("request"))
             answer = await respond(message)
@@ -66,24 +70,30 @@ class Saboteur:
 
     async def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes) -> None:
         """See `Tap`."""
-        passing = read_passing(caller, peer, method, request, side="arrived", answer=answer)
+        passing = self._read(caller, peer, method, request, side="arrived", answer=answer)
         if passing.phase is not None:
             await self._strike(passing)
 
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, answer: bytes | None, is_answer: bool
     ) -> bool:
-        """See `Tap`."""
-        passing = read_passing(caller, peer, method, request, side="answer" if is_answer else "request", answer=answer)
+        """See `WireTap`."""
+        side: Side = "answer" if is_answer else "request"
+        passing = self._read(caller, peer, method, request, side=side, answer=answer)
         return bool(self._note(self._plan.strike(passing, _TO_BYTES), passing))
+
+    def _read(
+        self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
+    ) -> Passing:
+        return read_passing(caller, peer, method, request, side=side, answer=answer)
 
     async def _strike(self, passing: Passing) -> list[Fault]:
         """Do what is planned for a message; returns the faults that have its request come again."""
         if hits := self._note(self._plan.strike(passing, _TO_PEERS), passing):
             for fault in hits:
-                self._hit(fault, passing)
+                self._victims.hit(fault, fault.peer or passing.peer)
             await asyncio.sleep(0)  # what is done in a killed peer has been cancelled
-            if not self._network.is_live(passing.peer):
+            if not self._victims.is_live(passing.peer):
                 raise Unreachable(f"{passing.peer} was killed")
         if passing.caller == passing.peer:
             return []  # on no wire
@@ -97,29 +107,10 @@ class Saboteur:
                 duplicates.append(fault)
         return duplicates
 
-    def _hit(self, fault: Fault, passing: Passing) -> None:
-        loop = asyncio.get_running_loop()
-        peer = fault.peer or passing.peer
-        if fault.kind == "partition":
-            pairs = [
-                pair
-                for one, other in itertools.combinations(fault.groups, 2)
-                for pair in itertools.product(sorted(one), sorted(other))
-            ]
-            for pair in pairs:
-                self._network.cut(*pair)
-                loop.call_later(fault.for_s, self._network.mend, *pair)
-        elif fault.kind == "freeze":
-            self._network.freeze(peer)
-            loop.call_later(fault.for_s, self._network.thaw, peer)
-        elif self._network.is_live(peer):
-            self._network.kill(peer)
-            self._killed(peer)
-
     def _come_again(self, fault: Fault, peer: PeerId, respond: Responder, message: Message) -> None:
         async def again() -> Message:
             await asyncio.sleep(fault.for_s)
-            return await respond(message) if self._network.is_live(peer) else Message()
+            return await respond(message) if self._victims.is_live(peer) else Message()
 
         task = asyncio.get_running_loop().create_task(again())
         self._again.add(task)
@@ -135,3 +126,53 @@ class Saboteur:
             _log.info("%s: %s", fault, passing)
             self._struck(fault, passing)
         return faults
+
+
+class InMemoryVictims:
+    """The peers of an in-memory network.
+
+    Args:
+        network: Of them.
+        killed: Told of each that was killed.
+    """
+
+    def __init__(self, network: MemoryNetwork, killed: Callable[[PeerId], None]) -> None:
+        self._network = network
+        self._killed = killed
+
+    def is_live(self, peer: PeerId) -> bool:
+        """See `Victims`."""
+        return self._network.is_live(peer)
+
+    def hit(self, fault: Fault, peer: PeerId) -> None:
+        """See `Victims`."""
+        later = asyncio.get_running_loop().call_later
+        if fault.kind == "partition":
+            for one, other in itertools.combinations(fault.groups, 2):
+                for pair in itertools.product(sorted(one), sorted(other)):
+                    self._network.cut(*pair)
+                    later(fault.for_s, self._network.mend, *pair)
+        elif fault.kind == "freeze":
+            self._network.freeze(peer)
+            later(fault.for_s, self._network.thaw, peer)
+        elif self._network.is_live(peer):
+            self._network.kill(peer)
+            self._killed(peer)
+
+
+def sabotage(
+    network: MemoryNetwork,
+    plan: FaultPlan,
+    *,
+    killed: Callable[[PeerId], None] = lambda _: None,
+    struck: Callable[[Fault, Passing], None] = lambda *_: None,
+) -> None:
+    """Have a plan's faults happen on an in-memory network.
+
+    Args:
+        network: Which.
+        plan: What shall happen.
+        killed: Told of each peer that was killed: the tasks of what was its process are still to be ended.
+        struck: Told of each fault that strikes, before it does.
+    """
+    network.be_tapped(Saboteur(plan, InMemoryVictims(network, killed), struck=struck))

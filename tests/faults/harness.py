@@ -28,7 +28,7 @@ from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tasks import gather
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.phases import Passing
-from lightning_swarm.testing.sabotage import Saboteur
+from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
@@ -177,7 +177,7 @@ class FaultySwarm(Swarm):
         for server in self.servers.values():
             self._watch(server)
         self._training: dict[PeerId, asyncio.Task[None]] = {}
-        Saboteur(self.network, plan, killed=self._bury, struck=self._struck)
+        sabotage(self.network, plan, killed=self._bury, struck=self._struck)
 
     def _watch(self, server: Server) -> None:
         apply = server.stepping._on_decided

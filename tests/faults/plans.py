@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.phases import LEAVING
@@ -13,6 +14,8 @@ STAGES = ("a b c", "d e f")
 VOTERS = "a b c d e"
 COORDINATOR = "a"
 TRAINERS = "trainer other"
+STEP = 1
+"""The step in which faults strike: one before it, one after."""
 
 COMPUTING = [
     Phase.FORWARD,
@@ -37,49 +40,113 @@ CLOSING = [
     Phase.APPLY_DONE,
 ]
 TRAINING = [Phase.GRANT, Phase.GRANT_DONE, Phase.DONE, Phase.DONE_DONE, Phase.RECORD, Phase.RECORD_DONE]
+OF_TRAINERS = [
+    Phase.FORWARD,
+    Phase.FORWARD_ACCEPTED,
+    Phase.BACKWARD,
+    Phase.BACKWARD_ACCEPTED,
+    Phase.RECEIPT_SEEN,
+    *TRAINING,
+]
 BETWEEN = frozenset({Phase.GRANT, Phase.GRANT_DONE, Phase.RECORD_DONE})
 """Phases in which no microbatch need be under way."""
+
+BRIEFLY_S = 4.0
+"""Shorter than a peer may be silent."""
+LONG_S = 40.0
+"""Longer."""
+PARTITIONS = (
+    ("b", "a c d e f trainer other"),
+    ("a", "b c d e f trainer other"),
+    ("a b d", "c e f trainer other"),
+    ("e other", "a b c d f trainer"),
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault at one moment. `add` puts it into a plan."""
+    """One fault at one moment."""
 
-    name: str
+    kind: str
+    whom: str | None
     phase: Phase
-    victims: frozenset[str]  # peers that are killed, or away for long
-    add: Callable[[FaultPlan], object]
+    for_s: float = 0.0
+    groups: tuple[str, ...] = ()
+    away: frozenset[str] = field(default=frozenset())  # who is killed, or away for so long that it may be left out
+
+    def __str__(self) -> str:
+        whom = "|".join(group.replace(" ", "") for group in self.groups) or self.whom or "any"
+        for_ = f"-{self.for_s:g}s" if self.for_s else ""
+        return f"{self.kind}-{whom}-{self.phase.name}{for_}"
+
+    def add_to(self, plan: FaultPlan) -> None:
+        """Put the fault into a plan."""
+        # Of the two batches of a step the first one is under way when a trainer asks for the second.
+        when: dict[str, Any] = {"at": self.phase, "step": STEP}
+        when |= {"nth": 2} if self.phase in (Phase.GRANT, Phase.GRANT_DONE) and self.whom != "other" else {}
+        match self.kind:
+            case "partition":
+                plan.partition(*(group.split() for group in self.groups), for_s=self.for_s, **when)
+            case "freeze":
+                plan.freeze(self.whom, for_s=self.for_s, **when)
+            case "delay":
+                plan.delay(self.whom, by_s=self.for_s, **when)
+            case "duplicate":
+                plan.duplicate(self.whom, again_after_s=self.for_s, **when)
+            case _:
+                getattr(plan, self.kind)(self.whom, **when)
 
 
 def cases() -> list[Case]:
     """Every fault in every phase that it can strike in."""
-    return [*_message_faults()]
+    return [*_to_messages(), *_to_peers(), *_partitions()]
 
 
-def _message_faults() -> Iterator[Case]:
+def _to_messages() -> Iterator[Case]:
     for phase in [*COMPUTING, *CLOSING, *TRAINING]:
-        nth = 2 if phase in (Phase.GRANT, Phase.GRANT_DONE) else 1  # the other's batch is under way then
-        for seconds in (5.0, 12.0):
-            yield Case(
-                f"delay-{seconds:g}s-{phase.name}",
-                phase,
-                frozenset(),
-                lambda plan, phase=phase, seconds=seconds, nth=nth: plan.delay(
-                    None, by_s=seconds, at=phase, step=1, nth=nth
-                ),
-            )
+        yield Case("delay", None, phase, BRIEFLY_S)
+        yield Case("delay", None, phase, 12.0)
+        yield Case("drop", None, phase)
+        if phase is not Phase.RECEIPT_SEEN:  # it is in no message any more
+            yield Case("corrupt", None, phase)
         if phase not in LEAVING:
-            for seconds in (0.0, 3.0):
-                yield Case(
-                    f"duplicate-{seconds:g}s-{phase.name}",
-                    phase,
-                    frozenset(),
-                    lambda plan, phase=phase, seconds=seconds: plan.duplicate(
-                        None, at=phase, step=1, again_after_s=seconds
-                    ),
-                )
+            yield Case("duplicate", None, phase)
+            yield Case("duplicate", None, phase, 3.0)
 
 
-def pair(seed: int) -> tuple[Case, Case]:
-    """Two different cases; together they leave each stage a peer and the voters a majority."""
-    return tuple(random.Random(seed).sample(cases(), 2))  # type: ignore[return-value]
+def _to_peers() -> Iterator[Case]:
+    phases = {
+        "b": [*COMPUTING, *CLOSING],
+        "e": [*COMPUTING, *CLOSING],
+        COORDINATOR: [*COMPUTING, *CLOSING, *TRAINING],
+        "other": OF_TRAINERS,
+    }
+    for whom, theirs in phases.items():
+        for phase in theirs:
+            yield Case("kill", whom, phase, away=frozenset({whom}))
+            yield Case("freeze", whom, phase, BRIEFLY_S)
+            yield Case("freeze", whom, phase, LONG_S, away=frozenset({whom}))
+
+
+def _partitions() -> Iterator[Case]:
+    for groups in PARTITIONS:
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY):
+            yield Case("partition", None, phase, BRIEFLY_S, groups)
+            yield Case("partition", None, phase, LONG_S, groups, away=frozenset(groups[0].split()))
+
+
+def pairs(num_pairs: int) -> list[tuple[Case, Case]]:
+    """Two different faults each, drawn at random; they leave each stage a peer, the voters a majority, a trainer."""
+    rng = random.Random(0)
+    found: list[tuple[Case, Case]] = []
+    every = cases()
+    while len(found) < num_pairs:
+        one, other = rng.sample(every, 2)
+        if _bearable(one.away | other.away):
+            found.append((one, other))
+    return found
+
+
+def _bearable(away: frozenset[str]) -> bool:
+    there = all(set(stage.split()) - away for stage in STAGES) and set(TRAINERS.split()) - away
+    return bool(there) and len(set(VOTERS.split()) - away) * 2 > len(VOTERS.split())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from lightning_swarm.clock import VirtualLoop
@@ -9,9 +13,10 @@ from lightning_swarm.errors import ConfigError, Damaged, DeadlineExceeded, Swarm
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.server import CANCEL, FORWARD
-from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing import FaultPlan, Phase, processes
 from lightning_swarm.testing.phases import Passing, read_passing
-from lightning_swarm.testing.sabotage import Saboteur
+from lightning_swarm.testing.processes import strike_in_process
+from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
 from lightning_swarm.types.calls import CancelRequest, Ticket
 from lightning_swarm.types.wire import encode
@@ -33,7 +38,7 @@ class Wires:
         self.killed: list[PeerId] = []
         for transport in self.peers.values():
             self._serve(transport)
-        Saboteur(self.network, plan, killed=self.killed.append)
+        sabotage(self.network, plan, killed=self.killed.append)
 
     def _serve(self, transport: MemoryTransport) -> None:
         async def on_call(_: PeerId, body: bytes) -> bytes:
@@ -193,6 +198,43 @@ def test_a_partition_parts_groups_and_ends(loop: VirtualLoop) -> None:
     assert loop.run_until_complete(wires.call(A, B)) == pytest.approx(0.2)
 
 
+# ---------------------------------------------------------------------- in real processes
+
+
+def test_a_process_strikes_itself(loop: VirtualLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wires = Wires(loop, FaultPlan())
+    signals, woken = [], []
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: signals.append((pid, number)))
+    monkeypatch.setattr(processes.subprocess, "Popen", lambda command, **_: woken.append(command[-1]))
+    plan = FaultPlan().kill("peer-1", at=Phase.CANCEL_DONE).freeze("peer-1", for_s=2.5, at=Phase.CANCEL)
+    plan.kill("peer-2", at=Phase.CANCEL).delay("peer-1", by_s=3.0, at=Phase.CANCEL)
+    strike_in_process(wires.peers[B], plan, "peer-1", tmp_path / "fired")
+    assert loop.run_until_complete(wires.call(A, B)) == pytest.approx(3.2)
+    loop.run_until_complete(wires.call(A, B))
+    assert signals == [(os.getpid(), signal.SIGSTOP), (os.getpid(), signal.SIGKILL)]
+    assert woken == [f"sleep 2.5; kill -CONT {os.getpid()}"]
+    assert (tmp_path / "fired").read_text().splitlines() == [
+        "freeze peer-1 at CANCEL",
+        "delay peer-1 at CANCEL",
+        "kill peer-1 at CANCEL_DONE",
+    ]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        FaultPlan().kill(None, at=Phase.CANCEL),
+        FaultPlan().kill("peer-1", at=Phase.CANCEL, of="peer-2"),
+        FaultPlan().corrupt("peer-1", at=Phase.CANCEL),
+        FaultPlan().partition("peer-1", "peer-2", for_s=1.0, at=Phase.CANCEL),
+    ],
+    ids=lambda plan: str(plan.faults[0]),
+)
+def test_a_process_cannot_strike_others(loop: VirtualLoop, tmp_path: Path, plan: FaultPlan) -> None:
+    with pytest.raises(ConfigError, match="struck by itself"):
+        strike_in_process(MemoryNetwork().transport(), plan, "peer-1", tmp_path / "fired")
+
+
 # ---------------------------------------------------------------------- in a swarm
 
 OF_OTHERS = ("CANCEL", "REPLAY", "PREPARE", "DECIDE", "JOIN", "DONATE", "FOLLOW", "LISTEN")
@@ -205,7 +247,7 @@ PHASES_OF_A_STEP = [phase for phase in Phase if not phase.name.startswith(OF_OTH
 def test_every_phase_of_a_step_comes_by(make_swarm: MakeSwarm, phase: Phase) -> None:
     plan = FaultPlan().delay(None, by_s=0.5, at=phase)
     swarm: Swarm = make_swarm("a b", "c d", target_batch_size=4)
-    Saboteur(swarm.network, plan)
+    sabotage(swarm.network, plan)
     for seed in range(2):
         swarm.run(swarm.step(rows(2 * seed), rows(2 * seed + 1)))
     assert plan.fired == 1
@@ -215,7 +257,7 @@ def test_every_phase_of_a_step_comes_by(make_swarm: MakeSwarm, phase: Phase) -> 
 def test_a_killed_server_is_noticed(make_swarm: MakeSwarm) -> None:
     plan = FaultPlan().kill("d", at=Phase.BACKWARD_DONE)
     swarm: Swarm = make_swarm("a b", "c d", target_batch_size=4)
-    Saboteur(swarm.network, plan)
+    sabotage(swarm.network, plan)
     with pytest.raises(SwarmError, match="d is gone"):
         swarm.run(swarm.step(rows(0), rows(1)))
     plan.check()

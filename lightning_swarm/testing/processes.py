@@ -1,0 +1,123 @@
+"""Planned faults in real processes: each peer strikes itself, by signals, when its moment has come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.base import BaseTransport
+from lightning_swarm.server.model import Model
+from lightning_swarm.session import Session
+from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.testing.faults import Fault, FaultPlan
+from lightning_swarm.testing.phases import Passing, Side
+from lightning_swarm.testing.sabotage import Saboteur
+from lightning_swarm.types.runs import Selection
+
+
+class _OwnProcess:
+    """This process is the only victim."""
+
+    def is_live(self, peer: PeerId) -> bool:
+        return True
+
+    def hit(self, fault: Fault, peer: PeerId) -> None:
+        if fault.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+            return
+        # Who is stopped cannot wake up by itself.
+        subprocess.Popen(["sh", "-c", f"sleep {fault.for_s}; kill -CONT {os.getpid()}"], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class _ProcessSaboteur(Saboteur):
+    """Knows its own process by the name that it has in the plan."""
+
+    def __init__(self, plan: FaultPlan, name: str, own: PeerId, fired: Path) -> None:
+        super().__init__(plan, _OwnProcess(), struck=self._write)
+        self._names = {own: PeerId(name)}
+        self._fired = fired
+
+    @override
+    def _read(
+        self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
+    ) -> Passing:
+        names = self._names
+        caller, peer = names.get(caller, caller), names.get(peer, peer)
+        return super()._read(caller, peer, method, request, side=side, answer=answer)
+
+    def _write(self, fault: Fault, _: Passing) -> None:
+        with self._fired.open("a") as file:
+            print(fault, file=file)
+
+
+def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: Path) -> None:
+    """Have those faults of a plan that are this process's happen to it.
+
+    Args:
+        transport: This process's.
+        plan: Of the whole swarm.
+        name: Of this process in the plan.
+        fired: A line for each fault that strikes goes there, before it does.
+
+    Raises:
+        ConfigError: Some fault cannot be had in processes of their own.
+    """
+    for fault in plan.faults:
+        if (
+            fault.peer is None
+            or fault.kind in ("corrupt", "partition")
+            or fault.when.get("of", fault.peer) != fault.peer
+        ):
+            raise ConfigError(
+                f"in real processes a peer is struck by itself, in its own phase: kill, freeze, delay, drop and "
+                f"duplicate with a name, got {fault}. Use the in-memory network for the others."
+            )
+    own = FaultPlan()
+    own.faults = [fault for fault in plan.faults if fault.peer == name]
+    assert isinstance(transport, BaseTransport)
+    transport.tap = _ProcessSaboteur(own, name, transport.peer_id, fired)
+
+
+class FaultySwarmStrategy(SwarmStrategy):
+    """`SwarmStrategy` whose processes are struck by planned faults.
+
+    Every process runs the script again, and with it makes this strategy with the same plan.
+
+    Args:
+        faults: For the peers that the launcher starts, ``peer-0`` (the trainer's) to ``peer-<devices - 1>``.
+        fired: A file to which each process appends a line for a fault before it strikes: who was killed cannot say so.
+        name: Of this process in the plan, if no launcher numbers it.
+        kwargs: Those of `SwarmStrategy`.
+    """
+
+    def __init__(self, *, faults: FaultPlan, fired: Path, name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._faults = faults
+        self._fired = fired
+        self._name = name
+
+    @override
+    def serve(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
+        self._strike()
+        super().serve(trainer, datamodule)
+
+    @override
+    def _start_run(
+        self, trainer: pl.Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+    ) -> Session:
+        self._strike()
+        return super()._start_run(trainer, model, ranges, selection)
+
+    def _strike(self) -> None:
+        assert self.peer is not None
+        strike_in_process(self.peer.transport, self._faults, self._name or f"peer-{self.local_rank}", self._fired)
