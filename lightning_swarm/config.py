@@ -11,6 +11,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.network.addresses import Address, Place
 
 Role = Literal["auto", "both", "trainer", "server"]
+Preemption = Literal["auto", "aws", "gcp", "azure"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,7 @@ class SwarmConfig:
     announce: tuple[Place, ...]
     identity_path: str | None
     gather_on_end: bool
+    preemption: Preemption | None
     limits: Limits
 
     def __post_init__(self) -> None:
@@ -103,6 +105,11 @@ class SwarmConfig:
             raise ConfigError(
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
                 f"got {self.split!r}. {_nearest(self.split)}Leave it out to balance by parameters."
+            )
+        if self.preemption is not None and self.preemption not in get_args(Preemption):
+            raise ConfigError(
+                "`preemption` must be 'aws', 'gcp', 'azure', 'auto' (whichever of them this machine is of) or None "
+                f"(notices are not looked for), got {self.preemption!r}. Choose one of them."
             )
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
             raise ConfigError(

@@ -1,0 +1,324 @@
+"""Notices of the three clouds, by the protocols that they document, from a server of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar
+
+import pytest
+from typing_extensions import override
+
+from lightning_swarm import preemption
+from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.config import Preemption
+from lightning_swarm.preemption.aws import AWS
+from lightning_swarm.preemption.azure import Azure
+from lightning_swarm.preemption.cloud import Cloud
+from lightning_swarm.preemption.gcp import GCP
+from lightning_swarm.preemption.http import METADATA_ADDRESS, Endpoint, NoAnswer
+
+T = TypeVar("T")
+
+TOKEN = "/latest/api/token"
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+
+Pages = dict[str, str]
+"""What is to be read under which path; other paths are not found."""
+
+Asked = tuple[str, str]
+
+
+class Metadata:
+    """A metadata service that says what a test wants, to whoever asks as its provider demands."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []  # method and path
+        self.pages: Pages = {}
+        self.tokens: list[str] = []  # that are valid
+        self.refuses: Callable[[str, str, Mapping[str, str]], int | None] = lambda *_: None
+        self.flavor: str | None = None
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.answer("GET")
+
+            def do_PUT(self) -> None:
+                self.answer("PUT")
+
+            def answer(self, method: str) -> None:
+                service.asked.append((method, self.path))
+                status = service.refuses(method, self.path, self.headers)  # type: ignore[arg-type]
+                body = service.pages.get(self.path)
+                if status is None:
+                    status = 404 if body is None else 200
+                said = (body or "nothing" if status == 200 else "<html>no</html>").encode()
+                self.send_response(status)
+                if service.flavor is not None:
+                    self.send_header("Metadata-Flavor", service.flavor)
+                self.send_header("Content-Length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+            @override
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.endpoint = Endpoint("127.0.0.1", self.server.server_port)
+        self._thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+    # What each provider's service is like.
+
+    def be_aws(self) -> None:
+        self.pages = {TOKEN: "token 1"}
+        self.tokens = ["token 1"]
+
+        def refuses(method: str, path: str, headers: Mapping[str, str]) -> int | None:
+            if path == TOKEN:
+                asked_s = headers.get("X-aws-ec2-metadata-token-ttl-seconds", "")
+                return None if method == "PUT" and asked_s.isdigit() and 0 < int(asked_s) <= 21600 else 405
+            return None if headers.get("X-aws-ec2-metadata-token") in self.tokens else 401
+
+        self.refuses = refuses
+
+    def be_gcp(self) -> None:
+        self.pages = {PREEMPTED: "FALSE"}
+        self.flavor = "Google"
+        self.refuses = lambda method, _, headers: (
+            None if method == "GET" and headers.get("Metadata-Flavor") == "Google" else 403
+        )
+
+    def be_azure(self) -> None:
+        self.pages = {NAME: "worker_3", EVENTS: json.dumps({"DocumentIncarnation": 1, "Events": []})}
+        self.refuses = lambda method, _, headers: None if method == "GET" and headers.get("Metadata") == "true" else 400
+
+    def schedule(self, kind: str, *resources: str, status: str = "Scheduled") -> None:
+        """An event of Azure's."""
+        event = {
+            "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
+            "EventStatus": status,
+            "EventType": kind,
+            "ResourceType": "VirtualMachine",
+            "Resources": list(resources),
+            "NotBefore": "Mon, 11 Apr 2022 22:26:58 GMT",
+            "EventSource": "Platform",
+            "DurationInSeconds": -1,
+        }
+        self.pages[EVENTS] = json.dumps({"DocumentIncarnation": 2, "Events": [event]})
+
+
+@pytest.fixture
+def service() -> Iterator[Metadata]:
+    with closing(Metadata()) as one:
+        yield one
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """On a virtual clock: its threads are this one, so a look takes no time."""
+    with closing(VirtualLoop()) as loop:
+        return loop.run_until_complete(work)
+
+
+CLOUDS: dict[str, type[Cloud]] = {"aws": AWS, "gcp": GCP, "azure": Azure}
+
+
+def let_go(service: Metadata, name: str) -> None:
+    """The provider takes the machine away."""
+    if name == "aws":
+        service.pages[ACTION] = '{"action": "terminate", "time": "2026-09-18T08:22:00Z"}'
+    elif name == "gcp":
+        service.pages[PREEMPTED] = "TRUE"
+    else:
+        service.schedule("Preempt", "worker_2", "worker_3")
+
+
+REASONS = {
+    "aws": "AWS will terminate this spot instance at 2026-09-18T08:22:00Z",
+    "gcp": "GCP preempts this machine within 30 s",
+    "azure": "Azure has scheduled a Preempt of this machine, Mon, 11 Apr 2022 22:26:58 GMT",
+}
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_a_machine_stays_until_its_cloud_says_otherwise(service: Metadata, name: str) -> None:
+    getattr(service, f"be_{name}")()
+    cloud = CLOUDS[name](service.endpoint)
+
+    async def go() -> None:
+        assert await cloud.is_here()
+        assert await cloud.notice() is None
+        let_go(service, name)
+        assert await cloud.notice() == REASONS[name]
+
+    run(go())
+
+
+def test_aws_recommends_to_leave_before_it_interrupts(service: Metadata) -> None:
+    service.be_aws()
+    service.pages[REBALANCE] = '{"noticeTime": "2026-10-27T08:22:00Z"}'
+    assert run(AWS(service.endpoint).notice()) == (
+        "AWS recommends to leave this spot instance, which is likely to be interrupted (said at 2026-10-27T08:22:00Z)"
+    )
+
+
+@pytest.mark.parametrize("action", ["stop", "hibernate"])
+def test_aws_says_what_it_will_do(service: Metadata, action: str) -> None:
+    service.be_aws()
+    service.pages[ACTION] = json.dumps({"action": action})
+    assert run(AWS(service.endpoint).notice()) == f"AWS will {action} this spot instance at any moment"
+
+
+def test_a_token_of_aws_is_asked_for_once_and_again_when_it_is_refused(service: Metadata) -> None:
+    service.be_aws()
+    cloud = AWS(service.endpoint)
+
+    async def go() -> None:
+        for _ in range(3):
+            assert await cloud.notice() is None
+        assert service.asked.count(("PUT", TOKEN)) == 1
+        service.tokens, service.pages[TOKEN] = ["token 2"], "token 2"
+        assert await cloud.notice() is None
+        assert service.asked.count(("PUT", TOKEN)) == 2
+        await asyncio.sleep(21_600.0)  # no token lives longer
+        assert await cloud.notice() is None
+        assert service.asked.count(("PUT", TOKEN)) == 3
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("kind", "resources", "status", "ends"),
+    [
+        ("Preempt", ["worker_3"], "Started", True),
+        ("Terminate", ["worker_3"], "Scheduled", True),
+        ("Reboot", ["worker_3"], "Scheduled", True),
+        ("Redeploy", ["worker_3"], "Scheduled", True),
+        ("Freeze", ["worker_3"], "Scheduled", False),
+        ("Preempt", ["worker_2"], "Scheduled", False),
+        ("Preempt", ["worker_3"], "Canceled", False),
+    ],
+)
+def test_azure_tells_of_other_machines_and_of_pauses_too(
+    service: Metadata, kind: str, resources: list[str], status: str, ends: bool
+) -> None:
+    service.be_azure()
+    service.schedule(kind, *resources, status=status)
+    assert (run(Azure(service.endpoint).notice()) is not None) == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "said"),
+    [
+        ("aws", TOKEN, ""),
+        ("aws", TOKEN, "two\nlines"),
+        ("aws", ACTION, "<html>"),
+        ("aws", ACTION, "[]"),
+        ("aws", REBALANCE, '{"noticeTime": 3}'),
+        ("gcp", PREEMPTED, "MAYBE"),
+        ("azure", EVENTS, "null"),
+        ("azure", EVENTS, '{"Events": [{"Resources": ["worker_3"]}]}'),
+        ("azure", NAME, " "),
+    ],
+)
+def test_what_is_no_notice_is_none(service: Metadata, name: str, path: str, said: str) -> None:
+    """Nobody leaves for a page that it does not understand."""
+    getattr(service, f"be_{name}")()
+    service.pages[path] = said
+    with pytest.raises(NoAnswer):
+        run(CLOUDS[name](service.endpoint).notice())
+    assert any(asked == path for _, asked in service.asked)
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_a_service_that_is_gone_or_silent_is_no_notice(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        cloud = CLOUDS[name](Endpoint("127.0.0.1", port, timeout=0.05))
+        with pytest.raises(NoAnswer, match="in time"):
+            run(cloud.notice())
+    with pytest.raises(NoAnswer, match="refused"):
+        run(cloud.notice())
+
+
+# ---------------------------------------------------------------------- watching
+
+
+def watched(
+    service: Metadata, name: Preemption, *, until: float, at: dict[float, Callable[[], None]]
+) -> Any:
+    """The reasons that were told within `until` seconds, when, and whether the watch is over then."""
+    told: list[tuple[float, str]] = []
+
+    async def go() -> bool:
+        loop = asyncio.get_running_loop()
+        for when, what in at.items():
+            loop.call_at(when, what)
+        known = preemption.clouds(service.endpoint)
+        task = asyncio.create_task(
+            preemption.watch(name, lambda reason: told.append((loop.time(), reason)), known=known, every_s=5.0)
+        )
+        await asyncio.wait({task}, timeout=until)
+        over = task.done()
+        task.cancel()
+        await asyncio.wait({task})
+        return over
+
+    return told, run(go())
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_notice_is_told_once_and_soon(service: Metadata, name: Any, auto: bool) -> None:
+    getattr(service, f"be_{name}")()
+    at = {12.0: lambda: let_go(service, name)}
+    told, over = watched(service, "auto" if auto else name, until=60.0, at=at)
+    assert told == [(15.0, REASONS[name])]
+    assert over
+
+
+def test_whose_machine_it_is_is_found_out_once(service: Metadata) -> None:
+    service.be_gcp()
+    watched(service, "auto", until=21.0, at={})
+    assert service.asked.count(("PUT", TOKEN)) == 1
+    assert service.asked.count(("GET", NAME)) == 1
+    assert service.asked.count(("GET", PREEMPTED)) == 1 + 5
+
+
+def test_nobody_is_asked_again_where_no_cloud_answers(service: Metadata) -> None:
+    told, over = watched(service, "auto", until=60.0, at={})
+    assert (told, over) == ([], True)
+    assert len(service.asked) == 3
+
+
+def test_asking_goes_on_while_there_is_no_answer(service: Metadata, caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said once."""
+
+    def repair() -> None:
+        service.be_gcp()
+        let_go(service, "gcp")
+
+    told, over = watched(service, "gcp", until=60.0, at={22.0: repair})
+    assert told == [(25.0, REASONS["gcp"])]
+    assert over
+    assert caplog.text.count("No word from gcp whether this machine is to go") == 1
+
+
+def test_by_itself_a_cloud_is_asked_at_the_address_that_all_of_them_have() -> None:
+    assert {cloud.endpoint for cloud in preemption.clouds().values()} == {Endpoint(METADATA_ADDRESS, 80)}
