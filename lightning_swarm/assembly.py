@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -13,9 +12,9 @@ from functools import partial
 
 import torch
 
-from lightning_swarm import hello, membership, starting, survey
-from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import DeadlineExceeded, SwarmError, Unreachable
+from lightning_swarm import hello, membership, preemption, starting, survey
+from lightning_swarm.config import Preemption, SwarmConfig
+from lightning_swarm.errors import DeadlineExceeded
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
@@ -28,17 +27,16 @@ from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilOver
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
+from lightning_swarm.server.staying import Stay
 from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.client import StepClient
+from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.reports import PeerReport
-from lightning_swarm.types.runs import Manifest, Member, RestartRequest
+from lightning_swarm.types.runs import Member, RestartRequest
 
 _log = logging.getLogger(__name__)
-
-_WATCH_S = 20.0
-_MAX_SILENT = 3
 
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
@@ -79,6 +77,8 @@ class Peer:
         survey.answer(transport, self._report, lambda: membership.known_servers(self._directory, self._config.run_id))
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
+        self._stay: Stay | None = None
+        self._tasks = TaskOwner()
         self.run: RunState | None = None  # that this peer began, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
         self._closed = False
@@ -121,6 +121,14 @@ class Peer:
             hosts={address.peer_id for address in self._config.initial_peers},
         )
         await self.server.start()
+        self._stay = Stay(
+            self.transport,
+            self.server,
+            partial(membership.find_runs, self._directory, self.transport, self._config.run_id),
+            run_id=self._config.run_id,
+            limits=self._config.limits,
+            events=self.events,
+        )
 
     def check_run_id(self) -> None:
         """Ask the peers that this one was told of whether they are for its run.
@@ -135,45 +143,22 @@ class Peer:
         self.runtime.run(self.stay(say))
 
     async def stay(self, say: Callable[[str], None] = _log.info) -> None:
-        """Enter a run, and return when it is over.
+        """Enter a run, and return when it is over, or when it has let this peer go. See `Stay.last`."""
+        assert self._stay is not None
+        await self._stay.last(say)
 
-        Args:
-            say: Tells the user what came of it.
+    def leave(self) -> None:
+        """Have `stay` ask the run to let this peer go. Returns at once; from any thread, or a signal's handler."""
+        if self._stay is not None:
+            self.runtime.post(self._stay.leave)
 
-        Raises:
-            ConfigError: This peer's model or version is not the run's.
-            PeerError: The run does not let this peer in, or it broke off.
-        """
-        server = self.server
-        assert server is not None
-        find = partial(membership.find_runs, self._directory, self.transport, self._config.run_id)
-        await server.joiner.enter(find)
-        if (report := server.report()) is not None:
-            say(f"In run {self._config.run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
-        num_silent = 0
-        while not server.admission.left.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_WATCH_S):
-                    await server.admission.left.wait()
-            if server.admission.left.is_set():
-                break
-            num_silent = 0 if await self._answers(server.admission.run.manifest) else num_silent + 1
-            if num_silent >= _MAX_SILENT:
-                raise Unreachable(
-                    f"run {self._config.run_id!r} is over or broke off, and nobody said so: its lead or coordinator "
-                    f"did not answer {num_silent} times. Start this peer again when the run goes on."
-                )
-        say(f"Run {self._config.run_id!r} is over.")
+    def watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
+        """Ask a cloud whether this machine is to go, from now on. `on_notice` is called once, on the loop."""
+        self.runtime.run(self._watch_for_notice(cloud, on_notice))
 
-    async def _answers(self, manifest: Manifest) -> bool:
-        """Whether the run lives: the lead in the coordinator's eyes, the coordinator in those of all others."""
-        whom = manifest.lead if manifest.coordinator == self.transport.peer_id else manifest.coordinator
-        try:
-            await hello.meet(self.transport, whom, timeout=_WATCH_S)
-        except SwarmError as error:
-            _log.warning("%s does not answer: %s", whom, error)
-            return False
-        return True
+    async def _watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
+        await self._tasks.start()
+        self._tasks.spawn(preemption.watch(cloud, on_notice))
 
     # ------------------------------------------------------------------ another trainer than the starter
 
@@ -331,16 +316,13 @@ class Peer:
 
     async def _close(self) -> None:
         try:
+            await self._tasks.close()
             if self.server is not None:
                 server, self.server = self.server, None
                 await server.close()
         finally:
             await self._directory.close()
             await self.transport.close()
-
-
-def _stages(held: Sequence[int]) -> str:
-    return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
 
 
 async def _begun(ready: asyncio.Event, *, timeout: float) -> None:

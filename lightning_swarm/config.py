@@ -29,6 +29,8 @@ class Limits:
         start_timeout: Seconds that the starter waits for its peers, imports included.
         join_timeout: Seconds that a joining server may take to download a stage.
         join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
+        drain_timeout: Seconds that a server which is told to leave waits for a record that lets it go; then it goes
+            all the same, as if it had died.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
         max_in_flight: Microbatches that a trainer has under way at once.
@@ -44,6 +46,7 @@ class Limits:
     start_timeout: float = 120.0
     join_timeout: float = 3600.0
     join_bytes: int = 4 << 30
+    drain_timeout: float = 120.0
     leave_timeout: float = 5.0
     max_pending_calls: int = 1024
     max_in_flight: int = 64

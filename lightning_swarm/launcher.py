@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -30,11 +31,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_swarm.assembly import Peer, hivemind_peer
-from lightning_swarm.config import Role, SwarmConfig
+from lightning_swarm.config import Preemption, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS, framework_of
 from lightning_swarm.network.addresses import Address, Place, widest
 from lightning_swarm.rules import check_data_module
+from lightning_swarm.signals import leaving_on_signals
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ IDENTITY: Final = "SWARM_IDENTITY"
 """The file of the first peer's key, whatever the script says."""
 ROLE: Final = "SWARM_ROLE"
 """What to be, whatever the script says."""
+PREEMPTION: Final = "SWARM_PREEMPTION"
+"""Whose notice to heed that this machine is to go, whatever the script says."""
 _RUN = "SWARM_RUN_ID"
 _RANK = "SWARM_LOCAL_RANK"
 _TRAINS = "SWARM_TRAINS"  # a child that reads data, too
@@ -102,6 +106,7 @@ class SwarmLauncher(_Launcher):
         self._num_threads: int | None = None  # torch's, before this run shared the cores
         self.local_rank = int(os.environ.get(_RANK, "0"))
         self.launch_id = os.environ.get(_LAUNCH, "")
+        self._leaves = False  # this server was told to
 
     @property
     @override
@@ -142,7 +147,8 @@ class SwarmLauncher(_Launcher):
     def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
         def serve() -> None:
             self._start_peers(trainer)
-            self._strategy.serve(trainer, _datamodule(handed))
+            with leaving_on_signals(self._leave):
+                self._strategy.serve(trainer, _datamodule(handed))
 
         self._end_with(serve)
 
@@ -168,18 +174,44 @@ class SwarmLauncher(_Launcher):
             work()
         except KeyboardInterrupt:
             code = 130  # as a shell has it
+        except SystemExit as told:  # by a second signal
+            code = told.code if isinstance(told.code, int) else 1
         except SwarmError as error:
             print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - its last word
             code = 1
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()
             code = 1
-        self.end_children(self._strategy.config.limits.leave_timeout, dismissed=code == 0)
+        self._end_children_in_order(code)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: Lightning would take it for a failed fit and have callbacks and loggers act on it.
         os._exit(code)
+
+    def _leave(self, reason: str) -> None:
+        """At a server: leave the run, and have this machine's other servers leave it."""
+        print(f"lightning_swarm: {reason}: leaving. Once more, and it ends at once.", file=sys.stderr)  # noqa: T201
+        self._leaves = True
+        for child in self._children:
+            child.terminate()
+        if self._strategy.peer is not None:
+            self._strategy.peer.leave()
+
+    def _heed(self, reason: str) -> None:
+        """A cloud says that this machine is to go."""
+        if self._strategy.config.only_serves:
+            self._leave(reason)
+            return
+        _log.warning("%s. What trains here ends.", reason)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's: it ends the loop in order
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end_children_in_order(self, code: int) -> None:
+        limits = self._strategy.config.limits
+        # Those that leave may have to wait for a record of their own.
+        timeout = limits.leave_timeout + (limits.drain_timeout if self._leaves else 0.0)
+        self.end_children(timeout, dismissed=code == 0 or (self._leaves and code < 128))
 
     @override
     def kill(self, signum: int) -> None:
@@ -234,6 +266,8 @@ class SwarmLauncher(_Launcher):
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(_invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
             self._start_children(command, addresses)
+        if self._strategy.config.preemption is not None:
+            peer.watch_for_notice(self._strategy.config.preemption, self._heed)
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         join = " ".join(addresses)
@@ -266,6 +300,7 @@ def _from_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
         role=cast(Role, os.environ.get(ROLE, config.role)),
         listen=Place.to_listen(listen) if listen else config.listen,
         identity_path=os.environ.get(IDENTITY, config.identity_path),
+        preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
     )
     if local_rank == 0:
         return config
@@ -289,9 +324,8 @@ def _invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
         return f"Peers {where}can join this run: lightning-swarm join {address} {program}"
     if config.initial_peers:
         return (
-            f"This peer asks for a place in run {config.run_id!r}. Then it must stay: for now a run breaks off "
-            f"when a peer leaves it. Peers {where}can join here, too: lightning-swarm join {address} "
-            f"{program}"
+            f"This peer asks for a place in run {config.run_id!r}. Ctrl-C or SIGTERM has it leave between two steps. "
+            f"Peers {where}can join here, too: lightning-swarm join {address} {program}"
         )
     start = (
         f"lightning-swarm fit {program} --trainer.strategy.role both --trainer.strategy.initial_peers {address}"

@@ -7,9 +7,10 @@ while the main thread waits for it, so a run is one thread and repeats exactly.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -26,6 +27,10 @@ class Runtime(ABC):
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run to the end and return the result. Interrupted (Ctrl-C), it cancels the work first."""
+
+    @abstractmethod
+    def post(self, callback: Callable[[], None]) -> None:
+        """Have the loop call something soon, and return at once; from any thread, and from a signal's handler."""
 
     @abstractmethod
     def close(self) -> None:
@@ -53,6 +58,11 @@ class ThreadRuntime(Runtime):
             raise
 
     @override
+    def post(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # it is closed: there is nobody to tell any more
+            self._loop.call_soon_threadsafe(callback)
+
+    @override
     def close(self) -> None:
         if self._loop.is_closed():
             return
@@ -76,6 +86,10 @@ class InlineRuntime(Runtime):
     @override
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
+
+    @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._loop.call_soon(callback)
 
     @override
     def close(self) -> None:
@@ -116,6 +130,10 @@ class UntilOver(Runtime):
             await asyncio.wait({task, over})
             if not task.cancelled():
                 task.exception()  # seen: it was raised, or the run's end was
+
+    @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._runtime.post(callback)
 
     @override
     def close(self) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
-from lightning_swarm.config import Limits, Role, SwarmConfig
+from lightning_swarm.config import Limits, Preemption, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
@@ -76,6 +76,9 @@ class SwarmHooks(_Strategy):
         announce: At which address and port others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights.
+        preemption: Whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``, ``"azure"``,
+            or ``"auto"`` for whichever answers. A server leaves the run in order then; a trainer takes it for a
+            SIGTERM. None: nobody is asked.
         limits: Bounds on waiting and memory.
         accelerator: As in every strategy of Lightning.
         checkpoint_io: As in every strategy of Lightning.
@@ -105,6 +108,7 @@ class SwarmHooks(_Strategy):
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
         gather_on_end: bool = True,
+        preemption: Preemption | None = None,
         limits: Limits = _LIMITS,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -127,6 +131,7 @@ class SwarmHooks(_Strategy):
             announce=tuple(map(Place.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
             gather_on_end=gather_on_end,
+            preemption=preemption,
             limits=limits,
         )
         # Lightning's accelerator connector sets these two.

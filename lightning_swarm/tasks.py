@@ -72,6 +72,19 @@ def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
+async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
+    """Wait for one of several things to happen, at most `timeout` seconds. A failure of one is raised."""
+    tasks = {asyncio.ensure_future(one) for one in waits}
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -> list[_T]:
     """`gather` with at most `limit` under way at once, begun in order."""
     slots = asyncio.Semaphore(limit)

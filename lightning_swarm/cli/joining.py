@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from lightning_swarm import _bootstrap
 from lightning_swarm.cli.trainer import run_trainer
+from lightning_swarm.config import Preemption
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.launcher import IDENTITY, JOIN, LISTEN, ROLE, SwarmLauncher
+from lightning_swarm.launcher import IDENTITY, JOIN, LISTEN, PREEMPTION, ROLE, SwarmLauncher
 from lightning_swarm.network.addresses import Address, Place
 
 COMMANDS: Final[Mapping[str, str]] = {
@@ -20,6 +21,8 @@ COMMANDS: Final[Mapping[str, str]] = {
     "serve": "Hold stages, and nothing else, for a run that is or will be started elsewhere.",
 }
 """What each one does."""
+
+_OPTIONS: Final = ("--listen", "--identity", "--preemption")
 
 _ADDRESS: Final = "203.0.113.7:31337/12D3..."
 
@@ -35,8 +38,10 @@ _DESCRIPTIONS: Final = {
 
 The program must build the same model as the starter's. Its first `fit` serves until the run is over and then ends the
 process with exit status 0. Its strategy's `role` must be "auto" or "server": who begins with "both" or "trainer" starts
-a run, and a run that is under way has its starter. Once it is in, a peer must stay: for now the whole run breaks
-off when one leaves or is interrupted, and its starter has to start it again from its last checkpoint.
+a run, and a run that is under way has its starter.
+
+Ctrl-C or SIGTERM has it leave the run: it serves until the next record that can spare it, and ends with exit status 0;
+a second one ends it at once. With --preemption it heeds the notice of a cloud that takes the machine away, too.
 """,
     "serve": f"""\
 {{what}}
@@ -93,10 +98,10 @@ def _split(arguments: Sequence[str], *, address_first: bool) -> tuple[list[str],
     program = list(arguments)
     address = False
     while program:
-        if program[0] in ("--listen", "--identity"):
+        if program[0] in _OPTIONS:
             own += program[:2]
             del program[:2]
-        elif program[0].startswith(("--listen=", "--identity=")) or program[0] in ("-h", "--help"):
+        elif program[0].startswith(tuple(f"{option}=" for option in _OPTIONS)) or program[0] in ("-h", "--help"):
             own.append(program.pop(0))
         elif not address and not program[0].startswith("-") and (address_first or _is_meant_as_address(program[0])):
             address = True
@@ -114,7 +119,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     address, optional = ("ADDRESS", None) if name == "join" else ("[ADDRESS]", "?")
     parser = argparse.ArgumentParser(
         prog=f"lightning-swarm {name}",
-        usage=f"lightning-swarm {name} {address} [--listen IP[:PORT]] [--identity FILE] PROGRAM [its arguments]",
+        usage=f"lightning-swarm {name} {address} [options] PROGRAM [its arguments]",
         description=_DESCRIPTIONS[name].format(what=COMMANDS[name]),
         epilog="PROGRAM: a script, -m MODULE, or --config FILE or --model CLASS with options of `lightning-swarm fit`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -126,6 +131,11 @@ def _parser(name: str) -> argparse.ArgumentParser:
         help="where this peer listens; 0.0.0.0 for all networks (default: the program's)",
     )
     parser.add_argument("--identity", metavar="FILE", help="of this peer's key, made if missing: keeps its id")
+    parser.add_argument(
+        "--preemption",
+        choices=get_args(Preemption),
+        help="whose notice to heed that this machine is to go; auto: whichever answers (default: the program's)",
+    )
     return parser
 
 
@@ -138,6 +148,8 @@ def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
         told[LISTEN] = str(Place.to_listen(chosen.listen))
     if chosen.identity:
         told[IDENTITY] = chosen.identity
+    if chosen.preemption:
+        told[PREEMPTION] = chosen.preemption
     if name == "serve":
         told[ROLE] = "server"
     return told

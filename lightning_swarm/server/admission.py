@@ -90,8 +90,18 @@ class Admission:
 
     @property
     def is_member(self) -> bool:
-        """Whether this server is in a roster, or was admitted to a run at its beginning."""
-        return self._run is not None and (self._asked is None or any(self.me in one for one in self._run.rosters))
+        """Whether this server is in a roster of its run."""
+        return self._run is not None and any(self.me in roster for roster in self._run.rosters)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there is a `run`."""
+        return self._run is not None
+
+    @property
+    def asked(self) -> PeerId | None:
+        """The coordinator of the run that this server is joining, or has joined."""
+        return self._asked
 
     def led_by(self, peer: PeerId) -> bool:
         """Whether `peer` coordinates the run that this server is in, or wants to join."""
@@ -120,6 +130,12 @@ class Admission:
         self.loaded = {stage.index}
         self._stepping.begin(run, {stage.index: stage})
         self.ready.set()
+
+    def step_out(self) -> None:
+        """Be in no run, as before the first."""
+        self._run = self._asked = None
+        self.loaded.clear()
+        self.ready.clear()
 
     async def close(self) -> None:
         """Stop coordinating, if this server does. Raises what a task of it raised."""

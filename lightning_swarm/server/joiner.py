@@ -80,6 +80,15 @@ class Joiner:
         self._stage: Stage | None = None
         transport.handle_call(LISTEN, self._handle_listen)
 
+    def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
+        """Join with a stage that this server has built: of several the one that the fewest hold.
+
+        Args:
+            stages: Of a run that it is in no more.
+            holders: How many there are, for each stage of the run.
+        """
+        self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
+
     async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
         """Come into a run: be admitted at its beginning, or join it. There may be none for long.
 
@@ -179,12 +188,9 @@ class Joiner:
         def load() -> int:
             if self._done:  # loading would undo what the record that let this peer in did
                 raise PeerError("a record let this peer in while it was downloading")
-            if snapshot.selection is not None:
-                stage.select(snapshot.selection)
+            stage.go_back(snapshot.version, snapshot.selection)
             stage.load_weights(weights)
             stage.load_optimizer_state(state)
-            stage.version = snapshot.version
-            stage.zero_sum()
             return stage.fingerprint()
 
         version_hash, _ = await self._executor.submit(_FIRST, load)

@@ -143,7 +143,24 @@ class Server:
             queued=self._executor.queued,
         )
 
-    # ------------------------------------------------------------------ going back
+    # ------------------------------------------------------------------ going back, and out
+
+    async def step_out(self) -> None:
+        """A record has left this server out: nothing is left here of the run but a stage to join it with again."""
+        holders = [len(roster) for roster in self.admission.run.rosters]
+        self.admission.step_out()  # what comes from now on is refused
+        await self._end_calls()
+        self._forget("g")
+        stages = await self.stepping.step_out()
+        self.donor.go_back()
+        self.joiner.keep(stages, holders)
+
+    async def _end_calls(self) -> None:
+        calls = set(self._calls.values())
+        for task in calls:
+            task.cancel()
+        if calls:
+            await asyncio.wait(calls)
 
     async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
         """Nothing is left of the running generation when this returns."""
@@ -152,11 +169,7 @@ class Server:
         self.admission.go_back(caller, decode(body, RestartRequest))
         if self.admission.coordinator is not None:
             await self.admission.coordinator.go_back()
-        calls = set(self._calls.values())
-        for task in calls:
-            task.cancel()
-        if calls:
-            await asyncio.wait(calls)
+        await self._end_calls()
         self._forget(f"g{old}.")
         await self.stepping.go_back()
         self.donor.go_back()

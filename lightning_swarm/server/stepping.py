@@ -94,6 +94,20 @@ class Stepping:
         self._averaged = self._reselected = None
         self._ledgers = {index: Ledger(self.version) for index in stages}
 
+    async def step_out(self) -> list[Stage]:
+        """Be in no run. Returns the stages that were held."""
+        stages = list(self._stages.values())
+
+        def end() -> None:
+            self._run, self._stages, self._ledgers = None, {}, {}
+            self._averaged = self._reselected = None
+
+        await self._executor.submit(_FIRST, end)  # after what runs on the compute thread
+        async with self._applied:
+            self.attempt = 0
+            self._applied.notify_all()
+        return stages
+
     async def go_back(self) -> None:
         """The run entered its next generation: nothing of the old one may change a stage any more."""
         self._averaged = self._reselected = None
@@ -367,8 +381,9 @@ class Stepping:
             raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
 
     def _check_generation(self, generation: int) -> None:
-        """After a wait, in which the run may have gone back."""
-        assert self._run is not None
+        """After a wait, in which the run may have gone back, or on without this server."""
+        if self._run is None:
+            raise ProtocolError("this peer is in no run (any more)")
         self._run.check_generation(generation)
 
     def _place(self, closing: StageClosing) -> int:

@@ -76,7 +76,7 @@ class Closer:
             clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
             selection=reselected,
-            next_roster=next_rosters(self._run.rosters, newcomers=newcomers),
+            next_roster=next_rosters(self._run.rosters, leaving=self._gate.leaving, newcomers=newcomers),
             next_voters=self._run.voters,
             next_trainers=self._run.trainers,
             newcomers=newcomers,

@@ -1,9 +1,11 @@
-"""The coordinator's side of joining: who may follow a stage, and who enters with which record.
+"""The coordinator's side of joining and leaving: who may follow a stage, who enters with which record, who goes.
 
 ``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
 A record may wait for the lead for long, so LISTEN comes again directly before it is decided.
 A joiner that is slow or gone delays a step by a round's own time or `_GRACE_S`, whichever is longer, and that less and
 less often: after a few misses it is sent away, with each further one for twice as long.
+
+``DRAIN -> the next record that can spare it names it no more``. Until that is applied it serves like any other.
 """
 
 from __future__ import annotations
@@ -19,10 +21,18 @@ from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError,
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import JOIN, LEAVE, LISTEN, MEET, READY
-from lightning_swarm.steps.policy import choose_stage
+from lightning_swarm.steps import DRAIN, JOIN, LEAVE, LISTEN, MEET, READY
+from lightning_swarm.steps.policy import alone_in, choose_stage, next_rosters
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.joining import JoinReply, JoinRequest, ListenReply, ListenRequest, ReadyRequest
+from lightning_swarm.types.joining import (
+    DrainReply,
+    DrainRequest,
+    JoinReply,
+    JoinRequest,
+    ListenReply,
+    ListenRequest,
+    ReadyRequest,
+)
 from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import Candidate, Closing
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
@@ -65,7 +75,7 @@ class _Waiting:
 
 
 class Gate:
-    """Who wants to join.
+    """Who wants to join, and who wants to leave.
 
     Args:
         transport: The coordinator's.
@@ -82,8 +92,15 @@ class Gate:
         self._waiting: dict[PeerId, _Waiting] = {}
         self._misses: dict[PeerId, _Misses] = {}  # those with the latest one last
         self._entering: set[PeerId] = set()  # by the record that is being decided
+        self._leaving: dict[PeerId, None] = {}  # who asked first comes first
         transport.handle_call(JOIN, self._handle_join)
         transport.handle_call(READY, self._handle_ready)
+        transport.handle_call(DRAIN, self._handle_drain)
+
+    @property
+    def leaving(self) -> list[PeerId]:
+        """The members that asked to be let go, the first to ask first."""
+        return list(self._leaving)
 
     async def close(self) -> None:
         """The run is over: tell those who did not get in, as far as they can be told."""
@@ -99,6 +116,7 @@ class Gate:
     def go_back(self) -> None:
         """The run entered its next generation: what anyone downloaded is of the old one."""
         self._entering.clear()
+        self._leaving.clear()  # they ask again
         for one in self._waiting.values():
             one.refusal = _WENT_BACK
 
@@ -151,7 +169,8 @@ class Gate:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
         if request.stage_index is None:
             coming = [one.candidate.stage_index for one in others]
-            return choose_stage([len(self._run.rosters[index]) + coming.count(index) for index in range(num_stages)])
+            staying = [sum(one.peer_id not in self._leaving for one in roster) for roster in self._run.rosters]
+            return choose_stage([staying[index] + coming.count(index) for index in range(num_stages)])
         if request.stage_index >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {request.stage_index}")
         return request.stage_index
@@ -209,6 +228,37 @@ class Gate:
         waiting.ready = waiting.caught_up = True
         waiting.last_heard_s = asyncio.get_running_loop().time()
         return b""
+
+    # ------------------------------------------------------------------ those that leave
+
+    async def _handle_drain(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, DrainRequest)
+        self._run.check_generation(request.generation)
+        if caller in self._entering:
+            raise Busy(f"the record that is being decided may let {caller} in; it can leave after it")
+        if caller not in self._run.servers:
+            self._waiting.pop(caller, None)
+            return encode(DrainReply(alone=[]))
+        self._check_may_leave(Member(peer_id=caller, boot_id=request.boot_id))
+        if caller not in self._leaving:
+            self._leaving[caller] = None
+            _log.info("Server %s asks to leave.", caller)
+        rosters = next_rosters(self._run.rosters, leaving=self.leaving)
+        staying = {member.peer_id for roster in rosters for member in roster}
+        return encode(DrainReply(alone=alone_in(rosters, caller, staying)))
+
+    def _check_may_leave(self, member: Member) -> None:
+        held = [
+            stage
+            for roster, stage in zip(self._run.rosters, self._run.manifest.stages, strict=True)
+            if member in roster
+        ]
+        if not held:
+            raise ProtocolError(f"{member.peer_id} was restarted; only what it was is in the run")
+        if member.peer_id == self._transport.peer_id:
+            raise Busy(f"{member.peer_id} coordinates the run; it can leave when another peer does")
+        if any(stage.on_trainers for stage in held):
+            raise ProtocolError(f"{member.peer_id} trains; it leaves when its loop ends")
 
     # ------------------------------------------------------------------ a round
 
@@ -301,8 +351,11 @@ class Gate:
             waiting.refusal = f"{peer} missed {misses.count} rounds: {reason}. Join again."
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:
-        """Their record is decided and applied."""
+        """Their record is decided and applied; it may also have let go some of those that leave."""
         self._entering.clear()
+        for peer in sorted(self._leaving.keys() - set(self._run.servers)):
+            del self._leaving[peer]
+            self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
             self._misses.pop(candidate.member.peer_id, None)

@@ -1,4 +1,4 @@
-"""How a server joins a run that is under way."""
+"""How a server joins a run that is under way, and leaves one."""
 
 from __future__ import annotations
 
@@ -77,3 +77,16 @@ class ListenReply(Wire, frozen=True):
 
     boot_id: int
     version_hash: int  # of weights and optimizer state before the step
+
+
+class DrainRequest(Wire, frozen=True):
+    """A server asks to be let go by one of the next records. One that is joining says that it does so no more."""
+
+    generation: Count
+    boot_id: int
+
+
+class DrainReply(Wire, frozen=True):
+    """It is noted, and goes without saying again."""
+
+    alone: list[Count]  # its stages that nobody else would hold: until somebody does, no record lets it go

@@ -260,9 +260,7 @@ def test_a_service_that_is_gone_or_silent_is_no_notice(name: str) -> None:
 # ---------------------------------------------------------------------- watching
 
 
-def watched(
-    service: Metadata, name: Preemption, *, until: float, at: dict[float, Callable[[], None]]
-) -> Any:
+def watched(service: Metadata, name: Preemption, *, until: float, at: dict[float, Callable[[], None]]) -> Any:
     """The reasons that were told within `until` seconds, when, and whether the watch is over then."""
     told: list[tuple[float, str]] = []
 

@@ -31,6 +31,7 @@ def config(**changes: Any) -> SwarmConfig:
         "announce": (),
         "identity_path": None,
         "gather_on_end": True,
+        "preemption": None,
         "limits": Limits(),
     }
     return SwarmConfig(**{**settings, **changes})
@@ -57,6 +58,7 @@ def test_defaults_and_ordinary_values_pass() -> None:
         ),
         ({"role": "serve"}, ["role", "'auto'", "'trainer'", "'server'", "got 'serve'", "Choose"]),
         ({"role": None}, ["role", "got None", "Choose"]),
+        ({"preemption": "google"}, ["preemption", "'aws', 'gcp', 'azure', 'auto'", "got 'google'", "Choose"]),
         ({"split": "size"}, ["split", "'parameters', 'time' or a list", "got 'size'", "Leave it out"]),
         ({"run_id": ""}, ["run_id", "1..100 printable", "got ''", "Choose another"]),
         ({"run_id": "a\nb"}, ["run_id", "got 'a\\nb'", "Choose another"]),

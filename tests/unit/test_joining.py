@@ -14,7 +14,7 @@ from lightning_swarm.launcher import SwarmLauncher
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 HERE = f"203.0.113.7:31337/{ID}"
-NAMES = (launcher.JOIN, launcher.LISTEN, launcher.IDENTITY, launcher.ROLE)
+NAMES = (launcher.JOIN, launcher.LISTEN, launcher.IDENTITY, launcher.ROLE, launcher.PREEMPTION)
 
 Ran = list[tuple[list[str], dict[str, str]]]
 
@@ -69,6 +69,11 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             {"SWARM_JOIN": HERE, "SWARM_LISTEN": "192.0.2.1:5", "SWARM_ROLE": "server"},
         ),
         (["serve", "train.py", HERE], ["train.py", HERE], {"SWARM_ROLE": "server"}),
+        (
+            ["join", "--preemption", "auto", HERE, "train.py", "--preemption", "x"],
+            ["train.py", "--preemption", "x"],
+            {"SWARM_JOIN": HERE, "SWARM_PREEMPTION": "auto"},
+        ),
     ],
 )
 def test_a_program_is_told_whom_to_join(
@@ -124,14 +129,10 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     from lightning_swarm import SwarmStrategy
 
     config = SwarmStrategy(role="both", listen="127.0.0.1:9", identity_path="mine").config
-    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server"), strict=True):
+    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws"), strict=True):
         monkeypatch.setenv(name, value)
     told = launcher._from_environment(config, 0)
-    assert (str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role) == (
-        HERE,
-        "0.0.0.0:5",
-        "key",
-        "server",
-    )
+    found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption
+    assert found == (HERE, "0.0.0.0:5", "key", "server", "aws")
     child = launcher._from_environment(config, 1)
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", None, "server")

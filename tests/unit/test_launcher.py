@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +19,7 @@ from lightning_swarm import SwarmStrategy, launcher
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.signals import leaving_on_signals
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
@@ -161,6 +167,79 @@ def test_the_invitation_names_the_address_and_the_program(
     assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {program}"
     line = launcher._invitation(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer])
     assert line.startswith(
-        "This peer asks for a place in run 'swarm'. Then it must stay: for now a run breaks off when"
+        "This peer asks for a place in run 'swarm'. Ctrl-C or SIGTERM has it leave between two steps. "
     )
     assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {program}")
+
+
+def test_the_first_signal_asks_to_leave_and_the_second_ends_at_once() -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    told: list[str] = []
+    with leaving_on_signals(told.append):
+        signal.raise_signal(signal.SIGTERM)
+        assert told == ["SIGTERM"]
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 130
+    assert told == ["SIGTERM"]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_signals_are_left_alone_beside_the_main_thread() -> None:
+    def serve() -> None:
+        with leaving_on_signals(lambda _: None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    seen: list[Any] = []
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+class Child:
+    """A process of this machine's that ends when it is asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.stdin = io.BytesIO()
+        self.pid = 0
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.asked.append(f"wait {timeout is not None and timeout > 100.0}")
+        return 0
+
+
+def leaving(reason: Callable[[SwarmLauncher], None], role: Any = "server") -> tuple[list[str], list[str]]:
+    """What a launcher with one child does when it is to leave: at its peer, and at the child."""
+    left: list[str] = []
+    peer = SimpleNamespace(leave=lambda: left.append("left"))
+    strategy: Any = SimpleNamespace(config=SwarmStrategy(role=role).config, peer=peer)
+    one, child = SwarmLauncher(strategy, 2), Child()
+    one._children = [child]  # type: ignore[list-item]
+    reason(one)
+    one._end_children_in_order(0)
+    return left, child.asked
+
+
+def test_who_leaves_has_its_machine_leave_and_waits_for_it() -> None:
+    for reason in (lambda one: one._leave("SIGTERM"), lambda one: one._heed("AWS will stop this spot instance")):
+        assert leaving(reason) == (["left"], ["terminate", "wait True"])
+
+
+def test_a_trainer_takes_a_notice_for_a_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If somebody looks out for one, as Lightning does; else it would be the end of the process."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(launcher.os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(launcher.signal, "getsignal", lambda _: signal.SIG_DFL)
+    leaving(lambda one: one._heed("GCP preempts this machine"), role="both")
+    assert sent == []
+    monkeypatch.setattr(launcher.signal, "getsignal", lambda _: lambda *_: None)
+    assert leaving(lambda one: one._heed("GCP preempts this machine"), role="both") == ([], ["wait False"])
+    assert sent == [(os.getpid(), signal.SIGTERM)]

@@ -1,0 +1,254 @@
+"""A server's way through a run: in, along with it, out of it; and in again where a record left it out.
+
+Left out is whoever did not answer for a while: its machine slept, its link was down. It is no member any more, and
+comes back as anyone comes who joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Literal
+
+from lightning_swarm import hello
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import DeadlineExceeded, PeerError, SwarmError, Unreachable
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.server.server import Server
+from lightning_swarm.steps import DRAIN, VIEW
+from lightning_swarm.tasks import first_of, gather
+from lightning_swarm.types.joining import DrainReply, DrainRequest
+from lightning_swarm.types.runs import RunView
+from lightning_swarm.types.wire import decode, encode
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S: Final = 20.0
+"""How often it looks whether the run goes on, and with it."""
+
+_SILENCE_S: Final = 600.0
+"""Nobody of the run answered for so long: it is over, and nobody said so."""
+
+_ASK_S: Final = 5.0
+"""How often it asks to be let go: another peer may coordinate by now."""
+
+_LINGER_S: Final = 1.0
+"""What was asked of it in its last step is answered before it goes."""
+
+_MAX_ASKED: Final = 8
+_MAX_RETURNS: Final = 5
+_SOON_S: Final = 600.0
+"""Left out again so soon after it came back, it counts as one that cannot stay."""
+
+
+class Stay:
+    """One server's.
+
+    Args:
+        transport: Its network.
+        server: It.
+        find: Names coordinators of runs that may be under way, and makes their servers reachable.
+        run_id: Of the run.
+        limits: Bounds.
+        events: Of this peer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        server: Server,
+        find: Callable[[], Awaitable[Sequence[PeerId]]],
+        *,
+        run_id: str,
+        limits: Limits,
+        events: EventLog,
+    ) -> None:
+        self._transport = transport
+        self._server = server
+        self._find = find
+        self._run_id = run_id
+        self._limits = limits
+        self._events = events
+        self._leaving = asyncio.Event()
+        self._seen: RunView | None = None  # the newest that others showed of this server's run
+
+    def leave(self) -> None:
+        """Be let go by one of the next records, then end. Twice is fine."""
+        self._leaving.set()
+
+    async def last(self, say: Callable[[str], None]) -> None:
+        """Enter a run; return when it is over, or when it let this server go.
+
+        Args:
+            say: Tells the user what came of it.
+
+        Raises:
+            ConfigError: This peer's model or version is not the run's.
+            PeerError: The run does not let this peer in, or go, or it broke off.
+        """
+        num_returns, admission = 0, self._server.admission
+        while await self._entered():
+            begin_s = _now_s()
+            if admission.is_member and (report := self._server.report()) is not None:
+                say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
+            how = await self._until_out(say)
+            if how != "left out":
+                say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.")
+                return
+            num_returns = num_returns + 1 if _now_s() < begin_s + _SOON_S else 1
+            reason = "a record left this peer out, which did not answer; it joins again"
+            self._events.note("left", peer=self._transport.peer_id, step=admission.run.version, reason=reason)
+            if num_returns > _MAX_RETURNS:
+                raise Unreachable(
+                    f"run {self._run_id!r} has left this peer out {num_returns} times, each time soon "
+                    "after it had come back. Look at its network and its load, then join again."
+                )
+            await self._server.step_out()
+
+    # ------------------------------------------------------------------ in
+
+    async def _entered(self) -> bool:
+        """Whether this server is in a run, or was told that it is over; it may be told to leave before."""
+        entering = asyncio.ensure_future(self._server.joiner.enter(self._found))
+        told = asyncio.ensure_future(self._leaving.wait())
+        try:
+            await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)
+            while not entering.done() and not await self._gave_up():
+                await asyncio.wait({entering}, timeout=_ASK_S)
+            if not entering.done():
+                return False
+            entering.result()
+            return True
+        finally:
+            for task in (entering, told):
+                task.cancel()
+            await asyncio.wait({entering, told})
+
+    async def _found(self) -> Sequence[PeerId]:
+        """Coordinators to ask: whom others named last, before those that were announced when the run began."""
+        found = list(await self._find())
+        if self._seen is not None:
+            found = [self._seen.manifest.coordinator, *found]
+        return list(dict.fromkeys(found))
+
+    async def _gave_up(self) -> bool:
+        """Tell the coordinator that this server joins no more. False: a record that is being decided lets it in."""
+        coordinator = self._server.admission.asked
+        if coordinator is None:
+            return not self._server.admission.is_member
+        try:
+            await self._drain(coordinator)
+        except SwarmError as error:
+            # It cannot say that it is in: no record has come here.
+            _log.info("The coordinator was not told that this peer does not join: %s", error)
+            return isinstance(error, Unreachable | DeadlineExceeded)
+        return not self._server.admission.is_member
+
+    # ------------------------------------------------------------------ along
+
+    async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out"]:
+        admission = self._server.admission
+        heard_s = _now_s()
+        while not admission.left.is_set():
+            if not admission.is_member:
+                return "left" if self._leaving.is_set() else "left out"
+            if self._leaving.is_set():
+                await self._leave(say)
+                continue
+            await first_of(admission.left.wait(), self._leaving.wait(), timeout=_LOOK_S)
+            if admission.left.is_set() or self._leaving.is_set():
+                continue
+            left_out = await self._is_left_out()
+            if left_out:
+                return "left out"
+            heard_s = _now_s() if left_out is not None else heard_s
+            if _now_s() >= heard_s + _SILENCE_S:
+                raise Unreachable(
+                    f"run {self._run_id!r} is over or broke off, and nobody said so: none of its "
+                    f"peers answered for {_SILENCE_S:g} s. Start this peer again when the run goes on."
+                )
+        return "over"
+
+    async def _is_left_out(self) -> bool | None:
+        """Whether the others have gone on without this server. None: nobody answers."""
+        run = self._server.admission.run
+        others = [peer for peer in run.servers if peer != self._transport.peer_id]
+        first = [run.manifest.coordinator] if run.manifest.coordinator in others else []
+        views = await self._views(first) or await self._views([peer for peer in others if peer not in first])
+        if not views:
+            return False if await self._lead_answers() else None
+        newest = max(views, key=lambda view: (view.manifest.generation, view.version))
+        if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
+            return False
+        self._seen = newest
+        return not any(self._server.admission.me in roster for roster in newest.rosters)
+
+    async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
+        async def ask(peer: PeerId) -> RunView | None:
+            try:
+                return decode(await self._transport.call(peer, VIEW, b"", timeout=_LOOK_S), RunView)
+            except SwarmError as error:
+                _log.warning("%s does not answer: %s", peer, error)
+                return None
+
+        found = await gather(ask(peer) for peer in peers[:_MAX_ASKED])
+        return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
+
+    async def _lead_answers(self) -> bool:
+        """The lead may hold no stage: then it shows no run, and says no more than that it lives."""
+        try:
+            await hello.meet(self._transport, self._server.admission.run.manifest.lead, timeout=_LOOK_S)
+        except SwarmError as error:
+            _log.warning("The lead does not answer: %s", error)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ out
+
+    async def _leave(self, say: Callable[[str], None]) -> None:
+        """Serve until a record that leaves this server out is applied here, or the run is over.
+
+        Raises:
+            DeadlineExceeded: No record let it go in time.
+        """
+        admission = self._server.admission
+        end_s = _now_s() + self._limits.drain_timeout
+        why = "no record came"
+        said: list[int] = []
+        say(f"Leaving run {self._run_id!r} with one of its next records, and serving until then.")
+        while admission.is_member and not admission.left.is_set():
+            if _now_s() >= end_s:
+                raise DeadlineExceeded(
+                    f"the run did not let this peer go within {self._limits.drain_timeout:g} s: {why}. It goes all the "
+                    "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
+                )
+            try:
+                alone = await self._drain(admission.run.manifest.coordinator)
+            except PeerError as error:  # another peer may take over
+                why = str(error)
+            else:
+                why = f"nobody else holds {_stages(alone)}" if alone else "no record came"
+                if alone and alone != said:
+                    say(f"This peer has the only copy of {_stages(alone)}: waiting for another one to join.")
+                said = alone
+            within_s = min(_ASK_S, max(end_s - _now_s(), 0.0))
+            version = self._server.stepping.version
+            await first_of(admission.left.wait(), self._server.stepping.passed(version, within_s=within_s))
+        await first_of(admission.left.wait(), timeout=_LINGER_S)
+
+    async def _drain(self, coordinator: PeerId) -> list[int]:
+        """Ask to be let go. Returns the stages that need another holder first."""
+        admission = self._server.admission
+        generation = admission.run.manifest.generation if admission.has_run else 0
+        request = encode(DrainRequest(generation=generation, boot_id=admission.me.boot_id))
+        return decode(await self._transport.call(coordinator, DRAIN, request, timeout=_LOOK_S), DrainReply).alone
+
+
+def _stages(held: Sequence[int]) -> str:
+    return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,366 @@
+"""Servers that leave a run by a record, and servers that a record has left out. For no leave anything is replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import PeerId
+from lightning_swarm.server import staying
+from lightning_swarm.server.staying import Stay
+from lightning_swarm.steps import APPLY, DRAIN, closing
+from lightning_swarm.types.joining import DrainReply, DrainRequest
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import decode, encode
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import LEAD, Swarm, key, make_module, plain_steps, rows
+
+A, B, C, J = (PeerId(name) for name in "abcj")
+
+
+class Staying:
+    """A server of the swarm, as its process would keep it."""
+
+    def __init__(self, swarm: Swarm, name: PeerId) -> None:
+        async def find() -> Sequence[PeerId]:
+            return [swarm.manifest.coordinator]
+
+        server = swarm.servers[name]
+        self.said: list[str] = []
+        self.events = EventLog()
+        self.stay = Stay(server._transport, server, find, run_id="run", limits=swarm.limits, events=self.events)
+        self.task = swarm.loop.create_task(self.stay.last(self.said.append))
+        swarm.joining.append(self.task)
+
+
+async def step(swarm: Swarm, *seeds: int, among: str | None = None) -> Record:
+    """One batch, whose microbatches go round those of stage 0 that are named."""
+    names = [PeerId(name) for name in among] if among is not None else swarm.rosters[0]
+    grant = await swarm.steps.grant(2 * len(seeds))
+    done = []
+    for index, seed in enumerate(seeds):
+        k = key(grant.first, index, step=grant.step)
+        route = [names[index % len(names)], *swarm.route(index)[1:]]
+        await swarm.through(k, rows(seed), route=route, weight=grant.weight)
+        done.append(k.receipt)
+    await swarm.steps.done(grant.lease, done)
+    await swarm.steps.done(None, [], close=True)
+    return await swarm.record(grant.step)
+
+
+def assert_plain(swarm: Swarm, *batches: Sequence[int]) -> None:
+    """The weights of all who are in the run are those of one machine."""
+    module = make_module(len(swarm.rosters))
+    plain_steps(module, [[rows(seed) for seed in seeds] for seeds in batches], divisors=[1.0] * len(batches))
+    expected = module.state_dict()
+    members = {peer: swarm.servers[peer] for peer in swarm.servers[A].admission.run.servers}
+    assert {index for server in members.values() for index in server.stepping.stages} == set(range(len(swarm.rosters)))
+    for server in members.values():
+        for index in server.stepping.stages:
+            for name, tensor in server.stepping.stage(index).weights().items():
+                torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def names(record: Record) -> list[str]:
+    return ["".join(member.peer_id for member in roster) for roster in record.next_roster]
+
+
+def num_forwards(swarm: Swarm) -> int:
+    return sum(server.num_forwards for server in swarm.servers.values())
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+
+    async def go() -> None:
+        assert names(await step(swarm, 0, 1, 2)) == ["ab", "c"]
+        grant = await swarm.steps.grant(6)
+        done = []
+        for index in range(3):
+            if index == 1:
+                b.stay.leave()  # with a microbatch of this step in its sum, and others to come
+                await asyncio.sleep(1.0)
+            k = key(grant.first, index, step=1)
+            await swarm.through(k, rows(3 + index), route=[B, C], weight=grant.weight)
+            done.append(k.receipt)
+        await swarm.steps.done(grant.lease, done)
+        assert not b.task.done(), "it serves until the record is applied"
+        await swarm.steps.done(None, [], close=True)
+        record = await swarm.record(1)
+        assert names(record) == ["a", "c"]
+        await asyncio.wait_for(b.task, 5.0)
+        assert b.said[-1] == "Run 'run' has let this peer go."
+        assert names(await step(swarm, 6, 7, among="a")) == ["a", "c"]
+
+    swarm.run(go())
+    assert num_forwards(swarm) == 2 * (3 + 3 + 2), "each microbatch once in each stage"
+    assert swarm.servers[A].stepping.version == 3
+    assert swarm.servers[B].stepping.version == 2, "it applied the record that let it go, and no later one"
+    assert_plain(swarm, [0, 1, 2], [3, 4, 5], [6, 7])
+    assert swarm.coordinator._events.counts["left"] == 1
+
+
+def test_a_last_copy_waits_until_another_has_joined(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c")
+    c = Staying(swarm, C)
+
+    async def wait() -> None:
+        await step(swarm, 0)
+        c.stay.leave()
+        await asyncio.sleep(1.0)
+        assert names(await step(swarm, 1)) == ["ab", "c"]
+
+    swarm.run(wait())
+    assert c.said[-1] == "This peer has the only copy of stage 1: waiting for another one to join."
+    joiner = swarm.join("j")
+    assert joiner.stepping.stages == (1,), "who leaves counts no more where somebody is needed"
+
+    async def go() -> None:
+        assert names(await step(swarm, 2)) == ["ab", "cj"]
+        assert not c.task.done()
+        assert names(await step(swarm, 3)) == ["ab", "j"]
+        await asyncio.wait_for(c.task, 5.0)
+        swarm.rosters[1] = [J]
+        assert names(await step(swarm, 4)) == ["ab", "j"]
+
+    swarm.run(go())
+    assert sum("only copy" in line for line in c.said) == 1
+    assert_plain(swarm, [0], [1], [2], [3], [4])
+
+
+def test_who_is_not_let_go_in_time_goes_all_the_same(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "c", limits=Limits(call_timeout=30.0, drain_timeout=40.0))
+    c = Staying(swarm, C)
+
+    async def go() -> None:
+        c.stay.leave()
+        begin_s = swarm.loop.time()
+        with pytest.raises(DeadlineExceeded, match=r"within 40 s: nobody else holds stage 1\. It goes all the same"):
+            await c.task
+        assert swarm.loop.time() == pytest.approx(begin_s + 40.0, abs=1.0)
+        assert not swarm.servers[C].admission.left.is_set()
+
+    swarm.run(go())
+
+
+def test_of_two_that_leave_a_stage_of_two_the_first_to_ask_goes(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c")
+    one, other = Staying(swarm, C), Staying(swarm, B)
+
+    async def go() -> None:
+        one.stay.leave()
+        await asyncio.sleep(1.0)
+        other.stay.leave()
+        await asyncio.sleep(1.0)
+        assert names(await step(swarm, 0)) == ["a", "b"]
+        await asyncio.wait_for(one.task, 5.0)
+        assert names(await step(swarm, 1)) == ["a", "b"]
+        assert not other.task.done()
+
+    swarm.run(go())
+
+
+def test_who_leaves_is_told_when_the_run_ends_before(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "c")
+    c = Staying(swarm, C)
+
+    async def go() -> None:
+        c.stay.leave()
+        await asyncio.sleep(1.0)
+        swarm.servers[C].admission.left.set()
+        await asyncio.wait_for(c.task, 5.0)
+
+    swarm.run(go())
+    assert c.said[-1] == "Run 'run' is over."
+
+
+def test_who_is_still_joining_joins_no_more(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "c")
+    swarm.add_server("j")
+    j = Staying(swarm, J)
+
+    async def go() -> None:
+        await asyncio.sleep(1.0)
+        assert J in swarm.coordinator.gate._waiting
+        j.stay.leave()
+        await asyncio.wait_for(j.task, 5.0)
+        assert J not in swarm.coordinator.gate._waiting
+        begin_s = swarm.loop.time()
+        assert names(await step(swarm, 0)) == ["a", "c"]
+        assert swarm.loop.time() < begin_s + 1.0, "nobody waits for it"
+
+    swarm.run(go())
+
+
+def test_who_waits_for_a_run_leaves_at_once(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", admit=False)
+    b = Staying(swarm, B)
+
+    async def go() -> None:
+        await asyncio.sleep(100.0)
+        b.stay.leave()
+        await asyncio.wait_for(b.task, 1.0)
+
+    swarm.run(go())
+
+
+def test_who_enters_by_the_record_that_is_being_decided_leaves_by_a_later_one(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "c")
+    swarm.add_server("j")
+    j = Staying(swarm, J)
+
+    async def go() -> None:
+        await asyncio.sleep(1.0)
+        gate = swarm.coordinator.gate
+        newcomers = gate.newcomers
+
+        async def leave(*arguments: Any) -> Any:
+            found = await newcomers(*arguments)
+            j.stay.leave()
+            await asyncio.sleep(2.0)
+            return found
+
+        gate.newcomers = leave  # type: ignore[method-assign]
+        assert names(await step(swarm, 0)) == ["aj", "c"]
+        gate.newcomers = newcomers  # type: ignore[method-assign]
+        await asyncio.sleep(10.0)
+        assert names(await step(swarm, 1)) == ["a", "c"]
+        await asyncio.wait_for(j.task, 5.0)
+
+    swarm.run(go())
+    assert_plain(swarm, [0], [1])
+
+
+async def drain(swarm: Swarm, peer: PeerId, boot_id: int, generation: int = 0) -> list[int]:
+    request = encode(DrainRequest(generation=generation, boot_id=boot_id))
+    transport = swarm.servers[peer]._transport if peer in swarm.servers else swarm.trainer
+    return decode(await transport.call(A, DRAIN, request, timeout=10.0), DrainReply).alone
+
+
+def test_only_a_member_that_holds_nothing_else_may_leave(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b c", around="c")
+
+    async def go() -> None:
+        state = swarm.state()
+        with pytest.raises(ProtocolError, match="b was restarted"):
+            await drain(swarm, B, 1)
+        with pytest.raises(Busy, match="a coordinates the run"):
+            await drain(swarm, A, swarm.members[A].boot_id)
+        with pytest.raises(ProtocolError, match="c trains; it leaves when its loop ends"):
+            await drain(swarm, C, swarm.members[C].boot_id)
+        with pytest.raises(ProtocolError, match="run generation is 0"):
+            await drain(swarm, B, swarm.members[B].boot_id, generation=1)
+        assert await drain(swarm, LEAD, 5) == [], "a stranger has nothing to leave"
+        assert swarm.coordinator.gate.leaving == []
+        assert swarm.state() == state
+        assert await drain(swarm, B, swarm.members[B].boot_id) == []
+        assert await drain(swarm, B, swarm.members[B].boot_id) == []
+        assert swarm.coordinator.gate.leaving == [B]
+
+    swarm.run(go())
+
+
+# ---------------------------------------------------------------------- left out, and back
+
+
+@contextlib.contextmanager
+def leaving_out(monkeypatch: pytest.MonkeyPatch, gone: Sequence[PeerId]) -> Iterator[None]:
+    """Records meanwhile name `gone` no more, though nothing is wrong with them."""
+    chosen = closing.next_rosters
+    with monkeypatch.context() as patch:
+        patch.setattr(closing, "next_rosters", lambda rosters, **others: chosen(rosters, **{**others, "gone": gone}))
+        yield
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["it has the record", "the record passed it over"])
+def test_a_server_that_was_left_out_joins_again(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    handlers = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
+    apply = handlers[APPLY]
+
+    async def deaf(caller: PeerId, body: bytes) -> bytes:
+        return b""
+
+    async def leave_out() -> None:
+        await step(swarm, 0, 1)
+        with leaving_out(monkeypatch, [B]):
+            handlers[APPLY] = apply if knows else deaf
+            assert names(await step(swarm, 2, 3)) == ["a", "c"]
+        handlers[APPLY] = apply
+        assert names(await step(swarm, 4, 5, among="a")) == ["a", "c"]
+        assert swarm.servers[B].stepping.version == (2 if knows else 1)
+        with pytest.raises(SwarmError):  # it computes nothing more of the run
+            await step_at(swarm, B)
+
+    async def step_at(swarm: Swarm, peer: PeerId) -> None:
+        await swarm.forward(key(step=3), rows(0), route=[peer, C])
+
+    swarm.run(leave_out())
+    swarm.run(asyncio.sleep(30.0))
+    assert b.events.counts["left"] == 1
+    assert not b.task.done()
+
+    async def back() -> None:
+        assert names(await step(swarm, 6, among="a")) == ["ab", "c"]
+        await asyncio.sleep(1.0)
+        assert swarm.servers[B].admission.is_member
+        assert names(await step(swarm, 7, 8)) == ["ab", "c"]
+
+    swarm.run(back())
+    assert b.said == ["In run 'run' from step 0 on, with stage 0.", "In run 'run' from step 4 on, with stage 0."]
+    assert_plain(swarm, [0, 1], [2, 3], [4, 5], [6], [7, 8])
+    b.stay.leave()
+    swarm.run(step(swarm, 9))
+    swarm.run(asyncio.wait_for(b.task, 5.0))
+
+
+def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    seeds: list[list[int]] = []
+
+    async def go() -> None:
+        while not b.task.done():
+            gone = [B] if swarm.servers[B].admission.is_member else []
+            with leaving_out(monkeypatch, gone):
+                seeds.append([len(seeds)])
+                await step(swarm, *seeds[-1], among="a")
+            await asyncio.sleep(30.0)
+        with pytest.raises(Unreachable, match="has left this peer out 6 times, each time soon after it had come back"):
+            b.task.result()
+
+    swarm.run(go())
+    assert b.events.counts["left"] == 6
+    assert_plain(swarm, *seeds)
+
+
+def test_a_server_that_hears_of_nobody_gives_up_after_a_while(make_swarm: MakeSwarm) -> None:
+    """And not before: its own line may be what is broken."""
+    swarm = make_swarm("a", "c")
+    c = Staying(swarm, C)
+
+    async def go() -> None:
+        await asyncio.sleep(1.0)
+        swarm.network.freeze(A)
+        swarm.network.freeze(LEAD)
+        await asyncio.sleep(staying._SILENCE_S / 2)
+        assert not c.task.done()
+        with pytest.raises(Unreachable, match="none of its peers answered for 600 s"):
+            await c.task
+
+    swarm.run(go())
