@@ -280,6 +280,7 @@ class Swarm:
                 books = server.admission.coordinator
                 state["books"] = copy.deepcopy((books._open, books._asked, books._selection))
                 state["misses"] = copy.deepcopy(books.gate._misses)
+                state["leaving"] = books.gate.leaving
                 state["gate"] = {
                     peer: (one.candidate, one.ready, one.refusal) for peer, one in books.gate._waiting.items()
                 }

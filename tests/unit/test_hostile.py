@@ -22,6 +22,7 @@ from lightning_swarm.steps import (
     APPLY,
     AVERAGE,
     DONE,
+    DRAIN,
     FREEZE,
     GRANT,
     JOIN,
@@ -54,7 +55,14 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import CancelRequest, Receipt, Recompute
-from lightning_swarm.types.joining import FollowRequest, JoinRequest, ListenRequest, NextRequest, ReadyRequest
+from lightning_swarm.types.joining import (
+    DrainRequest,
+    FollowRequest,
+    JoinRequest,
+    ListenRequest,
+    NextRequest,
+    ReadyRequest,
+)
 from lightning_swarm.types.runs import Member, RestartRequest, Selection
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
@@ -275,6 +283,7 @@ SAMPLES = [
         caller=A,
         phase="joining",
     ),
+    Sample(CALL, DRAIN, plain(lambda _: DrainRequest(generation=0, boot_id=101)), target=A, caller=B),
     Sample(CALL, PING, lambda _: Message()),
     Sample(CALL, HELLO, lambda _: Message()),
     Sample(CALL, REPORT, lambda _: Message()),
