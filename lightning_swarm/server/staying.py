@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from lightning_swarm import hello
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import DeadlineExceeded, PeerError, SwarmError, Unreachable
+from lightning_swarm.errors import Busy, DeadlineExceeded, PeerError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.server import Server
@@ -140,10 +140,10 @@ class Stay:
             return not self._server.admission.is_member
         try:
             await self._drain(coordinator)
+        except Busy:
+            return False
         except SwarmError as error:
-            # It cannot say that it is in: no record has come here.
             _log.info("The coordinator was not told that this peer does not join: %s", error)
-            return isinstance(error, Unreachable | DeadlineExceeded)
         return not self._server.admission.is_member
 
     # ------------------------------------------------------------------ along

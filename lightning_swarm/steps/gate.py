@@ -237,7 +237,8 @@ class Gate:
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it can leave after it")
         if caller not in self._run.servers:
-            self._waiting.pop(caller, None)
+            if self._waiting.pop(caller, None) is None:
+                raise ProtocolError(f"{caller} is not in run {self._run.manifest.run_id!r} (any more), nor joining it")
             return encode(DrainReply(alone=[]))
         self._check_may_leave(Member(peer_id=caller, boot_id=request.boot_id))
         if caller not in self._leaving:
