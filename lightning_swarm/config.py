@@ -37,6 +37,13 @@ class Limits:
         max_metric_bytes: What the batches of one step, of all trainers together, may add to torchmetrics objects that
             are logged with `sync_dist=True`.
         max_message_bytes: The largest set of tensors that one message may carry.
+        snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
+            died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
+            one server of another stage. None: there are none, and such a run breaks off.
+        snapshot_bytes: What a server may keep of snapshots in memory; the rest is in temporary files. It keeps two
+            of each of its own stages, and two of each stage that it was chosen to keep for others: of all stages
+            together the servers keep so no more than one for each that holds it and one more, twice.
+        revive_timeout: Seconds that a stage without an answering server is waited for before the run goes back.
     """
 
     cache_bytes: int = 4 << 30
@@ -52,12 +59,17 @@ class Limits:
     max_in_flight: int = 64
     max_metric_bytes: int = 256 << 20
     max_message_bytes: int = 8 << 30
+    snapshot_interval: float | None = 300.0
+    snapshot_bytes: int = 4 << 30
+    revive_timeout: float = 60.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if value is None and field.type == "float | None":
+                continue
             whole = field.type == "int"
-            lowest: float = 0.001 if not whole else 0 if field.name == "cache_bytes" else 1
+            lowest: float = 0.001 if not whole else 0 if field.name in ("cache_bytes", "snapshot_bytes") else 1
             kinds = int if whole else (int, float)
             # Not `value < lowest`: that lets NaN pass.
             if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value < math.inf:

@@ -9,17 +9,17 @@ from typing import Final
 
 from torch import Tensor
 
-from lightning_swarm import trees
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import FOLLOW, NEXT
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.snapshots import copied
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import MEET
-from lightning_swarm.types.joining import FollowRequest, NextReply, NextRequest, Snapshot
+from lightning_swarm.types.joining import FollowRequest, NextReply, NextRequest
 from lightning_swarm.types.steps import Candidate, Record
 from lightning_swarm.types.wire import decode, encode
 
@@ -111,7 +111,7 @@ class Donor:
         now_s = asyncio.get_running_loop().time()
         follower = self._followers[caller] = _Follower(stage.index, self._stepping.version, now_s)
         # On the compute thread, so that it falls between two records.
-        message, _ = await self._executor.submit((-1,), lambda: _snapshot(stage))
+        message, _ = await self._executor.submit((-1,), lambda: copied(stage, self._admission.run.manifest.generation))
         follower.last_heard_s = asyncio.get_running_loop().time()
         return message
 
@@ -169,20 +169,3 @@ class Donor:
                 break
             followers = {peer: one for peer, one in followers.items() if one.version != first}
         self._followers, self._kept = followers, kept
-
-
-def _snapshot(stage: Stage) -> Message:
-    """A copy of all that the stage is."""
-    weights, state = stage.weights(), stage.optimizer_state()
-    structure, tensors = trees.flatten(list(state.values()))
-    head = Snapshot(
-        stage_index=stage.index,
-        version=stage.version,
-        version_hash=stage.fingerprint(),
-        weights=list(weights),
-        optimizer=list(state),
-        structure=structure,
-        selection=stage.selection,
-    )
-    # Copied: it may take long to send, and records go on changing the original.
-    return Message(encode(head), tuple(one.detach().to("cpu", copy=True) for one in [*weights.values(), *tensors]))

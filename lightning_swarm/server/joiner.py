@@ -32,9 +32,9 @@ from lightning_swarm.types.joining import (
     NextReply,
     NextRequest,
     ReadyRequest,
-    Snapshot,
 )
 from lightning_swarm.types.runs import RunView
+from lightning_swarm.types.snapshots import Snapshot
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 _log = logging.getLogger(__name__)

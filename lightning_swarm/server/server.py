@@ -25,6 +25,7 @@ from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.joiner import Joiner
 from lightning_swarm.server.lending import Lending
 from lightning_swarm.server.model import Model
+from lightning_swarm.server.snapshots import Snapshots
 from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import proposer
@@ -104,6 +105,7 @@ class Server:
         )
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
+        self.snapshots = Snapshots(transport, executor, self.admission, self.stepping, limits=limits)
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter(boot_id)
         proposer.serve(self.voter, transport, self.admission.serves_with)
@@ -124,6 +126,7 @@ class Server:
             await self.admission.close()
         finally:
             self._executor.close()
+            self.snapshots.go_back()
             await self._tasks.close()
 
     def report(self) -> ServerReport | None:
@@ -173,6 +176,7 @@ class Server:
         self._forget(f"g{old}.")
         await self.stepping.go_back()
         self.donor.go_back()
+        self.snapshots.go_back()
         return b""
 
     # ------------------------------------------------------------------ forward
@@ -377,6 +381,8 @@ class Server:
     def _take_leave_of(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         self._forget(f"g{record.closing.generation}.s{record.step}.")
         self.donor.note(record, gradients)
+        if self.snapshots.note(record):
+            self._tasks.spawn(self.snapshots.take())
 
     def _forget(self, prefix: str) -> None:
         self._tickets.drop(prefix)

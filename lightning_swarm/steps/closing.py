@@ -13,6 +13,7 @@ from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep, clip_factor, next_rosters
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
+from lightning_swarm.steps.snapshots import SnapshotOrders
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
@@ -25,6 +26,7 @@ class Closer:
         servers: All that hold a stage.
         gate: Who wants to join.
         proposer: Has the records decided.
+        snapshots: When the servers take some.
         spawn: Runs work in a task that has an owner.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
         events: Of the coordinator.
@@ -36,6 +38,7 @@ class Closer:
         servers: Servers,
         gate: Gate,
         proposer: Proposer,
+        snapshots: SnapshotOrders,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
@@ -45,6 +48,7 @@ class Closer:
         self._servers = servers
         self._gate = gate
         self._proposer = proposer
+        self._snapshots = snapshots
         self._spawn = spawn
         self._lead_asks = lead_asks
         self._events = events
@@ -69,6 +73,7 @@ class Closer:
         await self._gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
         hyperparameters = await self._lead_asks(step)
         newcomers = await self._gate.newcomers(closing)
+        next_roster = next_rosters(self._run.rosters, leaving=self._gate.leaving, newcomers=newcomers)
         record = Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
@@ -76,10 +81,11 @@ class Closer:
             clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
             selection=reselected,
-            next_roster=next_rosters(self._run.rosters, leaving=self._gate.leaving, newcomers=newcomers),
+            next_roster=next_roster,
             next_voters=self._run.voters,
             next_trainers=self._run.trainers,
             newcomers=newcomers,
+            snapshot=await self._snapshots.order(closing.step, next_roster),
         )
         await self._proposer.decide(record)
         await self._servers.apply(record)

@@ -23,6 +23,7 @@ from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
+from lightning_swarm.steps.snapshots import SnapshotOrders
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
     BatchDone,
@@ -86,11 +87,15 @@ class Coordinator:
         proposer = Proposer(
             transport, run, run.term, timeout=limits.call_timeout, patience_s=limits.call_timeout, events=events
         )
+        self._snapshots = SnapshotOrders(
+            transport, run, interval_s=limits.snapshot_interval, timeout=limits.call_timeout
+        )
         self._closer = Closer(
             run,
             self._servers,
             self.gate,
             proposer,
+            self._snapshots,
             spawn=self._spawn,
             lead_asks=self._asked_for,
             events=events,
@@ -131,6 +136,7 @@ class Coordinator:
         self._closing_s = self._asked = self._record = self._failure = None
         self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], []
         self.gate.go_back()
+        self._snapshots.go_back()
         await self._notify()
 
     # ------------------------------------------------------------------ the trainers' calls

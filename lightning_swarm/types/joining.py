@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning_swarm.types.runs import RunView, Selection
 from lightning_swarm.types.steps import Closing, Record
 from lightning_swarm.types.wire import Addresses, Count, Seconds, Wire
@@ -29,18 +27,6 @@ class FollowRequest(Wire, frozen=True):
     """A candidate asks a member of its stage for the state, and to keep the records from then on."""
 
     stage_index: Count
-
-
-class Snapshot(Wire, frozen=True):
-    """Goes with all tensors of a stage at one version: the weights, then the optimizer's state."""
-
-    stage_index: Count
-    version: Count
-    version_hash: int
-    weights: list[str]  # names, one a tensor
-    optimizer: list[str]  # names of parameters
-    structure: Any  # for each of them, the tree of its state
-    selection: Selection | None  # what trains in the open step
 
 
 class NextRequest(Wire, frozen=True):

@@ -9,6 +9,7 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member, Selection, Term
+from lightning_swarm.types.snapshots import SnapshotOrder
 from lightning_swarm.types.wire import Addresses, Count, Positive, Wire
 
 
@@ -129,6 +130,7 @@ class Record(Wire, frozen=True):
     next_voters: list[Member]
     next_trainers: list[PeerId]
     newcomers: list[Candidate]  # those of the next roster that no roster before had
+    snapshot: SnapshotOrder | None  # of the version after it
 
     @property
     def step(self) -> int:

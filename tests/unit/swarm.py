@@ -262,6 +262,7 @@ class Swarm:
                 {peer: (one.stage_index, one.version) for peer, one in server.donor._followers.items()},
                 list(server.donor._kept),
             )
+            state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
             for index in stepping.stages:
                 stage, ledger = stepping.stage(index), stepping._ledgers[index]

@@ -345,13 +345,13 @@ async def say_it_joins(transport: Transport) -> None:
 
 def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     copies: list[Stage] = []
-    snapshot = donor._snapshot
+    copied = donor.copied  # type: ignore[attr-defined]
 
-    def counted(stage: Stage) -> Message:
+    def counted(stage: Stage, generation: int) -> Message:
         copies.append(stage)
-        return snapshot(stage)
+        return copied(stage, generation)
 
-    monkeypatch.setattr(donor, "_snapshot", counted)
+    monkeypatch.setattr(donor, "copied", counted)
     return lambda: len(copies)
 
 

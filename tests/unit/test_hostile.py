@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 from collections.abc import Callable, Coroutine, Iterator
@@ -17,7 +18,21 @@ from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.base import PING
-from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FOLLOW, FORWARD, LEND, LOAD, NEXT, RESTART, STATE
+from lightning_swarm.server import (
+    ADMIT,
+    BACKWARD,
+    CANCEL,
+    FOLLOW,
+    FORWARD,
+    KEEP,
+    LEND,
+    LOAD,
+    NEXT,
+    RESTART,
+    SNAPSHOT,
+    STATE,
+)
+from lightning_swarm.server.snapshots import copied
 from lightning_swarm.steps import (
     APPLY,
     AVERAGE,
@@ -25,6 +40,7 @@ from lightning_swarm.steps import (
     DRAIN,
     FREEZE,
     GRANT,
+    HELD,
     JOIN,
     LEAVE,
     LISTEN,
@@ -64,6 +80,7 @@ from lightning_swarm.types.joining import (
     ReadyRequest,
 )
 from lightning_swarm.types.runs import Member, RestartRequest, Selection
+from lightning_swarm.types.snapshots import SnapshotRequest
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
     Candidate,
@@ -131,6 +148,7 @@ class Sample:
             return swarm
         if self.phase == "decided":
             swarm.run(decided(swarm))
+            swarm.run(asyncio.sleep(1.0))  # until the snapshots are where they are kept
             return swarm
         for peer in (A, B):
             swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
@@ -175,6 +193,7 @@ def record(swarm: Swarm) -> Record:
         next_voters=[swarm.members[A]],
         next_trainers=[LEAD],
         newcomers=[],
+        snapshot=None,
     )
 
 
@@ -261,7 +280,14 @@ def meeting(swarm: Swarm) -> Candidate:
     return Candidate(member=Member(peer_id=C, boot_id=102), stage_index=1, addresses=address(C))
 
 
+def kept(swarm: Swarm) -> Message:
+    return copied(swarm.servers[A].stepping.stage(0), 0)
+
+
 SAMPLES = [
+    Sample(CALL, HELD, lambda _: Message(), phase="decided"),
+    Sample(STREAM, KEEP, kept, caller=A, phase="decided"),
+    Sample(STREAM, SNAPSHOT, plain(lambda _: SnapshotRequest(stage_index=0, version=1)), phase="decided"),
     Sample(CALL, VIEW, lambda _: Message()),
     Sample(CALL, JOIN, plain(joining), target=A, caller=C),
     Sample(CALL, MEET, plain(meeting), caller=A),

@@ -1,0 +1,254 @@
+"""Copies of stages that a server keeps against the death of all that hold one: of its own, and of a neighbour's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from lightning_swarm import trees
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ProtocolError, SwarmError, TicketGone
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.server import KEEP, SNAPSHOT
+from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.cache import num_bytes
+from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.steps import HELD
+from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotOrder, SnapshotRequest
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import decode, encode
+
+_log = logging.getLogger(__name__)
+
+
+def copied(stage: Stage, generation: int) -> Message:
+    """A copy of all that a stage is, on the CPU. On the compute thread."""
+    weights, state = stage.weights(), stage.optimizer_state()
+    structure, tensors = trees.flatten(list(state.values()))
+    head = Snapshot(
+        generation=generation,
+        stage_index=stage.index,
+        version=stage.version,
+        version_hash=stage.fingerprint(),
+        weights=list(weights),
+        optimizer=list(state),
+        structure=structure,
+        selection=stage.selection,
+    )
+    # Copied: it may take long to send, and records go on changing the original.
+    return Message(encode(head), tuple(one.detach().to("cpu", copy=True) for one in [*weights.values(), *tensors]))
+
+
+@dataclass
+class _Kept:
+    head: Snapshot
+    tensors: Sequence[Tensor]
+    file: IO[bytes] | None = None  # has the tensors, if they are not here
+    num_bytes: int = 0  # in memory
+
+
+class Store:
+    """Snapshots in memory, and beyond `max_bytes` in files that vanish with this process."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: dict[tuple[int, int], _Kept] = {}  # by version and stage
+
+    @property
+    def held(self) -> list[HeldSnapshot]:
+        """What is there, oldest first."""
+        return [
+            HeldSnapshot(stage_index=index, version=version, version_hash=one.head.version_hash)
+            for (version, index), one in sorted(self._kept.items())
+        ]
+
+    @property
+    def used_bytes(self) -> int:
+        """In memory."""
+        return sum(one.num_bytes for one in self._kept.values())
+
+    async def put(self, head: Snapshot, tensors: Sequence[Tensor]) -> None:
+        """Keep a snapshot. The tensors must not change any more.
+
+        Raises:
+            OSError: There is no room for it on the disk.
+        """
+        size = num_bytes(tensors)
+        kept = _Kept(head, tensors, num_bytes=size)
+        if self.used_bytes + size > self._max_bytes:
+            kept = _Kept(head, (), await asyncio.to_thread(_written, tensors))
+        self._drop(head.version, head.stage_index)
+        self._kept[head.version, head.stage_index] = kept
+
+    async def get(self, stage_index: int, version: int) -> tuple[Snapshot, Sequence[Tensor]]:
+        """A snapshot that is there.
+
+        Raises:
+            TicketGone: It is not.
+        """
+        kept = self._kept.get((version, stage_index))
+        if kept is None:
+            raise TicketGone(f"stage {stage_index} at version {version} is not kept here (any more)")
+        if kept.file is None:
+            return kept.head, kept.tensors
+        return kept.head, await asyncio.to_thread(_read, kept.file)
+
+    def keep_only(self, version: int | None) -> None:
+        """Drop what is of another version."""
+        for key in [key for key in self._kept if key[0] != version]:
+            self._drop(*key)
+
+    def _drop(self, version: int, stage_index: int) -> None:
+        kept = self._kept.pop((version, stage_index), None)
+        if kept is not None and kept.file is not None:
+            kept.file.close()
+
+
+def _written(tensors: Sequence[Tensor]) -> IO[bytes]:
+    file = tempfile.TemporaryFile(prefix="lightning-swarm-")  # noqa: SIM115 - open for as long as it is kept
+    try:
+        torch.save(list(tensors), file)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _read(file: IO[bytes]) -> Sequence[Tensor]:
+    file.seek(0)
+    tensors: list[Tensor] = torch.load(file, weights_only=True)
+    return tensors
+
+
+class Snapshots:
+    """Takes snapshots when a record says so, sends them to who shall keep them, and keeps others'.
+
+    Args:
+        transport: The server's network.
+        executor: Computes.
+        admission: Knows the run.
+        stepping: Its stages.
+        limits: Bounds.
+    """
+
+    def __init__(
+        self, transport: Transport, executor: Executor, admission: Admission, stepping: Stepping, *, limits: Limits
+    ) -> None:
+        self._transport = transport
+        self._executor = executor
+        self._admission = admission
+        self._stepping = stepping
+        self._limits = limits
+        self._order: tuple[int, SnapshotOrder] | None = None  # the last one, and the version that it is of
+        self.store = Store(limits.snapshot_bytes)
+        transport.handle_call(HELD, self._handle_held)
+        transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
+        transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
+
+    def go_back(self) -> None:
+        """The run entered its next generation, or is over: what was kept is of no use."""
+        self._order = None
+        self.store.keep_only(None)
+
+    def note(self, record: Record) -> bool:
+        """A record was applied here. Whether to `take` a snapshot now."""
+        if record.snapshot is None or not self._admission.is_member:
+            return False
+        self._order = (record.step + 1, record.snapshot)
+        self.store.keep_only(record.snapshot.keep)  # so there are never more than two
+        return True
+
+    async def take(self) -> None:
+        """Copy this server's stages as they are now, before the next record, and send those that it has to send."""
+        assert self._order is not None
+        version, order = self._order
+        generation = self._admission.run.manifest.generation
+        rosters = [list(roster) for roster in self._admission.run.rosters]
+        taken: dict[int, Message] = {}
+        for index in self._stepping.stages:
+            copy = partial(copied, self._stepping.stage(index), generation)
+            message, _ = await self._executor.submit((-1,), copy)
+            head = decode(message.body, Snapshot)
+            if head.version == version and await self._put(head, message.tensors):  # else it is further by now
+                taken[index] = message
+        for index, message in taken.items():
+            keeper = order.keepers[index] if index < len(order.keepers) else None
+            if keeper is not None and rosters[index][0].peer_id == self._transport.peer_id:
+                await self._send(keeper, message)
+
+    async def _send(self, keeper: PeerId, message: Message) -> None:
+        try:
+            await self._transport.stream(keeper, KEEP, message, timeout=self._limits.join_timeout, max_bytes=0)
+        except SwarmError as error:
+            _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
+
+    async def _put(self, head: Snapshot, tensors: Sequence[Tensor]) -> bool:
+        try:
+            await self.store.put(head, tensors)
+        except OSError as error:
+            _log.warning("No room for a snapshot of stage %d: %s", head.stage_index, error)
+            return False
+        return True
+
+    # ------------------------------------------------------------------ the others' calls
+
+    async def _handle_held(self, caller: PeerId, body: bytes) -> bytes:
+        run = self._admission.run
+        if body:
+            raise ProtocolError(f"{HELD} takes no arguments, got {len(body)} bytes")
+        if caller not in (*run.trainers, *run.servers):
+            raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
+        addresses = await self._transport.addresses()
+        return encode(HeldSnapshots(host=_host(addresses)[:100], snapshots=self.store.held))
+
+    async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
+        """A copy of another server's stage, as the record of its version told both."""
+        head = decode(message.body, Snapshot)
+        self._admission.run.check_generation(head.generation)
+        await self._stepping.reached(head.version)
+        self._check_ordered(caller, head)
+        if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
+            raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
+        self._check_ordered(caller, head)  # there may be a newer one by now
+        if not await self._put(head, message.tensors):
+            raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here")
+        return Message()
+
+    def _check_ordered(self, caller: PeerId, head: Snapshot) -> None:
+        run = self._admission.run
+        run.check_generation(head.generation)
+        version, order = self._order or (None, None)
+        keepers = order.keepers if order is not None else []
+        ordered = head.stage_index < min(len(keepers), len(run.rosters)) and (
+            keepers[head.stage_index] == self._transport.peer_id
+        )
+        if head.version != version or not ordered:
+            raise ProtocolError(f"nobody said that stage {head.stage_index} at version {head.version} is kept here")
+        if caller not in {member.peer_id for member in run.rosters[head.stage_index]}:
+            raise ProtocolError(f"{caller} does not hold stage {head.stage_index}")
+        names = [name for name, _, _ in run.manifest.stages[head.stage_index].parameters]
+        if head.weights[: len(names)] != names:
+            raise ProtocolError(f"stage {head.stage_index} has the weights {names[:5]}, got {head.weights[:5]}")
+
+    async def _handle_snapshot(self, caller: PeerId, message: Message) -> Message:
+        self._admission.run.check_trainer(caller)
+        request = decode(message.body, SnapshotRequest)
+        head, tensors = await self.store.get(request.stage_index, request.version)
+        return Message(encode(head), tuple(tensors))
+
+
+def _host(addresses: Sequence[str]) -> str:
+    """The machine that full addresses lead to."""
+    parts: list[Any] = addresses[0].split("/") if addresses else []
+    return str(parts[2]) if len(parts) > 2 else ""
