@@ -155,7 +155,8 @@ class Stay:
             if not admission.is_member:
                 return "left" if self._leaving.is_set() else "left out"
             if self._leaving.is_set():
-                await self._leave(say)
+                if await self._leave(say):
+                    return "left"
                 continue
             await first_of(admission.left.wait(), self._leaving.wait(), timeout=_LOOK_S)
             if admission.left.is_set() or self._leaving.is_set():
@@ -207,8 +208,8 @@ class Stay:
 
     # ------------------------------------------------------------------ out
 
-    async def _leave(self, say: Callable[[str], None]) -> None:
-        """Serve until a record that leaves this server out is applied here, or the run is over.
+    async def _leave(self, say: Callable[[str], None]) -> bool:
+        """Serve until a record that leaves this server out is applied, or the run is over. Whether it is out.
 
         Raises:
             DeadlineExceeded: No record let it go in time.
@@ -226,8 +227,10 @@ class Stay:
                 )
             try:
                 alone = await self._drain(admission.run.manifest.coordinator)
-            except PeerError as error:  # another peer may take over
+            except SwarmError as error:  # another peer may take over; or the record was not told here
                 why = str(error)
+                if not isinstance(error, PeerError) and await self._is_left_out():
+                    return True
             else:
                 why = f"nobody else holds {_stages(alone)}" if alone else "no record came"
                 if alone and alone != said:
@@ -237,6 +240,7 @@ class Stay:
             version = self._server.stepping.version
             await first_of(admission.left.wait(), self._server.stepping.passed(version, within_s=within_s))
         await first_of(admission.left.wait(), timeout=_LINGER_S)
+        return not admission.left.is_set()
 
     async def _drain(self, coordinator: PeerId) -> list[int]:
         """Ask to be let go. Returns the stages that need another holder first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,7 +91,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
         run.end()
 
 
-def test_a_run_from_a_file_is_joined_and_watched_and_leaves_an_ordinary_checkpoint(
+def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary_checkpoint(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = command("fit", "--config", "run.yaml", "--trainer.devices", 2)
@@ -110,11 +111,18 @@ def test_a_run_from_a_file_is_joined_and_watched_and_leaves_an_ordinary_checkpoi
     assert [peer["peer_id"] for peer in seen["peers"] if peer["lead"]] == [lead]
     assert all(peer["problem"] is None and peer["age_s"] > 0 for peer in seen["peers"])
 
+    joiner.process.send_signal(signal.SIGTERM)
+    assert joiner.wait() == 0, "".join(joiner.output)
+    assert any("Leaving run 'swarm' with one of its next records" in line for line in joiner.output)
+    assert any("Run 'swarm' has let this peer go." in line for line in joiner.output)
+    left = watch_until(onlooker, lambda seen: sum(map(len, seen["stages"])) == 2)
+    assert left["step"] >= seen["step"]
+    watch_until(onlooker, lambda seen: seen["step"] > left["step"])  # without it
+
     onlooker.interrupt()
     assert onlooker.wait() == 0, "".join(onlooker.output)
     (tmp_path / "enough").touch()
     assert run.wait() == 0, "".join(run.output)
-    assert joiner.wait() == 0, "".join(joiner.output)
     assert [one.survivors() for one in (run, joiner, onlooker)] == [[], [], []]
     assert [line for line in run.output if line.startswith("trained in")] == ["trained in 0\n"]
     assert not [line for line in joiner.output if line.startswith(("trained in", "data was read"))]

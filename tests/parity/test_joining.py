@@ -108,6 +108,37 @@ def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.Log
     assert said == [f"In run 'swarm' from step {record + 1} on, with stage 0.", "Run 'swarm' is over."]
 
 
+class ComingAndGoing(Joining):
+    """Has a server join when a batch begins, and leave when a later one does."""
+
+    def __init__(self, leave_at: int) -> None:
+        super().__init__()
+        self.leave_at = leave_at
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        assert isinstance(trainer.strategy, InMemoryStrategy)
+        if trainer.global_step == self.leave_at:
+            trainer.strategy.peers[-1].leave()
+
+
+def test_a_server_leaves_with_the_next_step_and_nothing_is_computed_twice() -> None:
+    run = swarm(ComingAndGoing(leave_at=6), num_joiners=0)
+    assert_exact(run, plain())
+    peer = run.strategy.peers[-1].transport.peer_id
+    members = [{one.peer_id for roster in record.next_roster for one in roster} for record in run.records]
+    inside = [step for step, names in enumerate(members) if peer in names]
+    assert inside, "it was in"
+    assert inside[-1] in (5, 6), "the record of the step in which it was told to leave may be the one that lets it go"
+    joiner = run.strategy.servers[-1]
+    assert joiner.num_forwards > 0
+    assert joiner.stepping.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
+    counted = sum(len(record.closing.counted) for record in run.records)
+    assert sum(server.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
+    assert run.strategy.refusals == []
+
+
 def test_ten_servers_join_at_once() -> None:
     joining = Joining(count=10)
     run = swarm(joining, microbatch_size=1)

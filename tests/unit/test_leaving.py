@@ -172,6 +172,26 @@ def test_of_two_that_leave_a_stage_of_two_the_first_to_ask_goes(make_swarm: Make
     swarm.run(go())
 
 
+def test_who_leaves_goes_though_the_record_is_not_told_to_it(make_swarm: MakeSwarm) -> None:
+    """It died for the others, say, while they decided: there is nothing to wait for."""
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+
+    async def deaf(caller: PeerId, body: bytes) -> bytes:
+        return b""
+
+    async def go() -> None:
+        b.stay.leave()
+        await asyncio.sleep(1.0)
+        swarm.servers[B]._transport._call_handlers[APPLY] = deaf  # type: ignore[attr-defined]
+        assert names(await step(swarm, 0, 1)) == ["a", "c"]
+        await asyncio.wait_for(b.task, 10.0)
+
+    swarm.run(go())
+    assert swarm.servers[B].stepping.version == 0
+    assert b.said[-1] == "Run 'run' has let this peer go."
+
+
 def test_who_leaves_is_told_when_the_run_ends_before(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "c")
     c = Staying(swarm, C)
