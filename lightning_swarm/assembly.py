@@ -19,9 +19,11 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
-from lightning_swarm.pipeline.passage import Link
+from lightning_swarm.pipeline.copies import Copies
+from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilOver
 from lightning_swarm.server.executor import Executor, ThreadExecutor
@@ -81,6 +83,7 @@ class Peer:
         self._tasks = TaskOwner()
         self.run: RunState | None = None  # that this peer began, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
+        self._copies = Copies(config.limits.cache_bytes)
         self._closed = False
 
     def _report(self) -> PeerReport:
@@ -252,7 +255,8 @@ class Peer:
         routers = [StageRouter(self._rng) for _ in rosters]
         for router, roster in zip(routers, rosters, strict=True):
             router.set_peers(member.peer_id for member in roster)
-        link = Link(self.transport, self._tickets, routers, limits.call_timeout, self.events)
+        link = Link(self.transport, self._tickets, routers, limits.call_timeout, self.events, self._copies)
+        Replayer(link, run, max_in_flight=limits.max_in_flight)
         widest = max(map(len, rosters))
         alone = widest == len(rosters) == 1
         pipeline = Pipeline(
@@ -323,6 +327,7 @@ class Peer:
         finally:
             await self._directory.close()
             await self.transport.close()
+            self._copies.close()
 
 
 async def _begun(ready: asyncio.Event, *, timeout: float) -> None:

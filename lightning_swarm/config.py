@@ -20,7 +20,8 @@ class Limits:
 
     Args:
         cache_bytes: What a server may keep of microbatches that wait for their backward. Beyond it the oldest are
-            dropped and computed again when they are needed: slower, never different.
+            dropped and computed again when they are needed: slower, never different. As much may a trainer keep of its
+            microbatches until their step is decided; beyond it they go to a temporary file.
         call_timeout: Seconds until a call to another peer, its input included, is given up.
         silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
             peer that computes gives signs of life. Longer by itself where round trips take long.

@@ -12,9 +12,12 @@
         ├── Unreachable      no connection, or it broke
         ├── DeadlineExceeded the answer did not come in time
         ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
+        ├── NotMember        the peer has no part (any more) in what it was asked for (a ProtocolError, too)
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
+        │   └── GradientGone likewise, for the gradient that a backward was to begin with
         ├── InputMissing     what a call was to work on never came: blames its sender or the link
+        │   └── GradientMissing  likewise, the gradient of what it gave
         └── NotCoordinator   another peer coordinates the run (by now): ask that one
 """
 
@@ -59,6 +62,10 @@ class Busy(PeerError):
     """The peer's queue is full. No fault: another peer, or the same one later, will do."""
 
 
+class NotMember(PeerError, ProtocolError):
+    """The peer has no part in what it was asked for: it was not admitted, was restarted, left or was left out."""
+
+
 class Damaged(PeerError, ProtocolError):
     """A message was damaged on its way, as its checksum says. It changed nothing, and may be sent again."""
 
@@ -67,8 +74,16 @@ class TicketGone(PeerError):
     """The peer does not hold the tensor that a ticket names."""
 
 
+class GradientGone(TicketGone):
+    """The gradient that a backward was to begin with is held no more: it can be fetched once."""
+
+
 class InputMissing(PeerError):
     """What a call was to work on never came. Blames the sender or the link, not the peer that waited."""
+
+
+class GradientMissing(InputMissing):
+    """The gradient that a backward was to begin with never came."""
 
 
 class NotCoordinator(PeerError):
@@ -88,9 +103,12 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         Unreachable,
         DeadlineExceeded,
         Busy,
+        NotMember,
         Damaged,
         TicketGone,
+        GradientGone,
         InputMissing,
+        GradientMissing,
         NotCoordinator,
     )
 }

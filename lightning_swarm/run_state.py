@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import NotMember, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Term
 from lightning_swarm.types.steps import Record
@@ -103,10 +103,10 @@ class RunState:
         """Refuse work for a stage on a peer that is not in its roster (yet).
 
         Raises:
-            ProtocolError: Nothing that it computes would count.
+            NotMember: Nothing that it computes would count.
         """
         if member not in self.rosters[stage_index]:
-            raise ProtocolError(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
+            raise NotMember(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
 
 
 def _boot_id(manifest: Manifest) -> int:

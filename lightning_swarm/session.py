@@ -58,6 +58,7 @@ class Session:
         """Train on in the run's next generation, from its first step."""
         self._steps.go_back(request)
         self.pipeline.go_back(request.generation, request.first_step)
+        self._runtime.run(self.pipeline.link.go_back())
         if self.around is not None:
             self.around.go_back()
 

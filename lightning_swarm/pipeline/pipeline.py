@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.pipeline import autograd
+from lightning_swarm.pipeline.copies import Microbatch
+from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.microbatches import concat, concat_gradients, num_rows, split, split_gradients
-from lightning_swarm.pipeline.passage import Link, Passage
+from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.mode import capture
 from lightning_swarm.tasks import gather_bounded
@@ -170,14 +172,16 @@ class _Call:
         self._sizes = [part.num_rows for part in parts]
         self._passages = [
             Passage(
-                link=pipeline.link,
-                key=pipeline.key(self._batch, number, index),
-                num_rows=part.num_rows,
-                inputs=part.args,
-                extras=[_taken(part.kwargs, keywords) for keywords in config.keywords],
-                mode=mode,
-                weight=self._batch.grant.weight if self._batch else 0.0,
-                first_trained=pipeline.first_trained,
+                pipeline.link,
+                Microbatch(
+                    key=pipeline.key(self._batch, number, index),
+                    num_rows=part.num_rows,
+                    inputs=part.args,
+                    extras=[_taken(part.kwargs, keywords) for keywords in config.keywords],
+                    mode=mode,
+                    weight=self._batch.grant.weight if self._batch else 0.0,
+                    first_trained=pipeline.first_trained,
+                ),
             )
             for index, part in enumerate(parts)
         ]
@@ -204,9 +208,10 @@ class _Call:
         batch.backward_begun = True
         parts = split_gradients([g if g is None else g.cpu() for g in gradients], self._sizes)
         found = self._run([passage.backward(part) for passage, part in zip(self._passages, parts, strict=True)])
-        batch.completed += [passage.key.receipt for passage in self._passages]
-        num_inputs = len(trees.flatten(self._passages[0].inputs)[1])
-        if not self._passages[0].mode.input_grad:
+        batch.completed += [passage.microbatch.key.receipt for passage in self._passages]
+        first = self._passages[0].microbatch
+        num_inputs = len(trees.flatten(first.inputs)[1])
+        if not first.mode.input_grad:
             return [None] * num_inputs
         return concat_gradients(found, self._sizes)
 

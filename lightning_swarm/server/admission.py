@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Busy, ProtocolError
+from lightning_swarm.errors import Busy, NotMember, ProtocolError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -80,7 +80,7 @@ class Admission:
     def run(self) -> RunState:
         """The run that this server is in, or follows in order to join it."""
         if self._run is None:
-            raise ProtocolError("this peer was not admitted to a run yet")
+            raise NotMember("this peer was not admitted to a run yet")
         return self._run
 
     @property

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Busy, InputMissing, ProtocolError, StageError, SwarmError, TicketGone
+from lightning_swarm.errors import (
+    Busy,
+    GradientGone,
+    GradientMissing,
+    InputMissing,
+    NotMember,
+    ProtocolError,
+    StageError,
+    SwarmError,
+    TicketGone,
+)
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.randomness import key_seed
@@ -86,6 +96,7 @@ class Server:
         self.events = events
         self._tasks = TaskOwner()
         self._calls: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
         self.cache = Cache(limits.cache_bytes)
         self.num_forwards = 0
         self.num_samples = 0
@@ -122,6 +133,7 @@ class Server:
 
     async def close(self) -> None:
         """Stop computing. Raises what a task of this server raised."""
+        self._closed = True
         try:
             await self.admission.close()
         finally:
@@ -268,7 +280,12 @@ class Server:
         gradients, rest = trees.placed(request.present, tensors)
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
         if request.source is not None:
-            message = await self._fetch(request.source)
+            try:
+                message = await self._fetch(request.source, gradient=True)
+            except BaseException:
+                if key.step == stage.version and key.generation == self.admission.run.manifest.generation:
+                    self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
+                raise
             gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
         receipt = False
 
@@ -325,6 +342,8 @@ class Server:
     # ------------------------------------------------------------------ parts
 
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
+        if self._closed:
+            raise NotMember("this peer has left")
         self.admission.run.check_generation(key.generation)
         if not key.evaluation and key.attempt != self.stepping.attempt:
             raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
@@ -336,7 +355,7 @@ class Server:
             raise ProtocolError(f"only evaluations may mean lent weights, got {key}")
         stage.check_borrowed(key.weights)
         if stage_index not in self.admission.loaded:
-            raise ProtocolError(f"stage {stage_index} has no weights yet")
+            raise NotMember(f"stage {stage_index} has no weights yet")
         if key.step < stage.version:
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
         return stage
@@ -359,13 +378,17 @@ class Server:
             _log.exception("A call of this server failed: %s", name)
             raise
 
-    async def _fetch(self, source: Ticket) -> Message:
+    async def _fetch(self, source: Ticket, *, gradient: bool = False) -> Message:
         try:
             return await self._tickets.fetch(source, timeout=self._limits.call_timeout)
         except StageError:
             raise  # the model's own error: the trainer wants to see that one
+        except TicketGone as error:  # nobody is to blame: it is computed again
+            gone = GradientGone if gradient else TicketGone
+            raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
         except SwarmError as error:
-            raise InputMissing(f"{source.name} did not come from {source.peer_id}: {error}") from error
+            missing = GradientMissing if gradient else InputMissing
+            raise missing(f"{source.name} did not come from {source.peer_id}: {error}") from error
 
     async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
         try:

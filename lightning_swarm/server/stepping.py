@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_swarm.averaging.butterfly import average
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.errors import DeadlineExceeded, NotMember, ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
@@ -132,7 +132,7 @@ class Stepping:
     def stage(self, index: int) -> Stage:
         """One of the stages that this server holds."""
         if index not in self._stages:
-            raise ProtocolError(f"this peer serves the stages {sorted(self._stages)}, not stage {index}")
+            raise NotMember(f"this peer serves the stages {sorted(self._stages)}, not stage {index}")
         return self._stages[index]
 
     @property

@@ -72,7 +72,7 @@ class Saboteur:
         """See `Tap`."""
         passing = self._read(caller, peer, method, request, side="arrived", answer=answer)
         if passing.phase is not None:
-            await self._strike(passing)
+            await self._strike(passing, has_come=True)
 
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, answer: bytes | None, is_answer: bool
@@ -87,13 +87,18 @@ class Saboteur:
     ) -> Passing:
         return read_passing(caller, peer, method, request, side=side, answer=answer)
 
-    async def _strike(self, passing: Passing) -> list[Fault]:
-        """Do what is planned for a message; returns the faults that have its request come again."""
+    async def _strike(self, passing: Passing, *, has_come: bool = False) -> list[Fault]:
+        """Do what is planned for a message; returns the faults that have its request come again.
+
+        Args:
+            passing: The message.
+            has_come: The answer is there: who gave it may die, and it counts.
+        """
         if hits := self._note(self._plan.strike(passing, _TO_PEERS), passing):
             for fault in hits:
                 self._victims.hit(fault, fault.peer or passing.peer)
             await asyncio.sleep(0)  # what is done in a killed peer has been cancelled
-            if not self._victims.is_live(passing.peer):
+            if not has_come and not self._victims.is_live(passing.peer):
                 raise Unreachable(f"{passing.peer} was killed")
         if passing.caller == passing.peer:
             return []  # on no wire

@@ -21,8 +21,11 @@ from lightning_swarm.errors import RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.pipeline.passage import Link, Passage
+from lightning_swarm.pipeline.copies import Microbatch
+from lightning_swarm.pipeline.link import Link
+from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.server.server import Server
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tasks import gather
@@ -96,6 +99,7 @@ class Trainer:
         self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events)
         self.steps: StepClient = swarm.client(transport)
         self.steps._on_record = self._follow
+        Replayer(self.link, self.steps.run, max_in_flight=8)
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
         self.num_batches = 0
@@ -116,7 +120,7 @@ class Trainer:
         grant = await self.steps.grant(NUM_MICROBATCHES * ROWS)
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
         await gather(self._through(passage) for passage in passages)
-        closing = await self.steps.done(grant.lease, [passage.key.receipt for passage in passages])
+        closing = await self.steps.done(grant.lease, [passage.microbatch.key.receipt for passage in passages])
         self._books.done.add((self.peer_id, number))
         if closing:
             await self.steps.record(self.steps.version)
@@ -128,7 +132,10 @@ class Trainer:
         )
         self._books.sent[grant.step, key.receipt] = Sent(self.peer_id, number, rows)
         extras = [{} for _ in range(self._num_stages)]
-        return Passage(self.link, key, ROWS, (rows,), extras, MODE, grant.weight)
+        return Passage(
+            self.link,
+            Microbatch(key=key, num_rows=ROWS, inputs=(rows,), extras=extras, mode=MODE, weight=grant.weight),
+        )
 
     async def _through(self, passage: Passage) -> None:
         _, (output,) = await passage.forward()
@@ -326,6 +333,7 @@ class FaultySwarm(Swarm):
         for name, trainer in self.trainers.items():
             if name not in self.dead:
                 left[f"{name}'s tickets"] = list(trainer.tickets._entries)
+                left[f"{name}'s copies"] = len(trainer.link.copies)
         left = {name: what for name, what in left.items() if what}
         assert not left, left
 

@@ -15,7 +15,9 @@ from lightning_swarm.errors import DeadlineExceeded, StageError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.pipeline.passage import Link, Passage
+from lightning_swarm.pipeline.copies import Microbatch
+from lightning_swarm.pipeline.link import Link
+from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.server import FORWARD
 from lightning_swarm.tasks import gather
@@ -33,7 +35,8 @@ def make_link(swarm: Swarm) -> Link:
 
 def make_passage(link: Link, x: torch.Tensor, index: int = 0) -> Passage:
     extras: list[dict[str, Any]] = [{} for _ in link.routers]
-    return Passage(link, key(0, index), len(x), (x,), extras, MODE, 1.0)
+    microbatch = Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=MODE, weight=1.0)
+    return Passage(link, microbatch)
 
 
 async def through(passage: Passage) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.pipeline.policy import PeerLoad, StageRouter
+from lightning_swarm.pipeline.policy import FIRST_BAN_S, LONGEST_BAN_S, PeerLoad, StageRouter
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
@@ -24,7 +24,7 @@ def run(made: StageRouter, rates: dict[PeerId, float], num_microbatches: int, nu
     """Microbatches, each settled before the next."""
     shares: Counter[PeerId] = Counter()
     for _ in range(num_microbatches):
-        charge = made.choose(num_samples)
+        charge = made.choose(num_samples, now_s=0.0)
         shares[charge.peer] += 1
         made.settle(charge, busy_s=num_samples / rates[charge.peer], queued=0)
     return shares
@@ -47,14 +47,14 @@ def test_shares_follow_a_rate_that_changes() -> None:
 def test_microbatches_under_way_count_already() -> None:
     made = router(A, B)
     run(made, {A: 100.0, B: 300.0}, 50)
-    taken = Counter(made.choose(4).peer for _ in range(40))
+    taken = Counter(made.choose(4, now_s=0.0).peer for _ in range(40))
     assert taken[B] == pytest.approx(30, abs=2)
 
 
 def test_large_microbatches_cost_more() -> None:
     made = router(A, B)
-    first = made.choose(30)
-    others = [made.choose(10).peer for _ in range(3)]
+    first = made.choose(30, now_s=0.0)
+    others = [made.choose(10, now_s=0.0).peer for _ in range(3)]
     assert first.peer not in others
 
 
@@ -64,14 +64,14 @@ def test_a_newcomer_enters_at_the_minimum_and_is_tried_next() -> None:
     made.set_peers([A, B, C])
     lowest_s = min(made.peers[peer].assigned_s for peer in (A, B))
     assert made.peers[C].assigned_s == lowest_s
-    assert C in {made.choose(4).peer for _ in range(3)}
+    assert C in {made.choose(4, now_s=0.0).peer for _ in range(3)}
     shares = run(made, {A: 100.0, B: 100.0, C: 100.0}, 300)
     assert shares[C] == pytest.approx(100, abs=3), "it must not be flooded until it has caught up"
 
 
 def test_a_peer_that_left_is_not_chosen_and_its_charges_are_forgotten() -> None:
     made = router(A, B)
-    charges = [made.choose(4) for _ in range(4)]
+    charges = [made.choose(4, now_s=0.0) for _ in range(4)]
     made.set_peers([B])
     before = made.peers[B].assigned_s
     for charge in charges:
@@ -79,20 +79,20 @@ def test_a_peer_that_left_is_not_chosen_and_its_charges_are_forgotten() -> None:
             made.refund(charge)
             made.settle(charge, busy_s=1.0, queued=0)
     assert made.peers[B].assigned_s == before
-    assert {made.choose(1).peer for _ in range(5)} == {B}
+    assert {made.choose(1, now_s=0.0).peer for _ in range(5)} == {B}
 
 
 def test_a_refund_is_as_if_it_had_not_been_chosen() -> None:
     made = router(A, B)
     run(made, {A: 64.0, B: 32.0}, 30)
     before = {peer: (load.assigned_s, load.num_microbatches) for peer, load in made.peers.items()}
-    made.refund(made.choose(4))
+    made.refund(made.choose(4, now_s=0.0))
     assert {peer: (load.assigned_s, load.num_microbatches) for peer, load in made.peers.items()} == before
 
 
 def test_an_account_holds_what_was_measured() -> None:
     made = router(A)
-    charge = made.choose(4)
+    charge = made.choose(4, now_s=0.0)
     made.settle(charge, busy_s=0.25, queued=3)
     load = made.peers[A]
     assert load.assigned_s == pytest.approx(0.25)
@@ -103,7 +103,7 @@ def test_an_account_holds_what_was_measured() -> None:
 @pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 5e-324, 1e-310])
 def test_an_impossible_time_reaches_no_account(busy_s: float) -> None:
     made = router(A, B)
-    charge = made.choose(4)
+    charge = made.choose(4, now_s=0.0)
     made.settle(charge, busy_s=busy_s, queued=0)
     assert made.peers[charge.peer].samples_per_s is None
     assert sum(run(made, {A: 10.0, B: 10.0}, 20).values()) == 20
@@ -111,16 +111,16 @@ def test_an_impossible_time_reaches_no_account(busy_s: float) -> None:
 
 def test_busy_peers_are_avoided_unless_there_is_no_other() -> None:
     made = router(A, B)
-    assert {made.choose(1, avoid=frozenset({A})).peer for _ in range(20)} == {B}
-    assert {made.choose(1, avoid=frozenset({A, B})).peer for _ in range(4)} == {A}, "the smaller account"
-    assert router(A).choose(1, avoid=frozenset({A})).peer == A
+    assert {made.choose(1, now_s=0.0, avoid=frozenset({A})).peer for _ in range(20)} == {B}
+    assert {made.choose(1, now_s=0.0, avoid=frozenset({A, B})).peer for _ in range(4)} == {A}, "the smaller account"
+    assert router(A).choose(1, now_s=0.0, avoid=frozenset({A})).peer == A
 
 
 def test_an_unmeasured_peer_counts_as_an_average_one() -> None:
     made = router(A, B)
     for samples_per_s in (50.0, 50.0):
         made.peers[A].measure(samples_per_s)
-    charges = {charge.peer: charge for charge in (made.choose(10), made.choose(10))}
+    charges = {charge.peer: charge for charge in (made.choose(10, now_s=0.0), made.choose(10, now_s=0.0))}
     assert charges[B].expected_s == pytest.approx(10 / 50.0)
 
 
@@ -139,7 +139,85 @@ def test_the_average_is_corrected_for_its_empty_start() -> None:
 def test_ties_are_broken_by_the_seed_alone() -> None:
     def wiring(seed: int) -> list[PeerId]:
         made = router(A, B, C, seed=seed)
-        return [made.choose(1).peer for _ in range(30)]
+        return [made.choose(1, now_s=0.0).peer for _ in range(30)]
 
     assert wiring(1) == wiring(1)
     assert len({tuple(wiring(seed)) for seed in range(10)}) > 5
+
+
+# ---------------------------------------------------------------------- bans
+
+
+def chosen(made: StageRouter, now_s: float, times: int = 20) -> set[PeerId]:
+    return {made.choose(1, now_s=now_s).peer for _ in range(times)}
+
+
+def test_a_banned_peer_is_chosen_again_when_its_ban_is_over() -> None:
+    made = router(A, B)
+    assert made.ban(A, now_s=100.0)
+    assert chosen(made, 100.0) == chosen(made, 100.0 + FIRST_BAN_S - 0.1) == {B}
+    assert chosen(made, 100.0 + FIRST_BAN_S) == {A, B}
+
+
+def test_bans_grow_and_end() -> None:
+    made, now_s, lengths = router(A, B), 0.0, []
+    for _ in range(12):
+        assert made.ban(A, now_s=now_s)
+        until_s = made.peers[A].banned_until_s
+        assert until_s is not None
+        lengths.append(until_s - now_s)
+        now_s = until_s
+    assert lengths[:4] == [FIRST_BAN_S * factor for factor in (1, 2, 4, 8)]
+    assert lengths[-1] == LONGEST_BAN_S
+
+
+def test_a_peer_that_finishes_something_is_free_at_once_and_forgiven() -> None:
+    made = router(A, B)
+    charge = made.charge(A, 1)
+    made.ban(A, now_s=0.0)
+    made.settle(charge, busy_s=1e-6, queued=0)
+    assert A in chosen(made, 1.0)
+    made.ban(A, now_s=2.0)
+    assert made.peers[A].banned_until_s == 2.0 + FIRST_BAN_S
+
+
+def test_many_calls_that_fail_together_are_one_failure() -> None:
+    made = router(A, B)
+    assert [made.ban(A, now_s=1.0) for _ in range(64)] == [True] + [False] * 63
+    assert made.peers[A].num_failures == 1
+
+
+def test_bans_are_ignored_when_all_are_banned() -> None:
+    made = router(A, B)
+    made.ban(A, now_s=0.0)
+    made.ban(B, now_s=0.0)
+    assert chosen(made, 1.0) == {A, B}
+
+
+def test_a_banned_peer_comes_before_one_that_shall_be_avoided() -> None:
+    made = router(A, B)
+    made.ban(B, now_s=0.0)
+    assert made.choose(1, now_s=1.0, avoid=frozenset({A})).peer == B
+
+
+def test_who_is_readmitted_enters_at_the_smallest_account() -> None:
+    made = router(A, B, C)
+    made.ban(A, now_s=0.0)
+    for _ in range(100):
+        made.choose(1, now_s=1.0)
+    shares = Counter(made.choose(1, now_s=10.0).peer for _ in range(30))
+    assert 9 <= shares[A] <= 11, "it must be tried, and not be flooded"
+    made.peers[A].assigned_s = 1e9
+    made.ban(A, now_s=20.0)
+    assert A in chosen(made, 40.0, times=3)
+
+
+def test_nobody_who_left_is_banned_or_charged() -> None:
+    made = router(A)
+    assert not made.ban(B, now_s=0.0)
+    assert made.charge(B, 10).expected_s == 0.0
+    assert not made.others(A, now_s=0.0)
+    made.set_peers([A, B])
+    assert made.others(A, now_s=0.0)
+    made.ban(B, now_s=0.0)
+    assert not made.others(A, now_s=1.0)

@@ -1,0 +1,125 @@
+"""What all passages of a trainer share: the network, the routers, what went wrong lately, the copies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_swarm.errors import PeerError, SwarmError
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.pipeline.copies import Copies
+from lightning_swarm.pipeline.policy import Charge, StageRouter, deadline_s
+from lightning_swarm.tasks import gather
+from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types.steps import Candidate, Record
+from lightning_swarm.types.wire import Wire, encode
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 10.0
+_ACCEPT_TIMEOUT_S = 30.0
+_DEFAULT_COPIES_BYTES = 4 << 30
+
+
+@dataclass
+class Link:
+    """What passages share: the network and the routers, one for each stage.
+
+    Args:
+        transport: The trainer's network.
+        tickets: Likewise.
+        routers: Of each stage.
+        timeout: Most seconds for a call, its input included; and for how long a passage tries to get through.
+        events: Of the trainer.
+        copies: Of what went through in the open step.
+
+    Attributes:
+        count: What went another way than straight on.
+        unreached: Servers that no microbatch goes to from here.
+        num_under_way: Passages.
+    """
+
+    transport: Transport
+    tickets: TicketStore
+    routers: Sequence[StageRouter]
+    timeout: float
+    events: EventLog
+    copies: Copies = field(default_factory=lambda: Copies(_DEFAULT_COPIES_BYTES))
+    count: Counter[str] = field(default_factory=Counter)
+    unreached: set[PeerId] = field(default_factory=set)
+    num_under_way: int = 0
+
+    async def follow(self, record: Record) -> None:
+        """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
+
+        A trainer that passes over records finds in the roster who joined by them. The lead passes over none; every
+        other one serves, too, and a server met all of them before they came in.
+        """
+        await self.copies.release(record.step)
+        await gather(self._meet(newcomer) for newcomer in record.newcomers)
+        for router, roster in zip(self.routers, record.next_roster, strict=False):  # none leads to a stage on trainers
+            router.set_peers(member.peer_id for member in roster if member.peer_id not in self.unreached)
+
+    async def go_back(self) -> None:
+        """What the open step had is gone."""
+        await self.copies.clear()
+
+    async def _meet(self, newcomer: Candidate) -> None:
+        peer = newcomer.member.peer_id
+        self.unreached.discard(peer)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await self.transport.connect(newcomer.addresses)
+        except (SwarmError, TimeoutError) as error:
+            self.unreached.add(peer)
+            _log.warning("Server %s joined and cannot be reached: no microbatch goes there from here: %r", peer, error)
+
+    async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
+        """A small call where there are no tensors, a stream where there are. Peers answer when they have it."""
+        if not tensors:
+            timeout = min(self.timeout, _ACCEPT_TIMEOUT_S)
+            return await self.transport.call(peer, method, encode(request), timeout=timeout)
+        message = Message(encode(request), tuple(tensors))
+        return (await self.transport.stream(peer, method, message, timeout=self.timeout)).body
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Meanwhile a passage is under way, and others may have to wait for it."""
+        self.num_under_way += 1
+        try:
+            yield
+        finally:
+            self.num_under_way -= 1
+
+    def patience_s(self, stage: int, charge: Charge) -> float:
+        """How long a stage's peer may take, from when its input is there. An only peer is waited for to the end."""
+        load = self.routers[stage].peers.get(charge.peer)
+        if load is None or load.samples_per_s is None or not self.others(stage, charge.peer):
+            return self.timeout
+        return deadline_s(charge.expected_s, self.num_under_way + load.queued, longest_s=self.timeout)
+
+    def others(self, stage: int, peer: PeerId) -> bool:
+        """Whether another peer may take the place of `peer`."""
+        return self.routers[stage].others(peer, now_s=now_s())
+
+    def is_banned(self, stage: int, peer: PeerId) -> bool:
+        """Whether `peer` failed a moment ago."""
+        return self.routers[stage].is_banned(peer, now_s=now_s())
+
+    def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
+        """Send nothing to a peer for a while, in whatever stage."""
+        banned = [router.ban(peer, now_s=now_s()) for router in self.routers]
+        if any(banned):
+            self.events.note("ban", peer=peer, stage=stage, step=step, reason=str(error))
+
+
+def now_s() -> float:
+    """On the loop's clock."""
+    return asyncio.get_running_loop().time()

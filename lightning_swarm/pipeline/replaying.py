@@ -1,0 +1,73 @@
+"""A trainer's answer to the coordinator when gradients were lost: it sends their microbatches again."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.pipeline.link import Link
+from lightning_swarm.pipeline.passage import HolderGone, replay
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps import REPLAY
+from lightning_swarm.tasks import gather_bounded
+from lightning_swarm.types.calls import CallKey
+from lightning_swarm.types.steps import Replay, ReplayReply, ReplayRequest
+from lightning_swarm.types.wire import decode, encode
+
+
+class Replayer:
+    """Answers `REPLAY` on the swarm's loop, whatever the main thread does.
+
+    Args:
+        link: Of this trainer's passages; its copies are what is sent.
+        run: The run as this trainer knows it.
+        max_in_flight: Microbatches under way at once.
+    """
+
+    def __init__(self, link: Link, run: RunState, *, max_in_flight: int) -> None:
+        self._link = link
+        self._run = run
+        self._max_in_flight = max_in_flight
+        self._one_by_one = asyncio.Lock()
+        link.transport.handle_call(REPLAY, self._handle)
+
+    async def _handle(self, caller: PeerId, body: bytes) -> bytes:
+        if caller not in self._run.servers:
+            raise ProtocolError(f"only servers of the run ask for replays, and {caller} is none")
+        request = decode(body, ReplayRequest)
+        self._run.check_generation(request.generation)
+        for one in request.work:
+            if not one.holders or max(one.holders) >= len(self._link.routers):
+                raise ProtocolError(
+                    f"a replay must name holders in some of the {len(self._link.routers)} stages, got {one.holders}"
+                )
+        async with self._one_by_one:  # a request that is repeated finds all done
+            works = [self._replay(request, one) for one in request.work]
+            gone = set(await gather_bounded(works, self._max_in_flight)) - {None}
+        lost = [one.receipt for one in request.work if self._key(request, one) not in self._link.copies]
+        return encode(ReplayReply(lost=lost, unreached=sorted(peer for peer in gone if peer is not None)))
+
+    async def _replay(self, request: ReplayRequest, one: Replay) -> PeerId | None:
+        """Returns a holder that did not do it, if there is one."""
+        copy = await self._link.copies.find(self._key(request, one))
+        if copy is None:
+            return None
+        for stage in one.holders:
+            self._link.events.note("replay", peer=one.holders[stage], stage=stage, step=request.step)
+        try:
+            await replay(self._link, copy, one.holders, frozenset(request.avoid))
+        except HolderGone as error:
+            return error.peer
+        return None
+
+    def _key(self, request: ReplayRequest, one: Replay) -> CallKey:
+        first, index, call = one.receipt
+        return CallKey(
+            generation=request.generation,
+            step=request.step,
+            attempt=request.attempt,
+            first=first,
+            index=index,
+            call=call,
+        )
