@@ -28,6 +28,7 @@ class Limits:
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
             anew with each batch that it validates and each file that it saves.
         start_timeout: Seconds that the starter waits for its peers, imports included.
+        stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
         join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
         drain_timeout: Seconds that a server which is told to leave waits for a record that lets it go; then it goes
@@ -52,6 +53,7 @@ class Limits:
     silence_timeout: float = 10.0
     lead_timeout: float = 1800.0
     start_timeout: float = 120.0
+    stage_timeout: float = 86400.0
     join_timeout: float = 3600.0
     join_bytes: int = 4 << 30
     drain_timeout: float = 120.0

@@ -12,11 +12,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import Ticket
+
+
+class RoundFailed(PeerError):
+    """A part did not come. Nobody may use the round.
+
+    Attributes:
+        missed: Whose, if the peer itself is to blame; None: it has not got all parts itself.
+    """
+
+    def __init__(self, text: str, missed: PeerId | None) -> None:
+        super().__init__(text)
+        self.missed = missed
 
 
 async def average(
@@ -44,18 +56,30 @@ async def average(
         The mean ``[n]``, the same bytes on every peer, and the squared norm of the part that this peer reduced.
 
     Raises:
-        PeerError: Some peer left or was slow; nobody may use the round.
+        RoundFailed: Some peer left or was slow.
     """
     parts = _parts(len(vector), len(roster))
     others = [i for i in range(len(roster)) if i != place]
 
     async def take(i: int, name: str, part: slice) -> Tensor:
-        message = await tickets.fetch(Ticket(peer_id=roster[i], name=f"{prefix}/{name}"), timeout=timeout)
-        return _checked(message, vector, part, roster[i])
+        ticket = Ticket(peer_id=roster[i], name=f"{prefix}/{name}")
+        try:
+            return _checked(await tickets.fetch(ticket, timeout=timeout), vector, part, roster[i])
+        except SwarmError as error:
+            # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
+            blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
+            missed = None if blameless else roster[i]
+            raise RoundFailed(f"{ticket.name} did not come from {roster[i]}: {error}", missed) from error
 
     for i in others:
         tickets.offer(f"{prefix}/part{i}", Message(tensors=(vector[parts[i]].cpu(),)))
-    pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
+    try:
+        pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
+    except SwarmError as error:
+        # So that nobody waits for it, and takes this peer for the one that is gone.
+        tickets.promise(f"{prefix}/reduced{place}")
+        tickets.fail(f"{prefix}/reduced{place}", TicketGone(f"the round failed: {error}"))
+        raise
     pieces[place] = vector[parts[place]]
     reduced = torch.zeros_like(pieces[place])
     for i in range(len(roster)):

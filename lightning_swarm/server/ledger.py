@@ -27,6 +27,11 @@ class Ledger:
         return self._named is not None
 
     @property
+    def final(self) -> bool:
+        """Whether nothing more may be added."""
+        return self._named is not None and not self._named - self._receipts
+
+    @property
     def begun(self) -> bool:
         """Whether it holds a receipt, or the step is closing."""
         return self.frozen or bool(self._receipts)
@@ -51,6 +56,18 @@ class Ledger:
     def freeze(self, named: Iterable[Receipt]) -> None:
         """From now on add only what `named` holds: nothing while ledgers are read, then what is this server's."""
         self._named = frozenset(named)
+
+    def thaw(self) -> None:
+        """The step takes batches again: add whatever comes."""
+        self._named = None
+
+    def goes_beyond(self, named: Iterable[Receipt]) -> bool:
+        """Whether the sum holds a gradient that `named` does not."""
+        return not self._receipts.issubset(named)
+
+    def lacks(self, named: Iterable[Receipt]) -> list[Receipt]:
+        """What `named` holds and the sum does not, in order."""
+        return sorted(set(named) - self._receipts)
 
     def bitmap(self, counted: Sequence[Receipt]) -> tuple[bytes, int]:
         """The receipts as a bitmap over `counted`, and how many are in the sum but not in `counted`."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_swarm.averaging.butterfly import average
+from lightning_swarm.averaging.butterfly import RoundFailed, average
 from lightning_swarm.errors import DeadlineExceeded, NotMember, ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -81,6 +81,7 @@ class Stepping:
         self._applied = asyncio.Condition()
         self.began_s = 0.0  # on the monotonic clock: when this server came into the run
         self.attempt = 0
+        self._round = 0  # of the newest freeze in the open step
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FREEZE, self._handle_freeze)
         transport.handle_call(AVERAGE, self._handle_average)
@@ -92,6 +93,7 @@ class Stepping:
         self._stages = stages
         self.began_s = time.monotonic()
         self._averaged = self._reselected = None
+        self._round = 0
         self._ledgers = {index: Ledger(self.version) for index in stages}
 
     async def step_out(self) -> list[Stage]:
@@ -114,7 +116,7 @@ class Stepping:
         # After what runs on the compute thread; what comes later there looks at the generation first.
         await self._executor.submit(_FIRST, self._reset)
         async with self._applied:
-            self.attempt = 0
+            self.attempt = self._round = 0
             self._applied.notify_all()
 
     def _reset(self) -> None:
@@ -224,15 +226,21 @@ class Stepping:
         request = decode(body, FreezeRequest)
         self.check(caller, request.generation, request.step, request.attempt)
         # On the compute thread, so that it falls between two additions and never into one.
-        ledgers, _ = await self._executor.submit(_FIRST, lambda: self._freeze(request))
+        (ledgers, stale), _ = await self._executor.submit(_FIRST, lambda: self._freeze(request))
+        for name in stale:
+            self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers))
 
-    def _freeze(self, request: FreezeRequest) -> list[StageLedger]:
+    def _freeze(self, request: FreezeRequest) -> tuple[list[StageLedger], list[str]]:
+        """The ledgers, and the tickets of earlier results that would keep what is named now from being computed."""
         self._check_generation(request.generation)
-        reports = []
+        self._check_round(request)
+        named = self._named(request)
+        self._round = request.round
+        reports, stale = [], []
         for index, stage in sorted(self._stages.items()):
+            stale += self._bound(stage, named.get(index), request)
             ledger = self._ledgers[index]
-            ledger.freeze(())
             held, num_unnamed = ledger.bitmap(self._expected(index, request))
             reports.append(
                 StageLedger(
@@ -243,7 +251,51 @@ class Stepping:
                     version_hash=stage.fingerprint(),
                 )
             )
-        return reports
+        return reports, stale
+
+    def _check_round(self, request: FreezeRequest) -> None:
+        here = (self.version, self.attempt, self._round)
+        if (request.step, request.attempt) != here[:2] or request.round < self._round:
+            asked = (request.step, request.attempt, request.round)
+            raise ProtocolError(f"step, attempt, round are {here} here, got a request to freeze of {asked}")
+
+    def _named(self, request: FreezeRequest) -> dict[int, list[Receipt]]:
+        """By stage, what the sums here shall hold, if the request says so."""
+        if request.named is None:
+            return {}
+        if sorted(one.stage_index for one in request.named) != sorted(self._stages):
+            raise ProtocolError(f"what is named must be of the stages {sorted(self._stages)}, got {request.named}")
+        named = {}
+        for one in request.named:
+            expected = self._expected(one.stage_index, request)
+            flags = from_bitmap(one.receipts, len(expected))
+            named[one.stage_index] = [receipt for receipt, flag in zip(expected, flags, strict=True) if flag]
+        return named
+
+    def _bound(self, stage: Stage, named: list[Receipt] | None, request: FreezeRequest) -> list[str]:
+        """Say what may be added to a stage's sum from now on; returns tickets of earlier results, now stale."""
+        ledger = self._ledgers[stage.index]
+        if named is None:
+            if request.reopens:
+                ledger.thaw()
+            else:
+                ledger.freeze(())
+            return []
+        if ledger.goes_beyond(named):
+            stage.zero_sum()
+            ledger = self._ledgers[stage.index] = Ledger(ledger.step, ledger.attempt)
+        ledger.freeze(named)
+        return [
+            CallKey(
+                generation=request.generation,
+                step=request.step,
+                attempt=request.attempt,
+                first=first,
+                index=index,
+                call=call,
+            ).name(stage.index, "backward")
+            for first, index, call in ledger.lacks(named)
+        ]
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         closing = decode(body, Closing)
@@ -253,10 +305,14 @@ class Stepping:
         places, _ = await self._executor.submit(_FIRST, lambda: self._bind(closing))
         try:
             averages = await gather(self._average(closing, index, place) for index, place in places.items())
+        except RoundFailed as error:
+            missed = [error.missed] if error.missed is not None else []
+            return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
         finally:
             if (self.version, closing.generation) != (closing.step, self._run.manifest.generation):
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         self._check_generation(closing.generation)
+        self._check_frozen(closing)
         self.hold(closing, {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
@@ -267,14 +323,15 @@ class Stepping:
             This server's place in the roster of each of its stages.
         """
         self._check_generation(closing.generation)
+        self._check_frozen(closing)
         self.check_stages(closing)
         places = {index: self._place(closing.stages[index]) for index in self._stages}
         for index, place in places.items():
             holders, touched = closing.stages[index].holders[place], closing.stages[index].touched
             from_bitmap(touched, len(self._stages[index].trainable))
             ledger = self._ledgers[index]
-            if not ledger.frozen:
-                raise ProtocolError(f"the ledger of stage {index} was not frozen; a sum that may change has no mean")
+            if not ledger.final:
+                raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
             held, num_unnamed = ledger.bitmap(self._expected(index, closing))
             if held != holders or num_unnamed:
                 raise ProtocolError(
@@ -282,6 +339,12 @@ class Stepping:
                     f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
                 )
         return places
+
+    def _check_frozen(self, closing: Closing) -> None:
+        if closing.round != self._round:
+            raise ProtocolError(
+                f"the sums of step {closing.step} are frozen for round {self._round}, not {closing.round}"
+            )
 
     def _expected(self, index: int, closing: FreezeRequest | Closing) -> list[Receipt]:
         """The receipts that stage `index` shall have, all replicas together."""
@@ -347,7 +410,7 @@ class Stepping:
             self._averaged = self._reselected = None
             self._run.apply(record)
             self._on_decided(record, gradients)
-            self.attempt = 0
+            self.attempt = self._round = 0
             self._applied.notify_all()
 
     def _apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:

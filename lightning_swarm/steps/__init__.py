@@ -2,8 +2,8 @@
 
 ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
 ``select -> settle`` come first. `policy.py` keeps the books of the open step, `coordinator.py` acts on them,
-`closing.py` ends steps, `voting.py` is how records are decided,
-`proposer.py` decides them.
+`closing.py` ends steps, `sums.py` brings the servers' sums to what a step counts, and `planning.py` says how;
+`voting.py` is how records are decided, `proposer.py` decides them.
 """
 
 SELECT = "step.select"

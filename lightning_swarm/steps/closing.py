@@ -1,4 +1,8 @@
-"""The end of a step: freeze, average, decide, apply."""
+"""The end of a step: freeze, average, decide, apply.
+
+Who does not answer is left out of the rest of the step, and of the next roster by its record; what it held is computed
+again elsewhere (`sums.py`), and the round is repeated.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,19 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
-from lightning_swarm.steps.policy import OpenStep, clip_factor, next_rosters
+from lightning_swarm.steps.planning import choose_blamed, choose_voters
+from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor, next_rosters
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshots import SnapshotOrders
+from lightning_swarm.steps.sums import Sums
 from lightning_swarm.types.runs import Selection
-from lightning_swarm.types.steps import Record
+from lightning_swarm.types.steps import AverageReply, Closing, Record
 
 
 class Closer:
@@ -29,6 +37,7 @@ class Closer:
         snapshots: When the servers take some.
         spawn: Runs work in a task that has an owner.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
+        limits: Bounds.
         events: Of the coordinator.
     """
 
@@ -42,6 +51,7 @@ class Closer:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
+        limits: Limits,
         events: EventLog,
     ) -> None:
         self._run = run
@@ -51,29 +61,37 @@ class Closer:
         self._snapshots = snapshots
         self._spawn = spawn
         self._lead_asks = lead_asks
+        self._limits = limits
         self._events = events
+        self._sums: Sums | None = None  # of the newest step that closed
 
-    async def finish(self, step: OpenStep, selection: Selection | None, reselected: Selection | None) -> Record:
-        """Decide a step's record and have it applied.
+    async def finish(self, step: OpenStep, selection: Selection | None, reselected: Selection | None) -> Record | None:
+        """Decide a step's record and have it applied, with the servers that are there.
 
         Args:
             step: All of its batches are through.
             selection: What it trains.
             reselected: Likewise, if it is not what trained in the step before.
 
+        Returns:
+            The record. None: batches were struck, and the step takes others.
+
         Raises:
             SwarmError: It could not be decided.
         """
         await self._proposer.begin()
-        closing, version_hashes = await self._servers.close(step, selection)
-        begin_s = _now_s()
-        listening = self._gate.listen(closing, reselected, version_hashes)
-        hearing = [self._spawn(one) for one in listening]
-        squared_norm = await self._servers.average(closing)
-        await self._gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
+        sums = self._sums_of(step, selection)
+        squared_norm: float | None = None
+        while squared_norm is None:
+            closed = await sums.close()
+            if closed is None:
+                return None
+            closing, version_hashes = closed
+            squared_norm = await self._average(sums, closing, version_hashes, reselected)
         hyperparameters = await self._lead_asks(step)
         newcomers = await self._gate.newcomers(closing)
-        next_roster = next_rosters(self._run.rosters, leaving=self._gate.leaving, newcomers=newcomers)
+        num_stages = sum(not stage.on_trainers for stage in self._run.manifest.stages)
+        next_roster = next_rosters(self._run.rosters, gone=sums.gone, leaving=self._gate.leaving, newcomers=newcomers)
         record = Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
@@ -82,7 +100,7 @@ class Closer:
             hyperparameters=hyperparameters,
             selection=reselected,
             next_roster=next_roster,
-            next_voters=self._run.voters,
+            next_voters=choose_voters(next_roster[:num_stages], self._run.voters),
             next_trainers=self._run.trainers,
             newcomers=newcomers,
             snapshot=await self._snapshots.order(closing.step, next_roster),
@@ -91,6 +109,43 @@ class Closer:
         await self._servers.apply(record)
         self._gate.let_in(newcomers)
         return record
+
+    def _sums_of(self, step: OpenStep, selection: Selection | None) -> Sums:
+        """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
+        if self._sums is None or not self._sums.are_of(step):
+            self._sums = Sums(
+                self._run, self._servers, step, selection, stage_timeout=self._limits.stage_timeout, events=self._events
+            )
+        return self._sums
+
+    async def _average(
+        self, sums: Sums, closing: Closing, version_hashes: list[int], reselected: Selection | None
+    ) -> float | None:
+        """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
+        begin_s = _now_s()
+        hearing = [self._spawn(one) for one in self._gate.listen(closing, reselected, version_hashes)]
+        replies = await self._servers.average(closing)
+        failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
+        if not failed and not any(reply.failure for reply in heard.values()):
+            await self._gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
+            # Summed in one order, so that a repeated round gives the same record.
+            parts = sorted(
+                (part.stage_index, peer, part.squared_norm) for peer, reply in heard.items() for part in reply.parts
+            )
+            return add_up(squared_norm for _, _, squared_norm in parts)
+        for task in hearing:
+            task.cancel()  # they missed nothing
+        reason = "; ".join(filter(None, [*map(str, failed.values()), *(reply.failure for reply in heard.values())]))
+        self._events.note("round_repeated", step=closing.step, reason=reason)
+        unreached = {peer: reply.unreached for peer, reply in heard.items()}
+        rosters = [[member.peer_id for member in stage.roster] for stage in closing.stages]
+        blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
+        if not blamed:
+            sums.note_blameless(reason)
+        for peer in blamed:
+            sums.lose(peer, failed.get(peer) or Unreachable(f"{peer} was not reached while averaging: {reason}"))
+        return None
 
 
 def _now_s() -> float:

@@ -64,7 +64,7 @@ class Coordinator:
         self._manifest = manifest
         self._timeout = limits.call_timeout
         self._lead_timeout = limits.lead_timeout
-        self._servers = Servers(transport, run, timeout=limits.call_timeout)
+        self._servers = Servers(transport, run, spawn=self._spawn, timeout=limits.call_timeout)
         self._leases = itertools.count(1)
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
         self._selection = manifest.selection
@@ -72,6 +72,7 @@ class Coordinator:
         self._settling = asyncio.Lock()
         self._begun = False  # the lead's loop asked for its first place
         self._heard_s = 0.0  # when the lead was last heard of
+        self._finishing = False  # a task of this object decides the open step
         self._closing_s: float | None = None  # since when the open step closes
         self._asked: tuple[int, list[dict[str, Any]]] | None = None  # the record the lead asked for, and how to step
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
@@ -98,6 +99,7 @@ class Coordinator:
             self._snapshots,
             spawn=self._spawn,
             lead_asks=self._asked_for,
+            limits=limits,
             events=events,
         )
         self._warned_large = False
@@ -134,6 +136,8 @@ class Coordinator:
         self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
         self._selection, self._reselected = manifest.selection, None
         self._closing_s = self._asked = self._record = self._failure = None
+        self._finishing = False
+        self._servers.go_back()
         self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], []
         self.gate.go_back()
         self._snapshots.go_back()
@@ -255,7 +259,8 @@ class Coordinator:
         if request.close:
             step.ask_to_close(request.total_weight)
             self._closing_s = _now_s()
-        if step.ready and not was_ready:
+        if step.ready and not was_ready and not self._finishing:
+            self._finishing = True
             self._tasks.spawn(self._finish_guarded(step))
         if request.withdrawn:
             await self._notify()  # who waits for the record may have a place again
@@ -372,7 +377,7 @@ class Coordinator:
 
     async def _finish_guarded(self, step: OpenStep) -> None:
         try:
-            record = await self._closer.finish(step, self._selection, self._reselected)
+            record = await self._finish(step)
         except SwarmError as error:
             await self._fail(step, str(error))
             return
@@ -380,11 +385,23 @@ class Coordinator:
             # A bug: it ends this server, and whoever waits shall not wait for ever.
             await self._fail(step, f"internal error: {type(error).__name__}: {error}")
             raise
+        self._finishing = False
+        if record is None:
+            await self._notify()  # who waits for the record has a place again
+            return
         self._record, self._closing_s = record, None
         self._logs, self._metrics = step.logs_for(self._manifest.lead), step.metrics_for(self._manifest.lead)
         self._reselected = None
         self._open = self._opened(step.step + 1)
         await self._notify()
+
+    async def _finish(self, step: OpenStep) -> Record | None:
+        """Decide it. None: it takes batches again."""
+        while step.ready:
+            record = await self._closer.finish(step, self._selection, self._reselected)
+            if record is not None:
+                return record
+        return None
 
     async def _fail(self, step: OpenStep, reason: str) -> None:
         if self._failure is None:

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightning_swarm.errors import ProtocolError, StepError
+from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.types.batches import MAX_LOGS, Logged
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member
-from lightning_swarm.types.steps import Candidate, StageLedger
-from lightning_swarm.types.wire import from_bitmap
+from lightning_swarm.types.steps import Candidate
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -123,6 +122,19 @@ class OpenStep:
         self._leased(lease, trainer)
         del self._batches[lease]
 
+    def strike(self, firsts: Collection[int]) -> None:
+        """Batches (by the positions of their first samples) cannot be computed again, and count nowhere."""
+        self._batches = {lease: batch for lease, batch in self._batches.items() if batch.first not in firsts}
+
+    def closes_without(self, firsts: Collection[int]) -> bool:
+        """Whether the step would still grant nothing if these were struck."""
+        left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in firsts)
+        return self.close_asked or (self.target_batch_size is not None and left >= self.target_batch_size)
+
+    def trainer_of(self, first: int) -> PeerId:
+        """Whose batch it is that begins at this position."""
+        return next(batch.trainer for batch in self._batches.values() if batch.first == first)
+
     def ask_to_close(self, window: float | None) -> None:
         """Grant nothing more. `window` is the total weight by Lightning's arithmetic, a full accumulation window."""
         self.close_asked = True
@@ -184,41 +196,6 @@ def _together(one: Logged, other: Logged) -> Logged:
     else:
         value = max(one.value, other.value) if one.reduce == "max" else min(one.value, other.value)
     return msgspec.structs.replace(one, value=value, batch_size=batch_size)
-
-
-def check_ledgers(
-    step: int,
-    expected: Sequence[Sequence[Receipt]],
-    ledgers: Sequence[Sequence[StageLedger]],
-    *,
-    first_trained: int = 0,
-) -> None:
-    """Each expected receipt once in its stage, nothing else in any sum, and all replicas at the same weights.
-
-    Args:
-        step: For the error.
-        expected: For each stage, the receipts that the closing names.
-        ledgers: For each stage, those of its roster.
-        first_trained: The stages before this one train nothing, and no gradient goes there.
-
-    Raises:
-        StepError: Says the stage and what is wrong.
-    """
-    for stage_index, (counted, stage) in enumerate(zip(expected, ledgers, strict=True)):
-        hashes = {ledger.version_hash for ledger in stage}
-        if len(hashes) != 1:
-            raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
-        unnamed = sum(ledger.num_unnamed for ledger in stage)
-        if unnamed:
-            raise StepError(f"step {step}: stage {stage_index} holds {unnamed} gradients that no batch completed")
-        held = [sum(flags) for flags in zip(*(from_bitmap(one.held, len(counted)) for one in stage), strict=True)]
-        wanted, otherwise = (1, "not at all or more than once") if stage_index >= first_trained else (0, "all the same")
-        wrong = [receipt for receipt, times in zip(counted, held, strict=True) if times != wanted]
-        if wrong:
-            raise StepError(
-                f"step {step}: each microbatch counts once in each stage that trains; in stage {stage_index} these "
-                f"were added {otherwise}: {wrong[:5]}"
-            )
 
 
 def choose_stage(num_holders: Sequence[int]) -> int:

@@ -1,26 +1,35 @@
-"""The servers of a run, as its coordinator asks them: settle, freeze, average, apply."""
+"""The servers of a run, as its coordinator asks them: settle, freeze, average, apply; and trainers: replay."""
 
 from __future__ import annotations
 
-from lightning_swarm.errors import StepError, Unreachable
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+from lightning_swarm.errors import Damaged, PeerError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import first_trained
-from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, SETTLE
-from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers
+from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, REPLAY, SETTLE
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import (
     AverageReply,
     Closing,
     FreezeReply,
     FreezeRequest,
     Record,
+    ReplayReply,
+    ReplayRequest,
     SettleRequest,
-    StageClosing,
-    StageLedger,
 )
-from lightning_swarm.types.wire import Wire, decode, encode
+from lightning_swarm.types.wire import decode, encode
+
+_T = TypeVar("_T")
+
+_ROUND_TIMEOUTS: Final = 3.0  # a server waits for the parts of the others, then for what they made of them
+_MAX_DAMAGED: Final = 3
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
 
 
 class Servers:
@@ -29,113 +38,149 @@ class Servers:
     Args:
         transport: The coordinator's.
         run: As its own server knows it.
-        timeout: Seconds for one phase.
+        spawn: Runs work in a task that has an owner.
+        timeout: Seconds for one call.
     """
 
-    def __init__(self, transport: Transport, run: RunState, *, timeout: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        timeout: float,
+    ) -> None:
         self._transport = transport
         self._run = run
+        self._spawn = spawn
         self._timeout = timeout
+        self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
+        self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step trains
+
+    @property
+    def own(self) -> PeerId:
+        """The coordinator's."""
+        return self._transport.peer_id
+
+    def go_back(self) -> None:
+        """The run entered its next generation."""
+        self._behind.clear()
+        self.unsettled.clear()
 
     async def settle(self, request: SettleRequest) -> None:
-        """Have them train what the open step shall train."""
-        await self._ask(SETTLE, request)
-
-    async def close(self, step: OpenStep, selection: Selection | None) -> tuple[Closing, list[int]]:
-        """Freeze the sums of a step.
-
-        Args:
-            step: All of its batches are through.
-            selection: What it trains.
-
-        Returns:
-            The closing, and for each stage the hash of the weights that its replicas agree on.
+        """Have them train what the open step shall train. Who is not reached takes no part in the step.
 
         Raises:
-            StepError: The sums do not hold what counts.
+            SwarmError: A server refuses, or nobody of a stage is reached.
         """
-        manifest = self._run.manifest
-        counted, batches = step.counted, step.batches
-        generation = manifest.generation
-        request = FreezeRequest(generation=generation, step=step.step, attempt=0, counted=counted, batches=batches)
-        replies = {peer: decode(body, FreezeReply) for peer, body in (await self._ask(FREEZE, request)).items()}
-        ledgers = [
-            [_ledger(replies[member.peer_id], member, index) for member in roster]
-            for index, roster in enumerate(self._run.rosters)
-        ]
-        first = first_trained(selection, manifest.stages)
-        expected = [batches if stage.on_trainers else counted for stage in manifest.stages]
-        check_ledgers(step.step, expected, ledgers, first_trained=first)
-        closing = Closing(
-            generation=generation,
-            step=step.step,
-            attempt=0,
-            round=0,
-            counted=counted,
-            batches=batches,
-            num_samples=step.num_granted,
-            total_weight=step.total_weight,
-            stages=[
-                StageClosing(
-                    roster=roster,
-                    holders=[ledger.held for ledger in stage],
-                    touched=_union([ledger.touched for ledger in stage]),
-                )
-                for roster, stage in zip(self._run.rosters, ledgers, strict=True)
-            ],
-            gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
-        )
-        return closing, [stage[0].version_hash for stage in ledgers]
+        body = encode(request)
+        replies = await self._ask_all(SETTLE, dict.fromkeys(self._run.servers, body), lambda _: None)
+        failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        for error in failed.values():
+            if not isinstance(error, PeerError):
+                raise error
+        for roster in self._run.rosters:
+            if all(member.peer_id in failed for member in roster):
+                raise failed[roster[0].peer_id]
+        self.unsettled = failed
 
-    async def average(self, closing: Closing) -> float:
-        """The squared norm of the mean gradient over all stages. Every server holds its stages' means then."""
-        replies = await self._ask(AVERAGE, closing)
-        # Summed in one order, so that a repeated round gives the same record.
-        parts = sorted(
-            (part.stage_index, peer, part.squared_norm)
-            for peer, body in replies.items()
-            for part in decode(body, AverageReply).parts
-        )
-        return add_up(squared_norm for _, _, squared_norm in parts)
+    async def freeze(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply | SwarmError]:
+        """Have each freeze its sums, and say what they hold; who missed the record before is told of it first."""
+
+        async def freeze(peer: PeerId, request: FreezeRequest) -> FreezeReply:
+            record = self._behind.get(peer)
+            if record is not None:
+                await self._apply(peer, record)
+            return decode(await self._call(peer, FREEZE, encode(request)), FreezeReply)
+
+        return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
+
+    async def average(self, closing: Closing) -> dict[PeerId, AverageReply | SwarmError]:
+        """A round. Where all went well, every server of its rosters holds its stages' means then."""
+        body = encode(closing)
+        peers = sorted({member.peer_id for stage in closing.stages for member in stage.roster})
+        timeout = _ROUND_TIMEOUTS * self._timeout
+        return await self._ask_all(AVERAGE, dict.fromkeys(peers, body), _average_reply, timeout=timeout)
+
+    async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
+        """Have a trainer send microbatches again.
+
+        Raises:
+            SwarmError: It did not.
+        """
+        timeout = self._timeout * (1 + len(request.work))
+        return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
 
     async def apply(self, record: Record) -> None:
-        """Have them apply a decided record, those that come with it too."""
-        await self._ask(APPLY, record, *(candidate.member.peer_id for candidate in record.newcomers))
+        """Have all who averaged, and who comes with it, apply a decided record. Who cannot be told now is told again.
 
-    async def _ask(self, method: str, request: Wire, *more: PeerId) -> dict[PeerId, bytes]:
-        """Ask every server of the roster, and `more`, at once; the first failure ends the phase."""
-        peers = [*self._run.servers, *more]
-        body = encode(request)
-        bodies = await gather(self._call(peer, method, body) for peer in peers)
-        return dict(zip(peers, bodies, strict=True))
+        Raises:
+            SwarmError: The coordinator's own server did not.
+        """
+        self._behind.clear()
+        self.unsettled.clear()
+        # Also whom it lets go: until they know of it they stay.
+        rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
+        peers = sorted({member.peer_id for roster in rosters for member in roster})
+        replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)
+        late = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        self._behind = dict.fromkeys(late, record)
+        for peer in late:
+            self._spawn(self._tell_again(peer, record))
 
-    async def _call(self, peer: PeerId, method: str, body: bytes) -> bytes:
+    async def _tell_again(self, peer: PeerId, record: Record) -> None:
+        """Until it answers, or the step after closes: then it is told before it freezes."""
+        pause_s = _FIRST_PAUSE_S
+        while self._behind.get(peer) is record:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                await self._apply(peer, record)
+            except SwarmError:  # whoever cannot be told is left out by the next record
+                continue
+
+    async def _apply(self, peer: PeerId, record: Record) -> None:
+        await self._call(peer, APPLY, encode(record))
+        if self._behind.get(peer) is record:
+            del self._behind[peer]
+
+    async def _ask_all(
+        self, method: str, bodies: Mapping[PeerId, bytes], read: Callable[[bytes], _T], *, timeout: float | None = None
+    ) -> dict[PeerId, _T | SwarmError]:
+        async def ask(peer: PeerId, body: bytes) -> _T:
+            return read(await self._call(peer, method, body, timeout=timeout))
+
+        return await self._each({peer: ask(peer, body) for peer, body in bodies.items()})
+
+    async def _each(self, works: Mapping[PeerId, Coroutine[Any, Any, _T]]) -> dict[PeerId, _T | SwarmError]:
+        """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here."""
+
+        async def one(peer: PeerId, work: Coroutine[Any, Any, _T]) -> _T | SwarmError:
+            try:
+                return await work
+            except SwarmError as error:
+                if peer == self.own:
+                    raise
+                return error
+
+        replies = await gather(one(peer, work) for peer, work in works.items())
+        return dict(zip(works, replies, strict=True))
+
+    async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
         try:
-            return await self._transport.call(peer, method, body, timeout=self._timeout)
+            return await self._unharmed(peer, method, body, timeout=timeout or self._timeout)
         except Unreachable as error:
             held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
             stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
             raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
 
-
-def _ledger(reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:
-    if reply.boot_id != member.boot_id:
-        raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
-    for ledger in reply.ledgers:
-        if ledger.stage_index == stage_index:
-            return ledger
-    raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
+    async def _unharmed(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """Ask again where a message was damaged on its way: told twice, each of these calls is done once."""
+        for _ in range(_MAX_DAMAGED):
+            with contextlib.suppress(Damaged):
+                return await self._transport.call(peer, method, body, timeout=timeout)
+        return await self._transport.call(peer, method, body, timeout=timeout)
 
 
-def _union(bitmaps: list[bytes]) -> bytes:
-    """Bitmaps of equal length, or-ed."""
-    if len({len(bitmap) for bitmap in bitmaps}) != 1:
-        raise StepError("the replicas of a stage disagree on its number of parameters")
-    return bytes(map(_or, *bitmaps)) if len(bitmaps) > 1 else bitmaps[0]
-
-
-def _or(*values: int) -> int:
-    result = 0
-    for value in values:
-        result |= value
-    return result
+def _average_reply(body: bytes) -> AverageReply:
+    return decode(body, AverageReply)

@@ -22,14 +22,28 @@ class SettleRequest(Wire, frozen=True):
     selection: Selection
 
 
+class Named(Wire, frozen=True):
+    """What the sum of one stage on one server shall hold: a bitmap over the receipts that count in this stage."""
+
+    stage_index: Count
+    receipts: bytes
+
+
 class FreezeRequest(Wire, frozen=True):
-    """Close(k), first part: add nothing more, and say what was added."""
+    """Close(k), first part: add nothing more, and say what was added.
+
+    Where something is missing, or in two sums: with `named`. Then a sum that holds others begins anew, and what is
+    named may be added until the next request.
+    """
 
     generation: int
     step: int
     attempt: int
     counted: list[Receipt]
     batches: list[Receipt]  # as in `Closing`
+    round: Count = 0  # rises with each request of a step: what comes late is refused
+    named: list[Named] | None = None  # for each stage of this server
+    reopens: bool = False  # batches were struck, and the step takes others: all may be added again
 
 
 class StageLedger(Wire, frozen=True):
@@ -87,7 +101,7 @@ class Closing(Wire, frozen=True):
     generation: int
     step: int
     attempt: int
-    round: int
+    round: Count  # of the freeze that it follows
     counted: list[Receipt]  # microbatches
     batches: list[Receipt]  # one for each batch: trainers add up by batch what they hold themselves
     num_samples: Count
@@ -104,9 +118,11 @@ class PartNorm(Wire, frozen=True):
 
 
 class AverageReply(Wire, frozen=True):
-    """The server holds the mean gradients of all its stages."""
+    """The server holds the mean gradients of all its stages; or says why not."""
 
     parts: list[PartNorm]
+    failure: str = ""  # the round failed here
+    unreached: list[PeerId] = msgspec.field(default_factory=list)  # as it does when one of these is gone
 
 
 class Candidate(Wire, frozen=True):

@@ -11,15 +11,15 @@ import torch
 from msgspec.structs import replace as replaced
 
 from lightning_swarm import trees
-from lightning_swarm.errors import ProtocolError, RunOver, StepError, SwarmError, Unreachable
+from lightning_swarm.errors import ProtocolError, RunOver, StepError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
-from lightning_swarm.steps.policy import OpenStep, add_up, check_ledgers, clip_factor
+from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.types.batches import BatchDone, Grant, GrantReply, GrantRequest
-from lightning_swarm.types.calls import Receipt, Recompute, Ticket
-from lightning_swarm.types.steps import Closing, FreezeRequest, PartNorm, Record, StageClosing, StageLedger
-from lightning_swarm.types.wire import decode, encode, to_bitmap
+from lightning_swarm.types.calls import Recompute, Ticket
+from lightning_swarm.types.steps import Closing, FreezeRequest, PartNorm, Record, StageClosing
+from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, plain_steps, rows
 
@@ -108,46 +108,7 @@ def test_each_granted_batch_ends_once_and_by_its_trainer() -> None:
     assert step.counted == [(0, 0, 0)]
 
 
-# ---------------------------------------------------------------------- what a closing checks
-
-COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
-
-
-def ledger(stage: int, *held: int, unnamed: int = 0, version_hash: int = 1) -> StageLedger:
-    bitmap = to_bitmap(i in held for i in range(len(COUNTED)))
-    return StageLedger(stage_index=stage, held=bitmap, num_unnamed=unnamed, touched=b"", version_hash=version_hash)
-
-
-WHOLE = [[ledger(0, 0, 2), ledger(0, 1)], [ledger(1, 0, 1, 2, version_hash=2)]]
-
-
-def test_ledgers_that_hold_each_microbatch_once_in_each_stage_pass() -> None:
-    check_ledgers(0, 2 * [COUNTED], WHOLE)
-    check_ledgers(0, [[]], [[replaced(ledger(0), held=b"")]])
-    check_ledgers(0, 2 * [COUNTED], [[ledger(0)], *WHOLE[1:]], first_trained=1)
-
-
-def test_a_stage_before_the_first_that_trains_holds_nothing() -> None:
-    with pytest.raises(StepError, match=r"in stage 0 these were added all the same: .*0, 0, 0"):
-        check_ledgers(0, 2 * [COUNTED], WHOLE, first_trained=1)
-
-
-@pytest.mark.parametrize(
-    ("first_stage", "words"),
-    [
-        ([ledger(0, 0, 2), ledger(0, 1, 2)], "stage 0 .* more than once: .*4, 0, 0"),
-        ([ledger(0, 0), ledger(0, 1)], "stage 0 .* not at all .*4, 0, 0"),
-        ([ledger(0, 0, 2, unnamed=1), ledger(0, 1)], "stage 0 holds 1 gradients that no batch completed"),
-        ([ledger(0, 0, 2), ledger(0, 1, version_hash=9)], "replicas of stage 0 have different weights"),
-        ([replaced(ledger(0, 0, 1, 2), held=b"\x07\0")], "bitmap"),
-    ],
-    ids=["twice", "lost", "unnamed", "drifted", "malformed"],
-)
-def test_a_record_counts_the_same_in_every_stage(first_stage: list[StageLedger], words: str) -> None:
-    with pytest.raises(SwarmError, match=words):
-        check_ledgers(0, 2 * [COUNTED], [first_stage, WHOLE[1]])
-    with pytest.raises(SwarmError):
-        check_ledgers(0, 2 * [COUNTED], [WHOLE[1], first_stage])
+# ---------------------------------------------------------------------- norms
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e3, None])
@@ -208,28 +169,24 @@ def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
     assert swarm.state() == before
 
 
-def test_a_record_whose_caller_hung_up_can_be_told_again(
-    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_whose_caller_hung_up_is_told_again(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", "b")
     stepping = swarm.servers[B].stepping
-    apply, told = stepping._apply, []
+    apply, found = stepping._apply, []
 
     def applied_unheard(record: Record, averaged: Any) -> None:
         apply(record, averaged)
-        told.append(record)
-        raise Unreachable("the caller is gone")  # here its handler is cancelled
+        found.append(stepping.stage(1).fingerprint())
+        if len(found) == 1:
+            raise Unreachable("the caller is gone")  # here its handler is cancelled
 
     monkeypatch.setattr(stepping, "_apply", applied_unheard)
-    with pytest.raises(StepError, match="the caller is gone"):
-        swarm.run(swarm.step(rows(0)))
+    swarm.run(swarm.step(rows(0)))
     assert (stepping.version, stepping.stage(1).version) == (0, 1)
-    before = stepping.stage(1).fingerprint()
-
-    monkeypatch.setattr(stepping, "_apply", apply)
-    swarm.run(swarm.servers[A]._transport.call(B, APPLY, encode(told[0]), timeout=1.0))
+    swarm.settle()
     assert (stepping.version, stepping.stage(1).version) == (1, 1)
-    assert stepping.stage(1).fingerprint() == before
+    assert len(found) == 2
+    assert found[0] == found[1]
 
 
 def test_a_clipped_step_is_clipped_over_all_stages(make_swarm: MakeSwarm) -> None:
@@ -430,18 +387,6 @@ def assert_undecided(swarm: Swarm, words: str) -> None:
     assert all(not server.voter._accepted for server in swarm.servers.values())
 
 
-def test_a_gradient_that_nobody_reported_fails_the_step(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a", "b")
-    swarm.run(swarm.through(key(100), rows(9)))
-    assert_undecided(swarm, "holds 1 gradients that no batch completed")
-
-
-def test_a_gradient_that_two_replicas_hold_fails_the_step(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a", "b c")
-    swarm.run(swarm.through(key(0, 1), rows(2), route=[A, B]))
-    assert_undecided(swarm, "stage 1 .* more than once")
-
-
 def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b c")
     stage = swarm.servers[C].stepping.stage(1)
@@ -457,27 +402,6 @@ def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.servers[B].stepping._boot_id = 999
     assert_undecided(swarm, "b was restarted")
-
-
-def test_a_server_that_fails_while_averaging_fails_the_step(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a", "b c")
-
-    async def broken(caller: PeerId, body: bytes) -> bytes:
-        raise StepError("no power")
-
-    swarm.servers[C]._transport._call_handlers[AVERAGE] = broken  # type: ignore[attr-defined]
-    assert_undecided(swarm, "no power")
-
-
-def test_a_server_that_dies_in_the_round_fails_the_step(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a", "b c")
-
-    async def dying(caller: PeerId, body: bytes) -> bytes:
-        swarm.network.kill(C)
-        raise Unreachable("gone")
-
-    swarm.servers[C]._transport._call_handlers[AVERAGE] = dying  # type: ignore[attr-defined]
-    assert_undecided(swarm, f"could not be decided: peer {C}, which holds stage 1, is gone")
 
 
 def test_a_bug_while_closing_reaches_who_waits() -> None:

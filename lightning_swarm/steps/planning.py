@@ -1,0 +1,172 @@
+"""What a closing that met a fault does next: who gives up a sum, what is computed again and by whom, who is to blame.
+
+Pure: what servers said goes in, a decision comes out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import Member
+
+MAX_VOTERS: Final = 7
+"""More would make every decision slower and few of them safer."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What the sum of one stage on one server holds.
+
+    Args:
+        held: For each receipt that counts in this stage, whether it is in it.
+        num_unnamed: Receipts beside those.
+    """
+
+    held: Sequence[bool]
+    num_unnamed: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done until each receipt is in one sum of each stage that trains.
+
+    Args:
+        named: For each stage and each of its servers, the receipts that count in it and are this server's to hold.
+        discards: For each stage, the servers whose sum holds others, too: they begin it anew.
+        holes: For each receipt that some stage lacks, by stage, who shall add it.
+        lost: Batches (the positions of their first samples) that lack what nobody can compute again.
+    """
+
+    named: Sequence[Mapping[PeerId, Sequence[bool]]]
+    discards: Sequence[Sequence[PeerId]]
+    holes: Mapping[Receipt, Mapping[int, PeerId]]
+    lost: Collection[int]
+
+    @property
+    def done(self) -> bool:
+        """Whether the sums are what the step counts."""
+        return not (self.holes or self.lost or any(self.discards))
+
+
+def plan_replays(
+    expected: Sequence[Sequence[Receipt]],
+    sums: Sequence[Mapping[PeerId, Sum]],
+    *,
+    first_trained: int = 0,
+    replayable: Sequence[bool] | None = None,
+    barred: Mapping[int, Collection[PeerId]] | None = None,
+) -> Plan:
+    """Name one holder for each receipt and stage, so that little is computed again.
+
+    A sum is one number for all that is in it: who holds a receipt that is not its own begins anew. Of those that
+    hold the same receipt, whoever holds the least does.
+
+    Args:
+        expected: For each stage, the receipts that count in it, in order.
+        sums: For each stage, what its servers hold, in the order of its roster; at least one server each.
+        first_trained: No gradient goes to the stages before this one.
+        replayable: For each stage, whether a microbatch can be sent there again; None: all can.
+        barred: By batch, servers that its trainer does not reach.
+    """
+    named: list[dict[PeerId, list[bool]]] = []
+    discards: list[list[PeerId]] = []
+    holes: dict[Receipt, dict[int, PeerId]] = {}
+    lost: set[int] = set()
+    for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
+        held = {peer: list(one.held) for peer, one in stage.items()}
+        dirty = _dirty(stage, trains=index >= first_trained)
+        for peer in dirty:
+            held[peer] = [False] * len(receipts)
+        load = Counter({peer: sum(flags) for peer, flags in held.items()})
+        for place, receipt in enumerate(receipts):
+            if index < first_trained or any(flags[place] for flags in held.values()):
+                continue
+            able = [peer for peer in held if peer not in (barred or {}).get(receipt[0], ())]
+            if not able or not (replayable is None or replayable[index]):
+                lost.add(receipt[0])
+                continue
+            holder = min(able, key=lambda peer: load[peer])
+            load[holder] += 1
+            held[holder][place] = True
+            holes.setdefault(receipt, {})[index] = holder
+        named.append(held)
+        discards.append(dirty)
+    return Plan(named, discards, holes, lost)
+
+
+def _dirty(stage: Mapping[PeerId, Sum], *, trains: bool) -> list[PeerId]:
+    """Whose sum cannot be used."""
+    if not trains:
+        return [peer for peer, one in stage.items() if one.num_unnamed or any(one.held)]
+    dirty = {peer for peer, one in stage.items() if one.num_unnamed}
+    # Those that hold the most choose first.
+    taken: set[int] = set()
+    for peer in sorted(stage.keys() - dirty, key=lambda peer: (-sum(stage[peer].held), list(stage).index(peer))):
+        places = {place for place, holds in enumerate(stage[peer].held) if holds}
+        if places & taken:
+            dirty.add(peer)
+        else:
+            taken |= places
+    return [peer for peer in stage if peer in dirty]
+
+
+def choose_blamed(
+    rosters: Sequence[Sequence[PeerId]],
+    failed: Collection[PeerId],
+    unreached: Mapping[PeerId, Collection[PeerId]],
+    *,
+    spared: PeerId,
+) -> list[PeerId]:
+    """Without whom to repeat a round of averaging.
+
+    Args:
+        rosters: Of the round, for each stage.
+        failed: Those that did not answer the coordinator.
+        unreached: Whom the others did not reach, by who says so.
+        spared: The coordinator: it asks, so it is not the one that is cut off.
+
+    Returns:
+        Those that did not answer. If all did, the one that most of the others of its stage did not reach; of two that
+        do not reach each other, the later one in the roster. Nobody, if nobody was missed.
+    """
+    if failed:
+        return sorted(failed)
+    order = {peer: place for place, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
+    votes: Counter[PeerId] = Counter()
+    for accuser, peers in unreached.items():
+        for peer in peers:
+            if peer != accuser and any(peer in roster and accuser in roster for roster in rosters):
+                # Who does not reach the coordinator has it from the coordinator that it was wrong.
+                votes[accuser if peer == spared else peer] += 1
+    if not votes:
+        return []
+    return [max(votes, key=lambda peer: (votes[peer], order[peer]))]
+
+
+def choose_voters(
+    rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str] | None = None
+) -> list[Member]:
+    """Who votes on the next record: an odd number, at most `MAX_VOTERS`.
+
+    Args:
+        rosters: Of the next step, without the stage on trainers.
+        voters: Of this record. Those that stay in a roster go on voting, as far as there is room.
+        hosts: On which machine a peer is, where that is known: votes go to different ones first.
+    """
+    members = list(dict.fromkeys(member for roster in rosters for member in roster))
+    number = min(len(members), MAX_VOTERS)
+    number -= 1 - number % 2
+    machines = hosts or {}
+    chosen = [voter for voter in voters if voter in members][:number]
+    others = [member for member in members if member not in chosen]
+    while len(chosen) < number:
+        there = Counter(machines.get(member.peer_id, member.peer_id) for member in chosen)
+        best = min(others, key=lambda member: there[machines.get(member.peer_id, member.peer_id)])
+        others.remove(best)
+        chosen.append(best)
+    return chosen

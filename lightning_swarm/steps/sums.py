@@ -1,0 +1,360 @@
+"""The sums of a step that closes, brought to what the step counts: each microbatch once in each stage that trains.
+
+``FREEZE -> plan -> (discards and holes: FREEZE, naming them -> REPLAY) -> FREEZE -> ...`` until nothing is amiss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from lightning_swarm.errors import PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import PeerId
+from lightning_swarm.run_state import RunState
+from lightning_swarm.selection import first_trained
+from lightning_swarm.steps.planning import Plan, Sum, plan_replays
+from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.steps.servers import Servers
+from lightning_swarm.tasks import gather
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.steps import (
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    Named,
+    Replay,
+    ReplayRequest,
+    StageClosing,
+    StageLedger,
+)
+from lightning_swarm.types.wire import from_bitmap, to_bitmap
+
+_MAX_REPLAYS: Final = 16
+"""Of one microbatch in one step. More is no fault of peers."""
+
+_MAX_FAILURES: Final = 3
+_MAX_WORK: Final = 64
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 30.0
+
+Ledgers = list[dict[Member, StageLedger]]
+"""For each stage, those of its roster that are there, in its order."""
+
+
+class Sums:
+    """Of one step, whose batches are through.
+
+    Args:
+        run: As the coordinator's server knows it.
+        servers: All that hold a stage.
+        step: Which.
+        selection: What it trains.
+        stage_timeout: Seconds to wait for a stage of which nobody is there.
+        events: Of the coordinator.
+
+    Attributes:
+        gone: Who takes no part in the step any more, and why.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        servers: Servers,
+        step: OpenStep,
+        selection: Selection | None,
+        *,
+        stage_timeout: float,
+        events: EventLog,
+    ) -> None:
+        self._run = run
+        self._servers = servers
+        self._step = step
+        self._first_trained = first_trained(selection, run.manifest.stages)
+        self._stage_timeout = stage_timeout
+        self._events = events
+        self._rounds = itertools.count()
+        self._replayed: Counter[Receipt] = Counter()
+        self._failures: Counter[PeerId] = Counter()  # of trainers
+        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers
+        self._num_blameless = 0
+        self._paused_s: float | None = None  # since when
+        self.gone: dict[PeerId, SwarmError] = {}
+        for peer, error in servers.unsettled.items():
+            self.lose(peer, error)
+
+    def are_of(self, step: OpenStep) -> bool:
+        """Whether these are the sums of this step, and not of one of an earlier generation, say."""
+        return self._step is step
+
+    async def close(self) -> tuple[Closing, list[int]] | None:
+        """Freeze the sums, have done what is missing, and freeze them again.
+
+        Returns:
+            The closing, and for each stage the hash of the weights that its replicas agree on. None: batches were
+            struck, and the step takes others.
+
+        Raises:
+            StepError: A stage has nobody left, or its replicas are not alike.
+        """
+        while True:
+            round_ = next(self._rounds)
+            ledgers = await self._frozen(round_)
+            if not all(ledgers):
+                await self._pause([index for index, stage in enumerate(ledgers) if not stage])
+                continue
+            self._resume()
+            hashes = [self._version_hash(index, list(stage.values())) for index, stage in enumerate(ledgers)]
+            plan = self._plan(ledgers)
+            if plan.done:
+                return self._closing(ledgers, round_), hashes
+            lost = set(plan.lost) or await self._repair(plan)
+            if lost and await self._strike(lost):
+                return None
+
+    def lose(self, peer: PeerId, error: SwarmError) -> None:
+        """Go on without a server.
+
+        Raises:
+            SwarmError: It is the coordinator's own.
+        """
+        if peer == self._servers.own:
+            raise error
+        if peer not in self.gone:
+            self._events.note("gone", peer=peer, step=self._step.step, reason=str(error))
+        self.gone[peer] = error
+
+    def note_blameless(self, reason: str) -> None:
+        """A round failed, and everybody was there: a message was damaged, perhaps.
+
+        Raises:
+            StepError: That happens too often.
+        """
+        self._num_blameless += 1
+        if self._num_blameless > _MAX_FAILURES:
+            raise StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
+
+    # ------------------------------------------------------------------ freezing
+
+    def _rosters(self) -> list[list[Member]]:
+        """Who is there."""
+        return [[member for member in roster if member.peer_id not in self.gone] for roster in self._run.rosters]
+
+    def _request(self, round_: int, *, named: list[Named] | None = None, reopens: bool = False) -> FreezeRequest:
+        return FreezeRequest(
+            generation=self._run.manifest.generation,
+            step=self._step.step,
+            attempt=0,
+            counted=self._step.counted,
+            batches=self._step.batches,
+            round=round_,
+            named=named,
+            reopens=reopens,
+        )
+
+    async def _frozen(self, round_: int) -> Ledgers:
+        """What the sums hold, to which nothing is added any more. Who does not say is gone."""
+        request = self._request(round_)
+        peers = {member.peer_id for roster in self._rosters() for member in roster}
+        replies = await self._ask(dict.fromkeys(sorted(peers), request))
+        found: Ledgers = [{} for _ in self._run.rosters]
+        for index, roster in enumerate(self._rosters()):
+            for member in roster:
+                try:
+                    found[index][member] = self._checked(replies[member.peer_id], member, index)
+                except SwarmError as error:
+                    self.lose(member.peer_id, error)
+        return [{one: ledger for one, ledger in stage.items() if one.peer_id not in self.gone} for stage in found]
+
+    async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
+        replies = {}
+        for peer, reply in (await self._servers.freeze(requests)).items():
+            if isinstance(reply, SwarmError):
+                self.lose(peer, reply)
+            else:
+                replies[peer] = reply
+        return replies
+
+    def _checked(self, reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:
+        if reply.boot_id != member.boot_id:
+            raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
+        for ledger in reply.ledgers:
+            if ledger.stage_index == stage_index:
+                from_bitmap(ledger.held, len(self._expected(stage_index)))
+                return ledger
+        raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
+
+    def _expected(self, stage_index: int) -> list[Receipt]:
+        """The receipts that count in a stage."""
+        return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
+
+    def _version_hash(self, stage_index: int, ledgers: Sequence[StageLedger]) -> int:
+        hashes = {ledger.version_hash for ledger in ledgers}
+        if len(hashes) != 1:
+            raise StepError(
+                f"step {self._step.step}: the replicas of stage {stage_index} have different weights: {hashes}"
+            )
+        return hashes.pop()
+
+    def _closing(self, ledgers: Ledgers, round_: int) -> Closing:
+        step = self._step
+        return Closing(
+            generation=self._run.manifest.generation,
+            step=step.step,
+            attempt=0,
+            round=round_,
+            counted=step.counted,
+            batches=step.batches,
+            num_samples=step.num_granted,
+            total_weight=step.total_weight,
+            stages=[
+                StageClosing(
+                    roster=list(stage),
+                    holders=[ledger.held for ledger in stage.values()],
+                    touched=_union([ledger.touched for ledger in stage.values()]),
+                )
+                for stage in ledgers
+            ],
+            gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
+        )
+
+    # ------------------------------------------------------------------ what is missing
+
+    def _plan(self, ledgers: Ledgers) -> Plan:
+        expected = [self._expected(index) for index in range(len(ledgers))]
+        sums = [
+            {
+                member.peer_id: Sum(from_bitmap(one.held, len(receipts)), one.num_unnamed)
+                for member, one in stage.items()
+            }
+            for receipts, stage in zip(expected, ledgers, strict=True)
+        ]
+        trainers = {first: self._step.trainer_of(first) for first, _, _ in self._step.batches}
+        return plan_replays(
+            expected,
+            sums,
+            first_trained=self._first_trained,
+            replayable=[not stage.on_trainers for stage in self._run.manifest.stages],
+            barred={first: self._unreached[trainer] for first, trainer in trainers.items()},
+        )
+
+    async def _repair(self, plan: Plan) -> set[int]:
+        """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
+        for index, peers in enumerate(plan.discards):
+            for peer in peers:
+                self._events.note("discard", peer=peer, stage=index, step=self._step.step)
+        concerned = {peer for peers in plan.discards for peer in peers}
+        concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
+        round_ = next(self._rounds)
+        requests = {
+            peer: self._request(
+                round_,
+                named=[
+                    Named(stage_index=index, receipts=to_bitmap(stage[peer]))
+                    for index, stage in enumerate(plan.named)
+                    if peer in stage
+                ],
+            )
+            for peer in sorted(concerned)
+        }
+        if len(await self._ask(requests)) < len(requests):
+            return set()  # somebody is gone: others shall hold it
+        by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
+        for receipt, holders in sorted(plan.holes.items()):
+            self._count_replay(receipt, holders)
+            by_trainer[self._step.trainer_of(receipt[0])].append(Replay(receipt=receipt, holders=dict(holders)))
+        found = await gather(self._replay(trainer, work) for trainer, work in by_trainer.items())
+        return set().union(*found)
+
+    def _count_replay(self, receipt: Receipt, holders: Mapping[int, PeerId]) -> None:
+        self._replayed[receipt] += 1
+        if self._replayed[receipt] > _MAX_REPLAYS:
+            raise StepError(
+                f"step {self._step.step}: microbatch {receipt} was computed again {_MAX_REPLAYS} times, and is still "
+                f"missing in the stages {sorted(holders)}"
+            )
+        for stage_index in holders:
+            self._events.note("replay", stage=stage_index, step=self._step.step)
+
+    async def _replay(self, trainer: PeerId, work: list[Replay]) -> set[int]:
+        lost: set[int] = set()
+        for begin in range(0, len(work), _MAX_WORK):
+            request = ReplayRequest(
+                generation=self._run.manifest.generation,
+                step=self._step.step,
+                attempt=0,
+                work=work[begin : begin + _MAX_WORK],
+                avoid=sorted(self.gone),
+            )
+            try:
+                reply = await self._servers.replay(trainer, request)
+            except (PeerError, ProtocolError) as error:  # anything else is a bug there
+                self._failures[trainer] += 1
+                self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
+                if self._failures[trainer] < _MAX_FAILURES:
+                    await asyncio.sleep(_FIRST_PAUSE_S)
+                    return lost
+                return {one.receipt[0] for one in work}
+            self._failures[trainer] = 0
+            self._unreached[trainer] |= set(reply.unreached) - set(self.gone)
+            lost |= {first for first, _, _ in reply.lost}
+        return lost
+
+    async def _strike(self, firsts: set[int]) -> bool:
+        """Batches count nowhere; whether the step takes others."""
+        for first in sorted(firsts):
+            reason = f"the batch at {first} cannot be computed again"
+            self._events.note("strike", peer=self._step.trainer_of(first), step=self._step.step, reason=reason)
+        reopens = not self._step.closes_without(firsts)
+        if reopens:
+            # Before a place is free: what is granted must find open sums.
+            peers = {member.peer_id for roster in self._rosters() for member in roster}
+            await self._ask(dict.fromkeys(sorted(peers), self._request(next(self._rounds), reopens=True)))
+        self._step.strike(firsts)
+        return reopens
+
+    # ------------------------------------------------------------------ a stage with nobody
+
+    async def _pause(self, empty: Sequence[int]) -> None:
+        """Wait a little for somebody of each stage to come back.
+
+        Raises:
+            StepError: Nobody can, or nobody did for too long.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if self._paused_s is None:
+            self._paused_s = now_s
+        waited_s = now_s - self._paused_s
+        for index in empty:
+            errors = {member.peer_id: self.gone[member.peer_id] for member in self._run.rosters[index]}
+            reason = "; ".join(str(error) for error in errors.values())
+            silent = [peer for peer, error in errors.items() if isinstance(error, PeerError)]
+            if not silent or waited_s >= self._stage_timeout:
+                raise StepError(f"stage {index} has nobody left: {reason}")
+            self._events.note("pause", stage=index, step=self._step.step, reason=reason)
+            for peer in silent:
+                self.gone.pop(peer, None)
+        await asyncio.sleep(min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, waited_s)))
+
+    def _resume(self) -> None:
+        if self._paused_s is not None:
+            self._paused_s = None
+            self._events.note("resume", step=self._step.step)
+
+
+def _union(bitmaps: list[bytes]) -> bytes:
+    """Bitmaps of equal length, or-ed."""
+    if len({len(bitmap) for bitmap in bitmaps}) != 1:
+        raise StepError("the replicas of a stage disagree on its number of parameters")
+    return bytes(map(_or, *bitmaps)) if len(bitmaps) > 1 else bitmaps[0]
+
+
+def _or(*values: int) -> int:
+    result = 0
+    for value in values:
+        result |= value
+    return result

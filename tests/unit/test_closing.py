@@ -1,0 +1,384 @@
+"""Servers that go anywhere between a microbatch's receipt and the record: the weights are those of one machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace as replaced
+from torch import Tensor
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ProtocolError, StepError
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.steps import FREEZE
+from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing.sabotage import sabotage
+from lightning_swarm.types.batches import Grant
+from lightning_swarm.types.steps import FreezeRequest, Named, Record
+from lightning_swarm.types.wire import encode, from_bitmap
+from tests.unit.conftest import MakeSwarm
+from tests.unit.replays import Replayer, batch_of
+from tests.unit.swarm import Swarm, key, make_optimizer, plain_steps, rows
+
+A, B, C, D = PeerId("a"), PeerId("b"), PeerId("c"), PeerId("d")
+NUM_MICROBATCHES = 6
+LONG_S = 1e6
+
+
+class Trial:
+    """A swarm, a trainer that answers REPLAY, and faults."""
+
+    def __init__(self, make_swarm: MakeSwarm, plan: FaultPlan, *rosters: str, **settings: Any) -> None:
+        network = MemoryNetwork(latency_s=0.001)
+        self.plan = plan
+        self.swarm: Swarm = make_swarm(
+            *rosters, network=network, limits=Limits(call_timeout=30.0, stage_timeout=600.0), **settings
+        )
+        self.trainer = Replayer(self.swarm)
+        sabotage(network, plan)
+        self.records: list[Record] = []
+
+    def train(self, num_steps: int, *, avoid: Sequence[PeerId] = ()) -> None:
+        """Steps as they come; `avoid` takes no microbatch after the first of them."""
+        for _ in range(num_steps):
+            step = len(self.records)
+            self.records.append(self.swarm.run(self.trainer.step(*batch_of(step, NUM_MICROBATCHES))))
+            self.trainer.avoid |= set(avoid)
+
+    @property
+    def events(self) -> dict[str, int]:
+        return dict(self.swarm.servers[self.swarm.manifest.coordinator].events.counts)
+
+    def members(self) -> list[list[PeerId]]:
+        return [[member.peer_id for member in roster] for roster in self.records[-1].next_roster]
+
+    def check(self) -> None:
+        """The faults happened; the weights are one machine's; each microbatch counted once; replicas are equal."""
+        self.plan.check()
+        batches = [batch_of(step, NUM_MICROBATCHES) for step in range(len(self.records))]
+        for record in self.records:
+            closing = record.closing
+            assert closing.counted == [(0, i, 0) for i in range(NUM_MICROBATCHES)]
+            assert closing.attempt == 0, "a single fault voids nothing"
+            for stage in closing.stages:
+                held = [from_bitmap(one, len(closing.counted)) for one in stage.holders]
+                assert [sum(flags) for flags in zip(*held, strict=True)] == [1] * NUM_MICROBATCHES
+        plain_steps(self.swarm.module, batches, divisors=[1.0] * len(batches))
+        self.check_weights(self.records[-1])
+
+    def check_weights(self, record: Record) -> None:
+        """Those of all who are in the next step."""
+        expected = self.swarm.module.state_dict()
+        seen: dict[str, Tensor] = {}
+        for index, roster in enumerate(record.next_roster):
+            for member in roster:
+                stepping = self.swarm.servers[member.peer_id].stepping
+                assert stepping.version == record.step + 1
+                for name, tensor in stepping.stage(index).weights().items():
+                    assert torch.equal(seen.setdefault(name, tensor), tensor), "replicas are equal to the bit"
+                    torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-14)
+        assert seen.keys() == expected.keys()
+
+
+def strike(kind: str, peer: str, phase: Phase, **when: Any) -> FaultPlan:
+    plan = FaultPlan()
+    moment: dict[str, Any] = {"step": 1, **when}
+    if kind == "kill":
+        return plan.kill(peer, at=phase, **moment)
+    return plan.freeze(peer, for_s=LONG_S, at=phase, **moment)
+
+
+CLOSING = [
+    Phase.CLOSE,
+    Phase.CLOSE_DONE,
+    Phase.AVERAGE,
+    Phase.AVERAGE_SEND,
+    Phase.AVERAGE_REDUCE,
+]
+
+
+@pytest.mark.parametrize("rosters", [("a", "b c"), ("a", "b c d"), ("a b c", "d b c")])
+@pytest.mark.parametrize("phase", CLOSING, ids=lambda phase: phase.name)
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_server_that_goes_while_a_step_closes(
+    make_swarm: MakeSwarm, kind: str, phase: Phase, rosters: tuple[str, ...]
+) -> None:
+    trial = Trial(make_swarm, strike(kind, "c", phase), *rosters)
+    trial.train(4)
+    trial.check()
+    assert not any(C in roster for roster in trial.members()), "it is left out by the record"
+    assert trial.events["gone"] == 1
+    assert trial.events["replay"] == len([1 for one in trial.trainer.replayed for _ in one.holders]) > 0
+    assert ("round_repeated" in trial.events) == (phase.name.startswith("AVERAGE"))
+
+
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_server_that_goes_between_its_receipts_and_the_closing(make_swarm: MakeSwarm, kind: str) -> None:
+    # With DONE, which goes to the coordinator: all receipts of the batch were seen then.
+    trial = Trial(make_swarm, strike(kind, "c", Phase.DONE, of="trainer"), "a c", "b")
+    trial.train(4)
+    trial.check()
+    assert trial.members() == [[A], [B]]
+    assert [one.holders for one in trial.trainer.replayed] == [{0: A}] * (NUM_MICROBATCHES // 2)
+
+
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_server_that_goes_when_it_has_averaged(make_swarm: MakeSwarm, kind: str) -> None:
+    """The others hold the round's result; it is not known whether it does."""
+    trial = Trial(make_swarm, strike(kind, "c", Phase.AVERAGE_DONE), "a", "b c d")
+    trial.train(4)
+    trial.check()
+    assert trial.members() == [[A], [B, D]]
+    assert trial.events["round_repeated"] == 1
+
+
+@pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.APPLY, Phase.APPLY_DONE], ids=str)
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_server_that_goes_with_the_record(make_swarm: MakeSwarm, kind: str, phase: Phase) -> None:
+    """Its round counts; the record after leaves it out."""
+    plan = strike(kind, "c", phase, of="c")
+    trial = Trial(make_swarm, plan, "a", "b c d")
+    trial.train(1)
+    assert [voter.peer_id for voter in trial.records[0].next_voters] == [A, B, C]
+    trial.train(3, avoid="c")
+    trial.check()
+    assert trial.members() == [[A], [B, D]]
+    assert [C in (one.peer_id for one in record.closing.stages[1].roster) for record in trial.records] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not trial.trainer.replayed
+    assert [voter.peer_id for voter in trial.records[-1].next_voters] == [A, B, D]
+
+
+def test_a_record_that_a_server_missed_is_told_again(make_swarm: MakeSwarm) -> None:
+    plan = FaultPlan().drop("c", at=Phase.APPLY, step=1, of="c", times=2)
+    trial = Trial(make_swarm, plan, "a", "b c")
+    trial.train(2)
+    assert trial.swarm.servers[C].stepping.version == 1
+    trial.swarm.run(asyncio.sleep(60.0))
+    assert trial.swarm.servers[C].stepping.version == 2, "before anything else is asked of it"
+    trial.train(2)
+    trial.check()
+    assert trial.members() == [[A], [B, C]]
+    assert "gone" not in trial.events
+
+
+def test_a_record_that_a_server_missed_is_told_before_its_sums_are_frozen(make_swarm: MakeSwarm) -> None:
+    plan = FaultPlan().corrupt("c", at=Phase.APPLY, step=1, of="c", times=4)
+    trial = Trial(make_swarm, plan, "a", "b c")
+    trial.train(2)
+    assert trial.swarm.servers[C].stepping.version == 1
+    trial.train(1, avoid="c")
+    trial.check()
+    assert trial.members() == [[A], [B, C]]
+
+
+@pytest.mark.parametrize(
+    "phase", [Phase.CLOSE, Phase.CLOSE_DONE, Phase.AVERAGE, Phase.APPLY, Phase.APPLY_DONE], ids=str
+)
+def test_a_damaged_call_is_made_again(make_swarm: MakeSwarm, phase: Phase) -> None:
+    trial = Trial(make_swarm, FaultPlan().corrupt("c", at=phase, step=1), "a", "b c")
+    trial.train(3)
+    trial.check()
+    assert not trial.events, "nobody is to blame"
+
+
+@pytest.mark.parametrize("phase", [Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE], ids=str)
+def test_a_damaged_part_repeats_the_round(make_swarm: MakeSwarm, phase: Phase) -> None:
+    trial = Trial(make_swarm, FaultPlan().corrupt("c", at=phase, step=1), "a", "b c")
+    trial.train(3)
+    trial.check()
+    assert trial.events == {"round_repeated": 1}
+    assert [record.closing.round for record in trial.records] == [0, 1, 0]
+
+
+def test_two_replicas_that_do_not_reach_each_other(make_swarm: MakeSwarm) -> None:
+    """Each blames the other; the coordinator reaches both, and goes on with one."""
+    plan = FaultPlan().partition("b", "c", for_s=LONG_S, at=Phase.CLOSE, step=1)
+    trial = Trial(make_swarm, plan, "a", "b c")
+    trial.train(3)
+    trial.check()
+    assert trial.members() == [[A], [B]]
+
+
+def test_who_most_do_not_reach_is_gone(make_swarm: MakeSwarm) -> None:
+    plan = FaultPlan().partition("b", "cd", for_s=LONG_S, at=Phase.CLOSE, step=1)
+    trial = Trial(make_swarm, plan, "a", "b c d")
+    trial.train(3)
+    trial.check()
+    assert trial.members() == [[A], [C, D]]
+
+
+@pytest.mark.parametrize(
+    ("other", "phase", "when"),
+    [
+        ("d", Phase.CLOSE, {}),
+        ("e", Phase.CLOSE, {}),
+        ("d", Phase.REPLAY, {"of": "trainer"}),
+        ("e", Phase.REPLAY, {"of": "trainer"}),
+        ("d", Phase.BACKWARD, {"nth": 3}),  # the first one beyond its own share
+        ("e", Phase.FORWARD, {"nth": 4}),  # likewise
+        ("d", Phase.AVERAGE, {}),
+        ("e", Phase.AVERAGE_REDUCE, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_two_servers_that_go_in_one_step(
+    make_swarm: MakeSwarm, kind: str, other: str, phase: Phase, when: dict[str, Any]
+) -> None:
+    """The second one, of the same stage or of another, while the first one's work is done again."""
+    plan = strike(kind, other, phase, **when).kill("c", at=Phase.CLOSE, step=1)
+    trial = Trial(make_swarm, plan, "a e", "b c d")
+    trial.train(4)
+    trial.check()
+    assert trial.members() == ([[A, PeerId("e")], [B]] if other == "d" else [[A], [B, D]])
+
+
+# ---------------------------------------------------------------------- sums that hold what they should not
+
+
+def test_a_gradient_that_nobody_counts_is_discarded(make_swarm: MakeSwarm) -> None:
+    """Of a batch that was withdrawn, say: what was added with it is computed again."""
+    trial = Trial(make_swarm, FaultPlan(), "a", "b c")
+    trial.swarm.run(trial.swarm.through(key(100), rows(9), route=[A, C]))
+    trial.train(2)
+    trial.check()
+    assert trial.events["discard"] == 2
+    replayed = [(one.receipt, sorted(one.holders)) for one in trial.trainer.replayed]
+    assert replayed == [((0, i, 0), [0, 1] if i % 2 else [0]) for i in range(NUM_MICROBATCHES)]
+
+
+def test_a_gradient_in_two_sums_stays_in_one(make_swarm: MakeSwarm) -> None:
+    trial = Trial(make_swarm, FaultPlan(), "a", "b c")
+    # Also sent to c, as by a trainer that took b for gone.
+    trial.swarm.run(trial.swarm.through(key(0, 0), batch_of(0, 1)[0], route=[A, C]))
+    trial.train(2)
+    trial.check()
+    assert trial.events["discard"] == 1
+    assert len(trial.trainer.replayed) == 2, "b held less than c did"
+
+
+def test_a_late_call_adds_nothing_to_what_was_named_elsewhere(make_swarm: MakeSwarm) -> None:
+    """The server named for a replay has computed that microbatch before it gave up its sum."""
+    trial = Trial(make_swarm, FaultPlan().kill("c", at=Phase.CLOSE, step=0), "a", "b c")
+    trial.swarm.run(trial.swarm.through(key(100), rows(9), route=[A, B]))
+    trial.train(2)
+    trial.check()
+    assert trial.events["discard"] == 2
+    assert trial.events["replay"] == 2 * NUM_MICROBATCHES
+
+
+# ---------------------------------------------------------------------- a stage with nobody
+
+
+def test_the_swarm_waits_for_a_stage_that_is_silent(make_swarm: MakeSwarm) -> None:
+    plan = FaultPlan().freeze("b", for_s=300.0, at=Phase.CLOSE, step=1)
+    trial = Trial(make_swarm, plan, "a", "b")
+    trial.train(3)
+    trial.check()
+    assert 300.0 < trial.swarm.loop.time() < 400.0
+    assert trial.events["resume"] == 1
+
+
+def test_a_stage_that_stays_silent_ends_the_run(make_swarm: MakeSwarm) -> None:
+    trial = Trial(make_swarm, FaultPlan().kill("b", at=Phase.CLOSE, step=1), "a", "b")
+    with pytest.raises(StepError, match="stage 1 has nobody left: peer b, which holds stage 1, is gone"):
+        trial.train(3)
+    assert 600.0 <= trial.swarm.loop.time() < 660.0
+    trial.plan.check()
+
+
+# ---------------------------------------------------------------------- batches that cannot be computed again
+
+
+def begun(make_swarm: MakeSwarm, plan: FaultPlan, **settings: Any) -> tuple[Trial, Grant]:
+    """A batch of another trainer is through; the lead's is not."""
+    trial = Trial(make_swarm, plan, "a", "b c", **settings)
+    swarm = trial.swarm
+    other = swarm.client(swarm.network.transport("other"))
+    lead = swarm.run(swarm.steps.grant(2))
+    theirs = swarm.run(other.grant(2))
+    swarm.run(swarm.through(key(theirs.first), rows(7), route=[A, C], weight=theirs.weight))
+    swarm.run(other.done(theirs.lease, [key(theirs.first).receipt]))
+    swarm.network.kill(PeerId("other"))
+    swarm.run(trial.trainer.through(key(lead.first), rows(8), weight=lead.weight, choice=1))
+    return trial, lead
+
+
+def test_a_batch_whose_trainer_is_gone_counts_while_its_receipts_are_there(make_swarm: MakeSwarm) -> None:
+    trial, grant = begun(make_swarm, FaultPlan())
+    trial.swarm.run(trial.swarm.steps.done(grant.lease, [key().receipt], close=True))
+    record = trial.swarm.run(trial.swarm.record(0))
+    assert record.closing.counted == [(0, 0, 0), (2, 0, 0)]
+    plain_steps(trial.swarm.module, [[rows(8), rows(7)]], divisors=[2.0])
+    trial.check_weights(record)
+
+
+def test_a_batch_whose_trainer_and_server_are_gone_is_struck(make_swarm: MakeSwarm) -> None:
+    trial, grant = begun(make_swarm, FaultPlan().kill("c", at=Phase.CLOSE))
+    trial.swarm.run(trial.swarm.steps.done(grant.lease, [key().receipt], close=True))
+    record = trial.swarm.run(trial.swarm.record(0))
+    trial.plan.check()
+    assert (record.closing.counted, record.closing.num_samples) == ([(0, 0, 0)], 2)
+    assert trial.events["strike"] == 1
+    plain_steps(trial.swarm.module, [[rows(8)]], divisors=[1.0])
+    trial.check_weights(record)
+
+
+def test_a_step_that_lost_a_batch_takes_another(make_swarm: MakeSwarm) -> None:
+    """Whoever waits for the record gets a place instead, and the sums are open to it."""
+    trial, grant = begun(make_swarm, FaultPlan().kill("c", at=Phase.CLOSE), target_batch_size=4)
+    swarm = trial.swarm
+    swarm.run(swarm.steps.done(grant.lease, [key().receipt]))
+    assert swarm.run(swarm.steps.record(0)) is None, "there is a place again"
+    assert trial.events["strike"] == 1
+    again = swarm.run(swarm.steps.grant(2))
+    assert (again.step, again.first) == (0, 4), "a key must not come back with other samples"
+    swarm.run(trial.trainer.through(key(4), rows(9), weight=again.weight, choice=0))
+    assert swarm.run(swarm.steps.done(again.lease, [key(4).receipt]))
+    record = swarm.run(swarm.record(0))
+    trial.plan.check()
+    assert (record.closing.counted, record.closing.num_samples) == ([(0, 0, 0), (4, 0, 0)], 4)
+    optimizer = make_optimizer(swarm.module)
+    for x in (rows(8), rows(9)):
+        (2 / 4 * swarm.module(x).square().sum() / 2).backward()
+    optimizer.step()
+    trial.check_weights(record)
+
+
+# ---------------------------------------------------------------------- what comes late
+
+
+def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -> None:
+    """A request that was on its way while the server was taken for gone must not open its sums, or begin them anew."""
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.through(key(), rows(1)))
+    coordinator = swarm.servers[A]._transport
+    request = FreezeRequest(generation=0, step=0, attempt=0, counted=[(0, 0, 0)], batches=[(0, 0, 0)], round=3)
+
+    def freeze(**changes: Any) -> None:
+        swarm.run(coordinator.call(B, FREEZE, encode(replaced(request, **changes)), timeout=1.0))
+
+    freeze()
+    before = swarm.state()
+    freeze()
+    assert swarm.state() == before, "asked twice"
+    nothing = [Named(stage_index=1, receipts=bytes(1))]
+    for changes in ({"round": 2, "named": nothing}, {"round": 2, "reopens": True}, {"round": 2}):
+        with pytest.raises(ProtocolError, match=r"round are \(0, 0, 3\) here"):
+            freeze(**changes)
+    for named in ([], 2 * nothing, [Named(stage_index=0, receipts=bytes(1))], [Named(stage_index=1, receipts=b"")]):
+        with pytest.raises(ProtocolError):
+            freeze(round=4, named=named)
+    assert swarm.state() == before
+    freeze(round=4, named=nothing)
+    assert not swarm.servers[B].stepping.stage(1).gradient_sum.any()

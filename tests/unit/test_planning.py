@@ -1,0 +1,185 @@
+"""What a closing does about a fault, decided purely."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.steps.planning import MAX_VOTERS, Plan, Sum, choose_blamed, choose_voters, plan_replays
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.runs import Member
+
+COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
+A, B, C, D = map(PeerId, "abcd")
+
+
+def held(*places: int, unnamed: int = 0, of: int = len(COUNTED)) -> Sum:
+    return Sum([place in places for place in range(of)], unnamed)
+
+
+def plan(*stages: Mapping[str, Sum], **settings: object) -> Plan:
+    named = [{PeerId(peer): one for peer, one in stage.items()} for stage in stages]
+    return plan_replays([COUNTED] * len(stages), named, **settings)  # type: ignore[arg-type]
+
+
+WHOLE = [{"a": held(0, 2), "b": held(1)}, {"c": held(0, 1, 2)}]
+
+
+def test_sums_that_hold_each_microbatch_once_in_each_stage_are_done() -> None:
+    found = plan(*WHOLE)
+    assert found.done
+    assert found.named == [{A: [True, False, True], B: [False, True, False]}, {C: [True] * 3}]
+    assert plan_replays([[]], [{A: Sum([], 0)}]).done
+    assert plan({"a": held()}, WHOLE[1], first_trained=1).done
+
+
+def test_what_nobody_holds_goes_to_whoever_has_the_least() -> None:
+    found = plan({"a": held(0), "b": held()}, {"c": held(0, 2), "d": held()})
+    assert found.holes == {(0, 1, 0): {0: B, 1: D}, (4, 0, 0): {0: A}}
+    assert not found.done
+    assert not any(found.discards)
+    assert found.named[0] == {A: [True, False, True], B: [False, True, False]}
+
+
+def test_of_two_that_hold_the_same_the_one_with_less_begins_anew() -> None:
+    found = plan({"a": held(0), "b": held(0, 1)}, WHOLE[1])
+    assert found.discards == [[A], []]
+    assert found.holes == {(4, 0, 0): {0: A}}
+    assert plan({"a": held(0, 2), "b": held(0, 1)}, WHOLE[1]).discards == [[B], []]
+
+
+def test_a_sum_with_what_nobody_counts_begins_anew() -> None:
+    found = plan({"a": held(0, 2, unnamed=1), "b": held(1)}, WHOLE[1])
+    assert found.discards == [[A], []]
+    assert {receipt: dict(holders) for receipt, holders in found.holes.items()} == {
+        (0, 0, 0): {0: A},
+        (4, 0, 0): {0: A},
+    }
+
+
+def test_a_stage_before_the_first_that_trains_holds_nothing() -> None:
+    found = plan(*WHOLE, first_trained=1)
+    assert found.discards == [[A, B], []]
+    assert not found.holes
+    assert found.named[0] == {A: [False] * 3, B: [False] * 3}
+
+
+def test_what_cannot_be_sent_again_is_lost() -> None:
+    found = plan(WHOLE[0], {"c": held(0, 1)}, replayable=[True, False])
+    assert found.lost == {4}
+    assert not found.holes
+
+
+def test_who_is_out_of_a_trainers_reach_holds_nothing_of_its_batches() -> None:
+    stage = {"a": held(0, 1), "b": held()}
+    assert plan(stage, WHOLE[1], barred={4: {B}}).holes == {(4, 0, 0): {0: A}}
+    assert plan(stage, WHOLE[1], barred={0: {B}}).holes == {(4, 0, 0): {0: B}}
+    assert plan(stage, WHOLE[1], barred={4: {A, B}}).lost == {4}
+
+
+def done(found: Plan, sums: Sequence[Mapping[PeerId, Sum]]) -> list[dict[PeerId, Sum]]:
+    """What the sums hold when everybody has done what the plan says."""
+    after = []
+    for index, stage in enumerate(sums):
+        begun = found.discards[index]
+        flags = {peer: [holds and peer not in begun for holds in one.held] for peer, one in stage.items()}
+        for receipt, holders in found.holes.items():
+            if index in holders:
+                flags[holders[index]][receipt[1]] = True
+        extra = {peer: 0 if peer in begun else one.num_unnamed for peer, one in stage.items()}
+        after.append({peer: Sum(one, extra[peer]) for peer, one in flags.items()})
+    return after
+
+
+def test_whatever_sums_hold_one_plan_mends_it() -> None:
+    rng = random.Random(0)
+    counted = [(0, i, 0) for i in range(5)]
+    num_mended = 0
+    for _ in range(2000):
+        sums = [
+            {
+                PeerId(peer): Sum([rng.random() < 0.4 for _ in counted], rng.randint(0, 5) // 5)
+                for peer in "abcd"[: rng.randint(1, 4)]
+            }
+            for _ in range(rng.randint(1, 3))
+        ]
+        expected = [counted] * len(sums)
+        found = plan_replays(expected, sums)
+        num_mended += not found.done
+        mended = done(found, sums)
+        assert plan_replays(expected, mended).done
+        for index, stage in enumerate(mended):
+            for peer, one in stage.items():
+                assert list(one.held) == list(found.named[index][peer])
+                kept = peer not in found.discards[index]
+                assert not kept or all(
+                    now or not before for now, before in zip(one.held, sums[index][peer].held, strict=True)
+                )
+    assert num_mended > 1000
+
+
+# ---------------------------------------------------------------------- whom to blame
+
+
+def test_who_did_not_answer_is_to_blame_and_nobody_else() -> None:
+    assert choose_blamed([[A, B, C]], [B], {A: [C]}, spared=A) == [B]
+    assert choose_blamed([[A, B, C]], [C, B], {}, spared=A) == [B, C]
+
+
+def test_else_the_one_that_most_did_not_reach() -> None:
+    assert choose_blamed([[A, B, C, D]], [], {A: [C], B: [C], C: [D]}, spared=A) == [C]
+
+
+def test_of_two_that_do_not_reach_each_other_the_later_one() -> None:
+    assert choose_blamed([[A], [C, B]], [], {B: [C], C: [B]}, spared=A) == [B]
+
+
+def test_who_does_not_reach_the_coordinator_is_out_of_reach_itself() -> None:
+    assert choose_blamed([[A, B]], [], {A: [B], B: [A]}, spared=A) == [B]
+    assert choose_blamed([[A, B]], [], {B: [A]}, spared=A) == [B]
+
+
+@pytest.mark.parametrize("unreached", [{}, {A: []}, {A: [A]}, {A: [C]}, {A: [PeerId("stranger")]}])
+def test_nobody_is_blamed_by_who_cannot_know(unreached: Mapping[PeerId, Sequence[PeerId]]) -> None:
+    """Of oneself, of another stage, or of no peer of the round."""
+    assert choose_blamed([[A, B], [C]], [], unreached, spared=A) == []
+
+
+# ---------------------------------------------------------------------- who votes
+
+
+def members(names: str) -> list[Member]:
+    return [Member(peer_id=PeerId(name), boot_id=1) for name in names]
+
+
+def voters(*rosters: str, before: str = "a", hosts: Mapping[str, str] | None = None) -> str:
+    machines = {PeerId(peer): host for peer, host in (hosts or {}).items()}
+    chosen = choose_voters([members(roster) for roster in rosters], members(before), machines)
+    return "".join(member.peer_id for member in chosen)
+
+
+def test_an_odd_number_votes() -> None:
+    assert [len(voters("abcdefghij"[:n])) for n in range(1, 11)] == [1, 1, 3, 3, 5, 5, 7, 7, 7, 7]
+    assert MAX_VOTERS == 7
+
+
+def test_voters_stay_while_they_are_there() -> None:
+    assert voters("abc", "de", before="ecd") == "ecdab"
+    assert voters("ab", before="ba") == "b"
+    assert voters("bc", "de", before="abc") == "bcd"
+
+
+def test_a_restarted_voter_has_no_vote() -> None:
+    old = Member(peer_id=A, boot_id=0)
+    assert choose_voters([members("ab")], [old], {}) == members("a")[:1]
+    assert old not in choose_voters([members("ab")], [old], {})
+
+
+def test_votes_go_to_different_hosts_first() -> None:
+    hosts = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "z"}
+    assert voters("abc", "de", hosts=hosts) == "adebc"
+    assert voters("abcd", hosts=hosts) == "adb"
+    assert voters("abc", hosts=hosts) == "abc"
