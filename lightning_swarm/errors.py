@@ -7,6 +7,7 @@
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
+    ├── LeaseRevoked         a batch was struck from its step: run it again, in a place of its own
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
         ├── Unreachable      no connection, or it broke
@@ -40,6 +41,10 @@ class StageError(SwarmError):
 
 class StepError(SwarmError):
     """A step could not be closed, averaged or decided."""
+
+
+class LeaseRevoked(SwarmError):
+    """A batch was struck from its step while its trainer was not heard of. It counts nowhere: run it again."""
 
 
 class RunOver(SwarmError):
@@ -98,6 +103,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         ProtocolError,
         StageError,
         StepError,
+        LeaseRevoked,
         RunOver,
         PeerError,
         Unreachable,

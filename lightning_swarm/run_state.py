@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from lightning_swarm.errors import NotMember, ProtocolError
+from lightning_swarm.errors import LeaseRevoked, NotMember, ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Term
 from lightning_swarm.types.steps import Record
+
+_MAX_REMEMBERED = 1024
 
 
 class RunState:
@@ -26,6 +28,7 @@ class RunState:
         self.voters = list(manifest.voters)
         self.trainers = list(manifest.trainers)
         self.term: Term = (1, manifest.coordinator, _boot_id(manifest))
+        self._counted: dict[int, frozenset[int]] = {}  # the places of the batches that each of the last records counts
 
     @classmethod
     def seen(cls, view: RunView, version: int) -> RunState:
@@ -41,6 +44,9 @@ class RunState:
         self.rosters = [list(roster) for roster in record.next_roster]
         self.voters = list(record.next_voters)
         self.trainers = list(record.next_trainers)
+        self._counted[record.step] = frozenset(first for first, _, _ in record.closing.batches)
+        if len(self._counted) > _MAX_REMEMBERED:
+            del self._counted[next(iter(self._counted))]
 
     def go_back(self, request: RestartRequest) -> None:
         """Enter the next generation of the run, at its first step. Who is in the run stays in it."""
@@ -51,6 +57,7 @@ class RunState:
             selection=request.selection,
         )
         self.version = request.first_step
+        self._counted.clear()
 
     def check_generation(self, generation: int) -> None:
         """Refuse what belongs to another generation of the run.
@@ -87,6 +94,21 @@ class RunState:
     def servers(self) -> list[PeerId]:
         """All that hold a stage."""
         return sorted({member.peer_id for roster in self.rosters for member in roster})
+
+    def check_counted(self, step: int, first: int) -> None:
+        """For the trainer of a batch of a decided step, that was not heard of meanwhile.
+
+        Raises:
+            LeaseRevoked: The batch counts nowhere.
+            StepError: Nobody knows any more.
+        """
+        if step not in self._counted:
+            raise StepError(
+                f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "
+                "that was away for so long cannot go on. Start it again."
+            )
+        if first not in self._counted[step]:
+            raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def check_trainer(self, caller: PeerId) -> None:
         """Refuse a caller that does not train in this run.

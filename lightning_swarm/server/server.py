@@ -18,6 +18,7 @@ from lightning_swarm.errors import (
     GradientGone,
     GradientMissing,
     InputMissing,
+    LeaseRevoked,
     NotMember,
     ProtocolError,
     StageError,
@@ -38,7 +39,7 @@ from lightning_swarm.server.model import Model
 from lightning_swarm.server.snapshots import Snapshots
 from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import proposer
+from lightning_swarm.steps import RECEIPTS, proposer
 from lightning_swarm.steps.voting import Voter
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
@@ -54,8 +55,8 @@ from lightning_swarm.types.calls import (
 )
 from lightning_swarm.types.reports import ServerReport
 from lightning_swarm.types.runs import RestartRequest
-from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import decode, encode
+from lightning_swarm.types.steps import ReceiptsReply, ReceiptsRequest, Record, StageReceipts
+from lightning_swarm.types.wire import decode, encode, to_bitmap
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -101,7 +102,13 @@ class Server:
         self.num_forwards = 0
         self.num_samples = 0
         self.stepping = Stepping(
-            transport, tickets, executor, boot_id=boot_id, timeout=limits.call_timeout, on_decided=self._take_leave_of
+            transport,
+            tickets,
+            executor,
+            boot_id=boot_id,
+            timeout=limits.call_timeout,
+            on_decided=self._take_leave_of,
+            on_fenced=self._give_up,
         )
         self.admission = Admission(
             transport,
@@ -126,6 +133,7 @@ class Server:
         transport.handle_call(FORWARD, self._handle_forward_call)
         transport.handle_call(BACKWARD, self._handle_backward_call)
         transport.handle_call(CANCEL, self._handle_cancel)
+        transport.handle_call(RECEIPTS, self._handle_receipts)
 
     async def start(self) -> None:
         """Begin to answer."""
@@ -219,6 +227,8 @@ class Server:
         )
 
         def compute() -> Forwarded:
+            if not key.evaluation:
+                self.stepping.check_counts(stage, key)
             stage.check_version(key.step)
             with stage.holding(key.weights):
                 return stage.forward(inputs, extras, wants_grad, mode, seed)
@@ -283,7 +293,7 @@ class Server:
             try:
                 message = await self._fetch(request.source, gradient=True)
             except BaseException:
-                if key.step == stage.version and key.generation == self.admission.run.manifest.generation:
+                if self.stepping.may_count(stage, key):
                     self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
                 raise
             gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
@@ -291,6 +301,7 @@ class Server:
 
         def compute() -> list[Tensor | None]:
             nonlocal receipt
+            self.stepping.check_counts(stage, key)
             stage.check_version(key.step)
             graph = kept.graph
             if graph is None:
@@ -339,6 +350,40 @@ class Server:
         added, _ = await self._executor.submit((-1,), lambda: self.stepping.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
+    # ------------------------------------------------------------------ what a trainer left behind
+
+    async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, ReceiptsRequest)
+        self.stepping.check(caller, request.generation, request.step, request.attempt)
+        keys = [
+            CallKey(
+                generation=request.generation,
+                step=request.step,
+                attempt=request.attempt,
+                first=first,
+                index=index,
+                call=call,
+            )
+            for first, index, call in request.receipts
+        ]
+        # First, for what is under way may be added meanwhile.
+        pending = {
+            index: [key.name(index, "backward") in self._calls for key in keys] for index in self.stepping.stages
+        }
+
+        def look() -> list[StageReceipts]:
+            return [
+                StageReceipts(
+                    stage_index=index,
+                    held=to_bitmap(self.stepping.holds(index, key) for key in keys),
+                    pending=to_bitmap(flags),
+                )
+                for index, flags in pending.items()
+            ]
+
+        stages, _ = await self._executor.submit((-1,), look)
+        return encode(ReceiptsReply(stages=stages))
+
     # ------------------------------------------------------------------ parts
 
     def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
@@ -356,6 +401,8 @@ class Server:
         stage.check_borrowed(key.weights)
         if stage_index not in self.admission.loaded:
             raise NotMember(f"stage {stage_index} has no weights yet")
+        if not key.evaluation:
+            self.stepping.check_counts(stage, key)
         if key.step < stage.version:
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
         return stage
@@ -406,6 +453,15 @@ class Server:
         self.donor.note(record, gradients)
         if self.snapshots.note(record):
             self._tasks.spawn(self.snapshots.take())
+
+    def _give_up(self, prefix: str) -> None:
+        """A batch was struck: its trainer, if it is still there, is told where it waits."""
+        error = LeaseRevoked("the batch was struck from its step")
+        for name, task in self._calls.items():
+            if name.startswith(prefix):
+                self._tickets.fail(name, error)
+                task.cancel()
+        self._forget(prefix)
 
     def _forget(self, prefix: str) -> None:
         self._tickets.drop(prefix)

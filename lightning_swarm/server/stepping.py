@@ -11,21 +11,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_swarm.averaging.butterfly import RoundFailed, average
-from lightning_swarm.errors import DeadlineExceeded, NotMember, ProtocolError
+from lightning_swarm.errors import DeadlineExceeded, LeaseRevoked, NotMember, ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, SETTLE
+from lightning_swarm.steps import APPLY, AVERAGE, FENCE, FREEZE, SETTLE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types.calls import CallKey, Receipt
+from lightning_swarm.types.calls import CallKey, Receipt, batch_name
 from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import (
     AverageReply,
     Closing,
+    FenceRequest,
     FreezeReply,
     FreezeRequest,
     PartNorm,
@@ -55,6 +56,7 @@ class Stepping:
         boot_id: Of this process's life.
         timeout: Seconds for one exchange of an averaging round.
         on_decided: Called with each record that was applied, and the mean gradients of this server's stages.
+        on_fenced: Called with what the names of a struck batch's calls begin with.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Stepping:
         boot_id: int,
         timeout: float,
         on_decided: Callable[[Record, Mapping[int, Tensor]], None],
+        on_fenced: Callable[[str], None],
     ) -> None:
         self._transport = transport
         self._tickets = tickets
@@ -73,6 +76,8 @@ class Stepping:
         self._boot_id = boot_id
         self._timeout = timeout
         self._on_decided = on_decided
+        self._on_fenced = on_fenced
+        self._fenced: frozenset[int] = frozenset()  # batches that were struck from the open step
         self._run: RunState | None = None
         self._stages: dict[int, Stage] = {}
         self._ledgers: dict[int, Ledger] = {}
@@ -83,6 +88,7 @@ class Stepping:
         self.attempt = 0
         self._round = 0  # of the newest freeze in the open step
         transport.handle_call(SETTLE, self._handle_settle)
+        transport.handle_call(FENCE, self._handle_fence)
         transport.handle_call(FREEZE, self._handle_freeze)
         transport.handle_call(AVERAGE, self._handle_average)
         transport.handle_call(APPLY, self._handle_apply)
@@ -95,6 +101,7 @@ class Stepping:
         self._averaged = self._reselected = None
         self._round = 0
         self._ledgers = {index: Ledger(self.version) for index in stages}
+        self._fenced = frozenset()
 
     async def step_out(self) -> list[Stage]:
         """Be in no run. Returns the stages that were held."""
@@ -125,6 +132,7 @@ class Stepping:
         for index, stage in self._stages.items():
             stage.go_back(manifest.first_step, manifest.selection)
             self._ledgers[index] = Ledger(manifest.first_step)
+        self._fenced = frozenset()
 
     @property
     def version(self) -> int:
@@ -149,6 +157,7 @@ class Stepping:
             True: the sum holds the microbatch, from now on or from before.
         """
         self._check_generation(key.generation)
+        self.check_counts(stage, key)
         ledger = self._ledgers[stage.index]
         if (key.step, key.attempt) != (ledger.step, ledger.attempt):
             raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
@@ -221,6 +230,33 @@ class Stepping:
         for stage in self._stages.values():
             stage.select(selection)
         self._reselected = selection
+
+    async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, FenceRequest)
+        self.check(caller, request.generation, request.step, request.attempt)
+        self._fenced |= set(request.batches)
+        for first in request.batches:
+            self._on_fenced(batch_name(request.generation, request.step, request.attempt, first))
+        # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.
+        await self._executor.submit(_FIRST, lambda: None)
+        return b""
+
+    def may_count(self, stage: Stage, key: CallKey) -> bool:
+        """Whether the open step's record may count it."""
+        assert self._run is not None
+        of_the_step = (key.generation, key.step) == (self._run.manifest.generation, stage.version)
+        return of_the_step and key.first not in self._fenced
+
+    def check_counts(self, stage: Stage, key: CallKey) -> None:
+        """Refuse what no record will count: of a batch that was struck, or of a step that is over.
+
+        Raises:
+            LeaseRevoked: Its trainer was not heard of for a while.
+        """
+        if key.step == stage.version and key.first in self._fenced:
+            raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
+        if key.step < stage.version:
+            raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
 
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FreezeRequest)
@@ -408,6 +444,7 @@ class Stepping:
             if self._run is None or self.version > record.step:
                 return
             self._averaged = self._reselected = None
+            self._fenced = frozenset()
             self._run.apply(record)
             self._on_decided(record, gradients)
             self.attempt = self._round = 0

@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, RunOver
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
 from lightning_swarm.types.batches import (
+    BatchArmed,
     BatchDone,
     BatchDoneReply,
     BatchMetrics,
@@ -60,6 +61,7 @@ class StepClient:
         self._timeout = timeout
         self._on_record = on_record
         self.run = run
+        self._places: dict[int, int] = {}  # of the batches that are under way, by lease
         self.newest: Record | None = None
         self.logs: list[Logged] = []
         self.metrics: list[Metrics] = []
@@ -74,6 +76,7 @@ class StepClient:
         """Take part in the run's next generation."""
         self.run.go_back(request)
         self.newest, self.logs, self.metrics = None, [], []
+        self._places.clear()
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
@@ -97,6 +100,7 @@ class StepClient:
             )
             reply = decode(await self._ask(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
+                self._places[reply.grant.lease] = reply.grant.first
                 return reply.grant
             if reply.over:
                 raise RunOver(f"the run's last step is {self.version - 1}: there is no place for another batch")
@@ -120,17 +124,37 @@ class StepClient:
         )
         return decode(message.body, BatchMetrics).metrics, message.tensors
 
+    async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
+        """From now on the batch counts without this trainer, too. See `BatchArmed` for the arguments.
+
+        Raises:
+            LeaseRevoked: As in `done`.
+        """
+        request = BatchArmed(
+            generation=self.run.manifest.generation,
+            step=self.version,
+            lease=lease,
+            receipts=list(receipts),
+            logs=list(logs),
+        )
+        await self._ask(ARMED, encode(request))
+
     async def done(
         self,
         lease: int | None,
         completed: Sequence[Receipt],
         *,
         withdrawn: bool = False,
+        begun: bool = False,
         close: bool = False,
         total_weight: float | None = None,
         logs: Sequence[Logged] = (),
     ) -> bool:
-        """Report a batch; True when its step closes now. See `BatchDone` for the arguments."""
+        """Report a batch; True when its step closes now. See `BatchDone` for the arguments.
+
+        Raises:
+            LeaseRevoked: It was struck from its step, for nothing was heard of this trainer. It may run again.
+        """
         request = BatchDone(
             step=self.version,
             lease=lease,
@@ -139,9 +163,14 @@ class StepClient:
             close=close,
             total_weight=total_weight,
             generation=self.run.manifest.generation,
+            first=self._places.get(lease, 0) if lease is not None else 0,
+            begun=begun,
             logs=list(logs),
         )
-        return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
+        closing = decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
+        if lease is not None:
+            self._places.pop(lease, None)
+        return closing
 
     async def record(self, step: int) -> Record | None:
         """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.

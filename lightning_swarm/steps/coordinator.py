@@ -12,20 +12,22 @@ from typing import Any
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import check_selection
-from lightning_swarm.steps import DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.selection import check_selection, first_trained
+from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
 from lightning_swarm.steps.closing import Closer
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshots import SnapshotOrders
+from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
+    BatchArmed,
     BatchDone,
     BatchDoneReply,
     BatchMetrics,
@@ -102,10 +104,21 @@ class Coordinator:
             limits=limits,
             events=events,
         )
+        self._watch = TrainerWatch(
+            transport,
+            run,
+            events,
+            spawn=self._spawn,
+            open_step=lambda: self._open,
+            first_trained=lambda: first_trained(self._selection, run.manifest.stages),
+            on_change=self._on_change,
+            timeout=limits.call_timeout,
+        )
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)
         transport.handle_call(GRANT, self._handle_grant)
         transport.handle_stream(METRICS, self._handle_metrics, max_bytes=limits.max_metric_bytes)
+        transport.handle_call(ARMED, self._handle_armed)
         transport.handle_call(DONE, self._handle_done)
         transport.handle_call(RECORD, self._handle_record)
         transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
@@ -141,6 +154,7 @@ class Coordinator:
         self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], []
         self.gate.go_back()
         self._snapshots.go_back()
+        self._watch.go_back()
         await self._notify()
 
     # ------------------------------------------------------------------ the trainers' calls
@@ -211,13 +225,16 @@ class Coordinator:
         generation = self._manifest.generation
         if step.closing:
             self._closing_s = _now_s()
+        self._watch.watch(trainer)
         return Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
 
     async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
         self._hear(caller)
         request = decode(message.body, BatchMetrics)
         self._run.check_generation(request.generation)
-        if request.step != self._open.step:
+        if request.step < self._open.step:
+            raise LeaseRevoked(f"the batch was struck from step {request.step}, which is decided")
+        if request.step > self._open.step:
             raise ProtocolError(f"step {self._open.step} is open, got metrics of a batch of step {request.step}")
         num_tensors = sum(length for one in request.metrics for length in one.lengths)
         if num_tensors != len(message.tensors):
@@ -239,32 +256,52 @@ class Coordinator:
             )
         return self._metrics[request.index]
 
+    async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchArmed)
+        self._run.check_generation(request.generation)
+        if request.step < self._open.step:
+            raise LeaseRevoked(f"the batch was struck from step {request.step}, which is decided")
+        if request.step > self._open.step:
+            raise ProtocolError(f"step {self._open.step} is open, got an armed batch of step {request.step}")
+        self._open.arm(request.lease, caller, request.receipts, request.logs)
+        return b""
+
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, BatchDone)
         self._run.check_generation(request.generation)
         step = self._open
+        if request.step < step.step and not request.close:
+            if not request.withdrawn:  # it was away, or did not hear that it was heard
+                self._run.check_counted(request.step, request.first)
+            return encode(BatchDoneReply(closing=True))
         if request.step != step.step:
             raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
         if request.close and caller != self._manifest.lead:
             raise ProtocolError(f"the lead {self._manifest.lead} closes steps, not {caller}")
         if request.close and step.close_asked:
             raise ProtocolError(f"step {step.step} closes already")
-        was_ready = step.ready
         if request.lease is not None:
             if request.withdrawn:
-                step.withdraw(request.lease, caller)
+                first = step.withdraw(request.lease, caller)
+                if request.begun:
+                    self._watch.fence(step, [first])
             else:
                 step.complete(request.lease, caller, request.completed, request.logs)
         if request.close:
             step.ask_to_close(request.total_weight)
             self._closing_s = _now_s()
-        if step.ready and not was_ready and not self._finishing:
+        await self._on_change(step)
+        return encode(BatchDoneReply(closing=step.closing))
+
+    async def _on_change(self, step: OpenStep) -> None:
+        """A batch is through, or will not come: end the step if that was the last one it waited for."""
+        if step.ready and step is self._open and not self._finishing:
             self._finishing = True
             self._tasks.spawn(self._finish_guarded(step))
-        if request.withdrawn:
+        if not step.closing:
             await self._notify()  # who waits for the record may have a place again
-        return encode(BatchDoneReply(closing=step.closing))
 
     async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
         """Hold the answer until the record is decided and applied everywhere, for a while."""
@@ -332,13 +369,16 @@ class Coordinator:
         return True
 
     async def _check_overdue(self, step: OpenStep) -> None:
-        """Fail a step that waits for a batch for too long."""
+        """Do without batches that a closing step waits for for too long."""
         since_s = self._closing_s
         if step.closing and not step.ready and since_s is not None and _now_s() >= since_s + self._timeout:
-            names = ", ".join(step.missing())
-            await self._fail(step, f"it closes, and {names} did not finish a batch of it within {self._timeout:g} s")
-            assert self._failure is not None
-            raise self._failure
+            for trainer in step.missing():
+                await self._watch.give_up(
+                    step,
+                    trainer,
+                    f"it was not through {self._timeout:g} s after its step was full. Raise `Limits.call_timeout` if "
+                    "batches take longer.",
+                )
 
     def _check_lead(self) -> None:
         if _now_s() >= self._heard_s + self._lead_timeout:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.types.batches import MAX_LOGS, Logged
 from lightning_swarm.types.calls import Receipt
@@ -32,6 +32,7 @@ class _Batch:
     completed: tuple[Receipt, ...] | None = None  # None: still under way
     logs: tuple[Logged, ...] = ()
     metrics: Message | None = None
+    armed: tuple[Receipt, ...] | None = None  # its microbatches, when its servers can complete it by themselves
 
 
 @dataclass
@@ -50,10 +51,11 @@ class OpenStep:
     close_asked: bool = False
     gradient_scale: float | None = None  # settled by the first grant
     _window: float | None = None
+    _struck: set[int] = field(default_factory=set)  # leases
 
     @property
     def num_granted(self) -> int:
-        """Samples that were granted and not withdrawn."""
+        """Samples that were granted, and whose batches were neither withdrawn nor struck."""
         return sum(batch.num_samples for batch in self._batches.values())
 
     @property
@@ -95,12 +97,15 @@ class OpenStep:
     def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
         """The batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
         batch = self._leased(lease, trainer)
+        self._check_reports(lease, batch, completed, logs)
+        batch.completed, batch.logs = tuple(completed), tuple(logs)
+
+    def _check_reports(self, lease: int, batch: _Batch, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
         names = {one.name for other in self._batches.values() for one in other.logs} | {one.name for one in logs}
         if len(names) > MAX_LOGS:
             raise ProtocolError(f"the batches of a step may log {MAX_LOGS} names for all trainers, got {len(names)}")
-        if any(first != batch.first for first, _, _ in completed) or len(set(completed)) != len(completed):
+        if any(first != batch.first for first, _, _ in receipts) or len(set(receipts)) != len(receipts):
             raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
-        batch.completed, batch.logs = tuple(completed), tuple(logs)
 
     def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int) -> None:
         """Keep a batch's `BatchMetrics` until the step's record is decided."""
@@ -117,14 +122,42 @@ class OpenStep:
             )
         batch.metrics = metrics
 
-    def withdraw(self, lease: int, trainer: PeerId) -> None:
-        """The batch will not come; nothing of it may have been added anywhere."""
-        self._leased(lease, trainer)
-        del self._batches[lease]
+    def withdraw(self, lease: int, trainer: PeerId) -> int:
+        """The batch will not come. Returns its place; what was added of it anywhere is named by nobody."""
+        first = self._leased(lease, trainer).first
+        self.strike([first])
+        return first
 
-    def strike(self, firsts: Collection[int]) -> None:
-        """Batches (by the positions of their first samples) cannot be computed again, and count nowhere."""
-        self._batches = {lease: batch for lease, batch in self._batches.items() if batch.first not in firsts}
+    def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+        """Servers have all that they need: if the trainer goes, the batch counts when they have these receipts."""
+        batch = self._leased(lease, trainer)
+        self._check_reports(lease, batch, receipts, logs)
+        batch.armed, batch.logs = tuple(receipts), tuple(logs)
+
+    def under_way(self, trainer: PeerId) -> dict[int, tuple[Receipt, ...] | None]:
+        """The trainer's batches that are not through, by their places; with its receipts where one is armed."""
+        return {
+            one.first: one.armed for one in self._batches.values() if (one.trainer, one.completed) == (trainer, None)
+        }
+
+    def complete_armed(self, first: int) -> bool:
+        """Servers have completed an armed batch without its trainer; False: it is not under way any more."""
+        for batch in self._batches.values():
+            if batch.first == first and batch.completed is None and batch.armed is not None:
+                batch.completed = batch.armed
+                return True
+        return False
+
+    def strike(self, firsts: Collection[int]) -> dict[int, PeerId]:
+        """Batches (by the positions of their first samples) count nowhere, and their samples may be granted to others.
+
+        Returns:
+            The trainers of those that were there.
+        """
+        struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
+        self._struck |= struck.keys()
+        self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
+        return {batch.first: batch.trainer for batch in struck.values()}
 
     def closes_without(self, firsts: Collection[int]) -> bool:
         """Whether the step would still grant nothing if these were struck."""
@@ -171,6 +204,8 @@ class OpenStep:
         return [batch.metrics for batch in counted if batch.trainer != lead and batch.metrics is not None]
 
     def _leased(self, lease: int, trainer: PeerId) -> _Batch:
+        if lease in self._struck:
+            raise LeaseRevoked(f"the batch was struck from step {self.step}")
         batch = self._batches.get(lease)
         if batch is None or batch.trainer != trainer or batch.completed is not None:
             raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")

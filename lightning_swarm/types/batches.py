@@ -96,6 +96,17 @@ class MetricsRequest(Wire, frozen=True):
     index: Count  # which of the batches that it came with
 
 
+class BatchArmed(Wire, frozen=True):
+    """All backward calls of a batch were accepted, and nothing else of it is to come: it needs its trainer no more."""
+
+    generation: Count
+    step: Count
+    lease: int
+    receipts: list[Receipt]  # that it will have
+    # As in `BatchDone`.
+    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
+
+
 class BatchDone(Wire, frozen=True):
     """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
 
@@ -106,6 +117,8 @@ class BatchDone(Wire, frozen=True):
     close: bool  # the lead asks to close the step with what it has
     total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
     generation: Count
+    first: Count = 0  # the batch's place
+    begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
     # For the lead, if the batch counts.
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 

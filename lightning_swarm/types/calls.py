@@ -39,15 +39,18 @@ class CallKey(Wire, frozen=True):
     def name(self, stage_index: int, direction: Direction) -> str:
         """The ticket name of one call's result."""
         kind = f"e{self.weights}." if self.evaluation else "t"
-        return (
-            f"g{self.generation}.s{self.step}.a{self.attempt}.{kind}{self.first}+{self.index}"
-            f".c{self.call}/{stage_index}/{direction}"
-        )
+        batch = batch_name(self.generation, self.step, self.attempt, self.first, kind)
+        return f"{batch}{self.index}.c{self.call}/{stage_index}/{direction}"
 
     @property
     def receipt(self) -> Receipt:
         """What the ledger of a step knows it by."""
         return (self.first, self.index, self.call)
+
+
+def batch_name(generation: int, step: int, attempt: int, first: int, kind: str = "t") -> str:
+    """What the names of all calls of a batch begin with."""
+    return f"g{generation}.s{step}.a{attempt}.{kind}{first}+"
 
 
 Receipt = tuple[Count, Count, Count]

@@ -46,6 +46,38 @@ class FreezeRequest(Wire, frozen=True):
     reopens: bool = False  # batches were struck, and the step takes others: all may be added again
 
 
+class FenceRequest(Wire, frozen=True):
+    """Batches were struck: give up what is under way of them, and add nothing of them any more."""
+
+    generation: Count
+    step: Count
+    attempt: Count
+    batches: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # by their first positions
+
+
+class ReceiptsRequest(Wire, frozen=True):
+    """Which of these microbatches are in your sums, and which may still come there?"""
+
+    generation: Count
+    step: Count
+    attempt: Count
+    receipts: list[Receipt]
+
+
+class StageReceipts(Wire, frozen=True):
+    """For one stage: bitmaps over the receipts that were asked for."""
+
+    stage_index: Count
+    held: bytes
+    pending: bytes  # their backward is under way
+
+
+class ReceiptsReply(Wire, frozen=True):
+    """One entry for each stage that the server holds."""
+
+    stages: list[StageReceipts]
+
+
 class StageLedger(Wire, frozen=True):
     """A server's ledger of one stage, as a bitmap over the receipts that count in it."""
 

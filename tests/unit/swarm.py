@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from lightning_swarm import hello, membership, survey, trees
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
-from lightning_swarm.events import EventLog
+from lightning_swarm.events import Event, EventLog
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.partition import StageModule, find_blocks
@@ -244,6 +244,10 @@ class Swarm:
             self.run(self.trainer.close())
             self.loop.close()
 
+    def events(self, peer: PeerId) -> tuple[Event, ...]:
+        """What a server noted."""
+        return self.servers[peer].events.newest
+
     def state(self) -> dict[str, Any]:
         """All that a refused message must leave as it was."""
         state: dict[str, Any] = {}
@@ -255,6 +259,7 @@ class Swarm:
                 stepping.version,
                 stepping.attempt,
                 stepping._averaged,
+                stepping._fenced,
                 stepping._reselected,
             )
             state[f"{name}'s joiners"] = (

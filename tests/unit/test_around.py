@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm import membership
-from lightning_swarm.errors import ConfigError, ProtocolError
+from lightning_swarm.errors import ConfigError, LeaseRevoked, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.steps import Record
@@ -132,7 +132,7 @@ def test_a_gradient_of_another_step_is_refused(swarm: Swarm) -> None:
     add(swarm, "t", grant, 1)
     close(swarm, grant)
     before = swarm.state()
-    with pytest.raises(ProtocolError, match="step 1, attempt 0 is open"):
+    with pytest.raises(LeaseRevoked, match="step 0 is decided"):
         add(swarm, "t", grant, 1)
     assert swarm.state() == before
 

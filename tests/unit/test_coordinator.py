@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace as replaced
 
 from lightning_swarm import trees
-from lightning_swarm.errors import ProtocolError, RunOver, StepError, Unreachable
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver, StepError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
@@ -448,17 +448,24 @@ def test_nobody_waits_for_the_record_of_a_step_that_takes_batches(make_swarm: Ma
 
 
 def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
+    """A trainer that is there, and does not come to the end of its batch, is done without."""
     swarm = make_swarm("a", target_batch_size=4)
     other = swarm.client(swarm.network.transport(OTHER))
 
     async def go() -> None:
         await swarm.batch(rows(1))
-        await other.grant(2)  # and never done
-        await swarm.record(0)
+        late = await other.grant(2)
+        assert await swarm.steps.record(0) is None
+        assert 30.0 <= swarm.loop.time() < 60.0
+        await swarm.batch(rows(2))
+        assert (await swarm.record(0)).closing.batches == [(0, 0, 0), (4, 0, 0)]
+        with pytest.raises(LeaseRevoked, match="struck from step 0, which is decided"):
+            await other.done(late.lease, [])
 
-    with pytest.raises(StepError, match="other did not finish a batch of it within 30 s"):
-        swarm.run(go())
-    assert 30.0 <= swarm.loop.time() < 60.0
+    swarm.run(go())
+    (event,) = swarm.events(A)
+    assert (event.kind, event.peer, event.step) == ("strike", OTHER, 0)
+    assert "not through 30 s after its step was full. Raise `Limits.call_timeout`" in event.reason
 
 
 # ---------------------------------------------------------------------- between freeze and record

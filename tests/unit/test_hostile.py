@@ -35,9 +35,11 @@ from lightning_swarm.server import (
 from lightning_swarm.server.snapshots import copied
 from lightning_swarm.steps import (
     APPLY,
+    ARMED,
     AVERAGE,
     DONE,
     DRAIN,
+    FENCE,
     FREEZE,
     GRANT,
     HELD,
@@ -50,6 +52,7 @@ from lightning_swarm.steps import (
     PROPOSE,
     QUIT,
     READY,
+    RECEIPTS,
     RECORD,
     RENEW,
     SELECT,
@@ -60,6 +63,7 @@ from lightning_swarm.steps import (
 from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types.batches import (
+    BatchArmed,
     BatchDone,
     BatchMetrics,
     GrantRequest,
@@ -85,10 +89,12 @@ from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
     Candidate,
     Closing,
+    FenceRequest,
     FreezeReply,
     FreezeRequest,
     Prepare,
     Proposal,
+    ReceiptsRequest,
     Record,
     SettleRequest,
     StageClosing,
@@ -336,6 +342,16 @@ SAMPLES = [
         phase="idle",
     ),
     Sample(CALL, SETTLE, plain(settling), caller=A, phase="idle"),
+    Sample(
+        CALL, FENCE, plain(lambda _: FenceRequest(generation=0, step=0, attempt=0, batches=[0])), caller=A, phase="open"
+    ),
+    Sample(
+        CALL,
+        RECEIPTS,
+        plain(lambda _: ReceiptsRequest(generation=0, step=0, attempt=0, receipts=COUNTED)),
+        caller=A,
+        phase="through",
+    ),
     Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
     Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
@@ -363,6 +379,12 @@ SAMPLES = [
         plain(lambda _: MetricsRequest(generation=0, step=0, index=0)),
         target=A,
         phase="decided",
+    ),
+    Sample(
+        CALL,
+        ARMED,
+        plain(lambda _: BatchArmed(generation=0, step=0, lease=1, receipts=COUNTED, logs=[LOGGED])),
+        target=A,
     ),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(
@@ -429,6 +451,8 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "keep",
         "weights",
         "logs",
+        "first",
+        "begun",
         "hyperparameters",
     }
     for path, value in paths(fields):
