@@ -98,8 +98,8 @@ class Saboteur:
             for fault in hits:
                 self._victims.hit(fault, fault.peer or passing.peer)
             await asyncio.sleep(0)  # what is done in a killed peer has been cancelled
-            if not has_come and not self._victims.is_live(passing.peer):
-                raise Unreachable(f"{passing.peer} was killed")
+            if not self._victims.is_live(here := passing.caller if has_come else passing.peer):
+                raise Unreachable(f"{here} was killed")
         if passing.caller == passing.peer:
             return []  # on no wire
         duplicates = []

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import RunOver
-from lightning_swarm.events import EventLog
+from lightning_swarm.events import EventKind, EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.pipeline.copies import Microbatch
+from lightning_swarm.pipeline.copies import Copies, Microbatch
 from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import StageRouter
@@ -31,7 +33,7 @@ from lightning_swarm.steps.client import StepClient
 from lightning_swarm.tasks import gather
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.phases import Passing
-from lightning_swarm.testing.sabotage import sabotage
+from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
@@ -65,10 +67,12 @@ class Books:
         self.sent: dict[tuple[int, Receipt], Sent] = {}
         self.records: dict[int, Record] = {}
         self.done: set[tuple[PeerId, int]] = set()  # batches that their trainers know to count
+        self.decided_s: dict[int, float] = {}  # when the first one applied a step's record
 
     def note(self, record: Record) -> None:
         """Whoever applies a record says so: all must apply the same one."""
         known = self.records.setdefault(record.step, record)
+        self.decided_s.setdefault(record.step, asyncio.get_running_loop().time())
         assert encode(known) == encode(record), f"two records of step {record.step}"
 
 
@@ -96,10 +100,11 @@ class Trainer:
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
         self.events = EventLog()
-        self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events)
+        self.copies = Copies(swarm.limits.cache_bytes)
+        self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies)
         self.steps: StepClient = swarm.client(transport)
+        Replayer(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
         self.steps._on_record = self._follow
-        Replayer(self.link, self.steps.run, max_in_flight=8)
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
         self.num_batches = 0
@@ -131,16 +136,36 @@ class Trainer:
             generation=grant.generation, step=grant.step, attempt=grant.attempt, first=grant.first, index=index, call=0
         )
         self._books.sent[grant.step, key.receipt] = Sent(self.peer_id, number, rows)
-        extras = [{} for _ in range(self._num_stages)]
-        return Passage(
-            self.link,
-            Microbatch(key=key, num_rows=ROWS, inputs=(rows,), extras=extras, mode=MODE, weight=grant.weight),
+        extras: list[dict[str, Any]] = [{} for _ in range(self._num_stages)]
+        microbatch = Microbatch(
+            key=key, num_rows=ROWS, inputs=(rows,), extras=extras, mode=MODE, weight=grant.weight, first_trained=0
         )
+        return Passage(self.link, microbatch)
 
     async def _through(self, passage: Passage) -> None:
         _, (output,) = await passage.forward()
         # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
         await passage.backward([output / (NUM_MICROBATCHES * ROWS)])
+
+
+class _Watchman(Saboteur):
+    """Shows each message to the test, too."""
+
+    def __init__(
+        self,
+        plan: FaultPlan,
+        victims: InMemoryVictims,
+        *,
+        struck: Callable[[Fault, Passing], None],
+        look: Callable[[Passing], None],
+    ) -> None:
+        super().__init__(plan, victims, struck=struck)
+        self._look = look
+
+    @override
+    async def _strike(self, passing: Passing, *, has_come: bool = False) -> list[Fault]:
+        self._look(passing)
+        return await super()._strike(passing, has_come=has_come)
 
 
 class FaultySwarm(Swarm):
@@ -153,6 +178,9 @@ class FaultySwarm(Swarm):
         voters: Names of servers.
         seed: Wires pipelines.
         joiners: Names of servers that join as the run begins.
+        limits: Of all.
+        module: One block for each stage; None: the usual one.
+        look: Called with every message, before anything is done with it.
     """
 
     def __init__(
@@ -163,13 +191,20 @@ class FaultySwarm(Swarm):
         voters: str = "",
         seed: int = 0,
         joiners: str = "",
+        limits: Limits = LIMITS,
+        module: nn.Module | None = None,
+        look: Callable[[Passing], None] = lambda _: None,
     ) -> None:
         names = trainers.split()
         target = 2 * NUM_MICROBATCHES * ROWS
-        super().__init__(*rosters, target_batch_size=target, max_steps=NUM_STEPS, limits=LIMITS, voters=voters)
+        super().__init__(
+            *rosters, target_batch_size=target, max_steps=NUM_STEPS, limits=limits, voters=voters, module=module
+        )
         self.plan = plan
         self.books = Books()
         self.dead: set[PeerId] = set()
+        self.struck_s: list[float] = []  # when faults struck
+        self.applied: dict[PeerId, list[int]] = {}  # the records of each server, in its order
         self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was on its way into a record
         self._burials: list[asyncio.Task[None]] = []
         self._joiners = joiners.split()
@@ -181,21 +216,31 @@ class FaultySwarm(Swarm):
             transport.peer_id: Trainer(transport, tickets, self, self.books, seed=seed + i)
             for i, (transport, tickets) in enumerate(places)
         }
-        for server in self.servers.values():
-            self._watch(server)
+        for name, server in self.servers.items():
+            self._watch(name, server)
         self._training: dict[PeerId, asyncio.Task[None]] = {}
-        sabotage(self.network, plan, killed=self._bury, struck=self._struck)
+        victims = InMemoryVictims(self.network, killed=self._bury)
+        self.network.be_tapped(_Watchman(plan, victims, struck=self._struck, look=look))
 
-    def _watch(self, server: Server) -> None:
+    def _watch(self, name: PeerId, server: Server) -> None:
         apply = server.stepping._on_decided
+        steps = self.applied.setdefault(name, [])
 
         def applied(record: Record, gradients: dict[int, Tensor]) -> None:
             self.books.note(record)
+            steps.append(record.step)
             apply(record, gradients)
 
         server.stepping._on_decided = applied  # type: ignore[assignment]
 
+    def count(self, kind: EventKind) -> int:
+        """How often anyone noted an event of this kind."""
+        logs = [server.events for server in self.servers.values()]
+        logs += [trainer.events for trainer in self.trainers.values()]
+        return sum(log.counts[kind] for log in logs)
+
     def _struck(self, fault: Fault, _: Passing) -> None:
+        self.struck_s.append(self.loop.time())
         newest = max((step for step, _ in self.books.sent), default=-1)
         if all(server.stepping.version > newest for name, server in self.servers.items() if name not in self.dead):
             self.struck_idly.append(fault)
@@ -218,7 +263,7 @@ class FaultySwarm(Swarm):
     def train(self) -> None:
         """Run to the end, whatever the plan says; the faults must strike."""
         for name in self._joiners:
-            self._watch(self.join(name))
+            self._watch(PeerId(name), self.join(name))
         self.run(self._train())
         self.plan.check()
         self.run(asyncio.sleep(SETTLE_S))
@@ -244,6 +289,7 @@ class FaultySwarm(Swarm):
             del self.servers[name]
         for trainer in self.trainers.values():
             self.run(trainer.transport.close())
+            trainer.copies.close()
         super().close()
 
     # ------------------------------------------------------------------ the audit
@@ -298,16 +344,19 @@ class FaultySwarm(Swarm):
             optimizer.step()
         return dict(module.named_parameters())
 
-    def audit_weights(self) -> None:
-        """Replicas have the same bytes, and those are what one process computes."""
-        members = self.survivors()
+    def final_weights(self) -> dict[str, Tensor]:
+        """By name; replicas must have the same bytes."""
         found: dict[str, Tensor] = {}
-        for server in members.values():
+        for server in self.survivors().values():
             assert server.stepping.version == NUM_STEPS
             for index in server.stepping.stages:
                 for name, tensor in server.stepping.stage(index).weights().items():
                     assert torch.equal(found.setdefault(name, tensor), tensor), name
-        expected = self.reference()
+        return found
+
+    def audit_weights(self) -> None:
+        """Those of all survivors are what one process computes."""
+        found, expected = self.final_weights(), self.reference()
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor.detach(), rtol=TOLERANCE, atol=TOLERANCE)
@@ -333,7 +382,7 @@ class FaultySwarm(Swarm):
         for name, trainer in self.trainers.items():
             if name not in self.dead:
                 left[f"{name}'s tickets"] = list(trainer.tickets._entries)
-                left[f"{name}'s copies"] = len(trainer.link.copies)
+                left[f"{name}'s copies"] = len(trainer.copies)
         left = {name: what for name, what in left.items() if what}
         assert not left, left
 

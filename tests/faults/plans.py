@@ -48,7 +48,7 @@ OF_TRAINERS = [
     Phase.RECEIPT_SEEN,
     *TRAINING,
 ]
-BETWEEN = frozenset({Phase.GRANT, Phase.GRANT_DONE, Phase.RECORD_DONE})
+BETWEEN = frozenset({Phase.GRANT, Phase.GRANT_DONE, Phase.RECORD_DONE, Phase.APPLY_DONE})
 """Phases in which no microbatch need be under way."""
 
 BRIEFLY_S = 4.0
@@ -79,11 +79,20 @@ class Case:
         for_ = f"-{self.for_s:g}s" if self.for_s else ""
         return f"{self.kind}-{whom}-{self.phase.name}{for_}"
 
+    @property
+    def struck(self) -> frozenset[str]:
+        """Whom it is to strike, as far as it says."""
+        return frozenset(self.groups[0].split() if self.groups else [self.whom] if self.whom else [])
+
     def add_to(self, plan: FaultPlan) -> None:
         """Put the fault into a plan."""
-        # Of the two batches of a step the first one is under way when a trainer asks for the second.
-        when: dict[str, Any] = {"at": self.phase, "step": STEP}
-        when |= {"nth": 2} if self.phase in (Phase.GRANT, Phase.GRANT_DONE) and self.whom != "other" else {}
+        when: dict[str, Any] = {"at": self.phase}
+        if self.phase not in CLOSING and (self.whom or self.groups):
+            when["nth"] = 2  # not everyone has work in every step
+        elif self.phase in (Phase.GRANT, Phase.GRANT_DONE):
+            when |= {"step": STEP, "nth": 2}  # of its two batches the first one is under way then
+        else:
+            when["step"] = STEP
         match self.kind:
             case "partition":
                 plan.partition(*(group.split() for group in self.groups), for_s=self.for_s, **when)
@@ -106,7 +115,10 @@ def _to_messages() -> Iterator[Case]:
     for phase in [*COMPUTING, *CLOSING, *TRAINING]:
         yield Case("delay", None, phase, BRIEFLY_S)
         yield Case("delay", None, phase, 12.0)
-        yield Case("drop", None, phase)
+        if phase in TRAINING:
+            yield Case("drop", None, phase)
+        else:  # who does not answer for long may be taken for gone
+            yield from (Case("drop", whom, phase, away=frozenset({whom})) for whom in ("c", "e"))
         if phase is not Phase.RECEIPT_SEEN:  # it is in no message any more
             yield Case("corrupt", None, phase)
         if phase not in LEAVING:
@@ -136,13 +148,17 @@ def _partitions() -> Iterator[Case]:
 
 
 def pairs(num_pairs: int) -> list[tuple[Case, Case]]:
-    """Two different faults each, drawn at random; they leave each stage a peer, the voters a majority, a trainer."""
+    """Two faults each, drawn at random.
+
+    They leave each stage a peer, the voters a majority, and a trainer; nobody is struck who is away.
+    """
     rng = random.Random(0)
     found: list[tuple[Case, Case]] = []
     every = cases()
     while len(found) < num_pairs:
         one, other = rng.sample(every, 2)
-        if _bearable(one.away | other.away):
+        clash = (one.away and one.away & other.struck) or (other.away and other.away & one.struck)
+        if not clash and _bearable(one.away | other.away):
             found.append((one, other))
     return found
 

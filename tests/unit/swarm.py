@@ -88,6 +88,7 @@ class Swarm:
         optimizer: Of every server.
         hosts: Whom the servers were told to join.
         voters: Names of servers; none: the coordinator alone.
+        module: One block for each stage; None: `make_module`'s.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
 
@@ -104,6 +105,7 @@ class Swarm:
         around: str = "",
         hosts: Sequence[PeerId] = (),
         voters: str = "",
+        module: nn.Module | None = None,
     ) -> None:
         self.loop = VirtualLoop()
         self.network = network or MemoryNetwork(latency_s=0.001)
@@ -112,7 +114,7 @@ class Swarm:
         self.around = [PeerId(name) for name in around.split()]
         self._optimizer = optimizer
         self._hosts = hosts
-        self.module: nn.Module = make_module(len(rosters))
+        self.module: nn.Module = module or make_module(len(rosters))
         if around:
             self.module = nn.ModuleDict({"body": self.module, "head": make_module(1)})
         self._pipeline = "body" if around else None

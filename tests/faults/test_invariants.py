@@ -1,0 +1,159 @@
+"""The twelve promises that hold whatever goes wrong, and for each a test that tries to break it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.config import Limits
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing.phases import Passing
+from tests.faults.harness import NUM_STEPS, TOLERANCE, FaultySwarm
+from tests.faults.plans import COMPUTING, STAGES, TRAINERS, VOTERS
+from tests.unit.swarm import make_module
+
+EVERYONE = (*" ".join(STAGES).split(), *TRAINERS.split())
+NUM_RECEIPTS = 4  # of a step
+
+
+@contextmanager
+def trained(plan: FaultPlan, *, audited: bool = True, **options: Any) -> Iterator[FaultySwarm]:
+    """A run that came to its end under a plan."""
+    stages = options.pop("stages", STAGES)
+    swarm = FaultySwarm(*stages, plan=plan, **{"trainers": TRAINERS, "voters": VOTERS, **options})
+    try:
+        swarm.train()
+        if audited:
+            swarm.audit()
+        yield swarm
+    finally:
+        swarm.close()
+
+
+def test_3_a_record_names_one_holder_for_each_microbatch() -> None:
+    """The receipts do not get through to the trainers, who have others add the same once more."""
+    plan = FaultPlan()
+    for peer in ("b", "e"):
+        others = [one for one in EVERYONE if one != peer]
+        plan.partition([peer], others, for_s=15.0, at=Phase.BACKWARD_DONE, of=peer, nth=2)
+    with trained(plan) as swarm:
+        assert swarm.count("discard"), "nobody had added what another one's receipt names"
+
+
+def test_4_what_is_averaged_is_exactly_the_named_receipts() -> None:
+    """A backward arrives when its batch has counted with another peer's receipt: late, and while sums are averaged."""
+    plan = FaultPlan()
+    for by_s in (8.0, 14.0, 20.0):
+        plan.delay(None, by_s=by_s, at=Phase.BACKWARD, step=1)
+        plan.delay(None, by_s=by_s, at=Phase.AVERAGE, step=1)
+    with trained(plan):  # the norm of what was averaged is that of the named samples' gradients
+        plan.check()
+
+
+def test_5_at_most_one_addition_per_key_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward calls come again, at once and late, and so do forwards; no sum takes a microbatch twice."""
+    added: Counter[int] = Counter()
+    add = Stage.add
+
+    def counting(stage: Stage, gradients: Sequence[Tensor | None], weight: float) -> None:
+        added[stage.version] += 1
+        add(stage, gradients, weight)
+
+    monkeypatch.setattr(Stage, "add", counting)
+    plan = FaultPlan()
+    for again_after_s in (0.0, 0.5, 5.0):
+        plan.duplicate(None, at=Phase.BACKWARD, again_after_s=again_after_s, times=None)
+        plan.duplicate(None, at=Phase.FORWARD, again_after_s=again_after_s, times=None)
+    with trained(plan) as swarm:
+        assert plan.fired > 100
+        assert added == {step: NUM_RECEIPTS * len(STAGES) for step in swarm.books.records}
+
+
+class Dropping(nn.Module):
+    """A block that draws."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.block(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.BACKWARD_DONE, Phase.CLOSE], ids=lambda phase: phase.name)
+def test_6_forward_and_backward_share_version_random_key_and_attempt(phase: Phase) -> None:
+    """Whoever computed the forward dies; another peer draws the same again for the backward."""
+    weights = []
+    for plan in (FaultPlan(), FaultPlan().kill("b", at=phase, nth=2).kill("e", at=phase, nth=2)):
+        module = nn.Sequential(*map(Dropping, make_module(len(STAGES))))
+        with trained(plan, audited=False, trainers="trainer", module=module) as swarm:
+            swarm.audit_samples()
+            swarm.audit_leftovers()
+            assert bool(swarm.count("ban") + swarm.count("replay")) == bool(plan.faults), "nothing was computed again"
+            weights.append(swarm.final_weights())
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_7_weights_change_only_by_applying_a_decided_record() -> None:
+    """Looked at with every message, whoever has a version of a stage has the same bytes of it, state included."""
+    seen: dict[tuple[int, int], int] = {}
+    swarms: list[FaultySwarm] = []
+
+    def look(_: Passing) -> None:
+        for swarm in swarms:
+            for name in swarm.servers.keys() - swarm.dead:
+                stepping = swarm.servers[name].stepping
+                for index in stepping.stages:
+                    stage = stepping.stage(index)
+                    found = stage.fingerprint()
+                    assert seen.setdefault((index, stage.version), found) == found
+                    assert stage.version <= max(swarm.books.records, default=-1) + 2
+
+    plan = FaultPlan().kill("b", at=Phase.APPLY, step=1).freeze("e", for_s=40.0, at=Phase.APPLY, step=1)
+    plan.delay("c", by_s=5.0, at=Phase.APPLY, step=1).kill("d", at=Phase.AVERAGE_SEND, step=2)
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, look=look)
+    try:
+        swarms.append(swarm)
+        swarm.train()
+        swarm.audit()
+        assert len(seen) == len(STAGES) * (NUM_STEPS + 1)
+    finally:
+        swarm.close()
+
+
+def test_8_a_microbatch_can_be_computed_again_until_its_step_is_decided() -> None:
+    """All receipts are seen, and then most of those who gave them die."""
+    plan = FaultPlan()
+    for peer in ("b", "d", "e"):
+        plan.kill(peer, at=Phase.CLOSE, step=1)
+    with trained(plan, voters="a c f") as swarm:  # of five voters of step 1 they are left
+        assert swarm.count("replay") >= NUM_RECEIPTS
+        assert not swarm.count("void")
+
+
+def test_10_every_wait_has_a_deadline_and_holds_nothing_its_completion_needs() -> None:
+    """One message after the other is lost, in each phase of computing and closing, for each stage."""
+    plan = FaultPlan()
+    for phase in (*COMPUTING, Phase.CLOSE, Phase.AVERAGE, Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.APPLY):
+        plan.drop(None, at=phase, nth=3)
+    with trained(plan) as swarm:  # under this clock a wait that nothing ends is an error, a `Deadlock`
+        assert plan.fired == len(plan.faults)
+        assert swarm.loop.time() < 1000.0
+
+
+def test_11_one_microbatch_can_always_finish() -> None:
+    """Servers hold one call at a time and keep nothing, and what was added is lost twice."""
+    plan = FaultPlan().kill("b", at=Phase.CLOSE, step=1).kill("e", at=Phase.CLOSE, step=2)
+    limits = Limits(call_timeout=30.0, max_pending_calls=1, cache_bytes=0, max_in_flight=1)
+    with trained(plan, limits=limits) as swarm:
+        busy = sum(trainer.link.count["busy"] for trainer in swarm.trainers.values())
+        assert busy > 0, "nobody was ever refused"
+        assert swarm.count("replay")
