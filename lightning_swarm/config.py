@@ -31,6 +31,8 @@ class Limits:
         stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
         join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
+        max_upload: Bytes a second, on the average, that a server sends to those who join: the state of its stages, and
+            records. By default more than any line carries.
         drain_timeout: Seconds that a server which is told to leave waits for a record that lets it go; then it goes
             all the same, as if it had died.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
@@ -56,6 +58,7 @@ class Limits:
     stage_timeout: float = 86400.0
     join_timeout: float = 3600.0
     join_bytes: int = 4 << 30
+    max_upload: int = 1 << 40
     drain_timeout: float = 120.0
     leave_timeout: float = 5.0
     max_pending_calls: int = 1024

@@ -12,19 +12,23 @@ from torch import Tensor
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.server import FOLLOW, NEXT
+from lightning_swarm.server import FOLLOW, NEXT, PIECE
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import Executor
-from lightning_swarm.server.snapshots import copied
+from lightning_swarm.server.pieces import Copy, Throttle
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import MEET
-from lightning_swarm.types.joining import FollowRequest, NextReply, NextRequest
+from lightning_swarm.types.joining import FollowRequest, NextReply, NextRequest, PieceRequest
 from lightning_swarm.types.steps import Candidate, Record
 from lightning_swarm.types.wire import decode, encode
 
 _MAX_MET: Final = 256
-_MAX_COPIES: Final = 8  # of a stage, on their way to followers
+_MAX_JOINING: Final = 3  # at once; more wait for their turn, so that each is in sooner
+_MAX_PIECES: Final = 4  # that are under way to one peer
+_MAX_PIECE_BYTES: Final = 4 << 20
+_MIN_PIECE_BYTES: Final = 64 << 10
+_IDLE_S: Final = 60.0  # then a download is given up
 _HOLD_S: Final = 20.0
 _CONNECT_TIMEOUT_S: Final = 8.0  # the coordinator asks for a little longer
 
@@ -36,8 +40,14 @@ class _Follower:
     stage_index: int
     version: int
     last_heard_s: float
-    downloading: bool = True  # until it asks for the first record
     entered: bool = False  # by the last record, which it may still ask for
+
+
+@dataclass
+class _Download:
+    last_heard_s: float
+    copy: Copy | None = None  # it is being made
+    num_pieces: int = 0  # under way
 
 
 class Donor:
@@ -61,9 +71,13 @@ class Donor:
         self._limits = limits
         self._met: dict[PeerId, Candidate] = {}
         self._followers: dict[PeerId, _Follower] = {}
+        self._downloads: dict[PeerId, _Download] = {}
+        self._copies: dict[int, Copy] = {}  # the newest of each stage, while somebody downloads it
+        self._throttle = Throttle(limits.max_upload)
         self._kept: dict[int, tuple[Record, Mapping[int, Tensor]]] = {}  # by step
         transport.handle_call(MEET, self._handle_meet)
         transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
+        transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
         transport.handle_stream(NEXT, self._handle_next, max_bytes=0)
 
     def note(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
@@ -77,10 +91,13 @@ class Donor:
         if self._followers:
             self._kept[record.step] = (record, gradients)
         self._drop_needless()
+        self._give_up_idle()
 
     def go_back(self) -> None:
         """The run entered its next generation: whoever followed the old one begins again."""
         self._followers.clear()
+        self._downloads.clear()
+        self._copies.clear()
         self._kept.clear()
 
     async def _handle_meet(self, caller: PeerId, body: bytes) -> bytes:
@@ -96,6 +113,7 @@ class Donor:
             raise PeerError(f"no connection to {peer} within {_CONNECT_TIMEOUT_S:g} s") from None
         self._met.pop(peer, None)
         self._followers.pop(peer, None)  # it joins anew, so what it followed is no use to it
+        self._end_download(peer)
         self._met[peer] = candidate
         # Who downloads stays, for as long as that may take.
         for other in [one for one in self._met if one not in self._followers][: max(0, len(self._met) - _MAX_MET)]:
@@ -103,17 +121,63 @@ class Donor:
         return b""
 
     async def _handle_follow(self, caller: PeerId, message: Message) -> Message:
-        stage = self._asked_stage(caller, decode(message.body, FollowRequest).stage_index)
+        request = decode(message.body, FollowRequest)
+        stage = self._asked_stage(caller, request.stage_index)
         if stage.index not in self._admission.loaded:
             raise Busy(f"stage {stage.index} has no weights here yet")
-        self._check_copies(caller)
-        # Before the copy is made: of what is applied after it nothing may be missed.
+        if request.version not in (None, stage.version):
+            raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
+        self._check_downloads(caller, helps=request.version is not None)
         now_s = asyncio.get_running_loop().time()
-        follower = self._followers[caller] = _Follower(stage.index, self._stepping.version, now_s)
-        # On the compute thread, so that it falls between two records.
-        message, _ = await self._executor.submit((-1,), lambda: copied(stage, self._admission.run.manifest.generation))
-        follower.last_heard_s = asyncio.get_running_loop().time()
-        return message
+        download = self._downloads[caller] = _Download(now_s)
+        if request.version is None:
+            # Before the copy is made: of what is applied after it nothing may be missed.
+            self._followers[caller] = _Follower(stage.index, self._stepping.version, now_s)
+        try:
+            # On the compute thread, so that it falls between two records.
+            copy, _ = await self._executor.submit((-1,), lambda: self._copied(stage))
+            if request.version not in (None, copy.version):
+                raise TicketGone(f"stage {stage.index} is at version {copy.version} here")
+        except BaseException:
+            if self._downloads.get(caller) is download:
+                self._end_download(caller)
+            raise
+        download.copy, download.last_heard_s = copy, asyncio.get_running_loop().time()
+        return Message(encode(copy.head))
+
+    def _copied(self, stage: Stage) -> Copy:
+        """All who download the same version share one copy."""
+        copy = self._copies.get(stage.index)
+        if copy is None or copy.version != stage.version:
+            copy = self._copies[stage.index] = Copy.of(stage, self._admission.run.manifest.generation)
+        return copy
+
+    async def _handle_piece(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, PieceRequest)
+        start, stop = request.start, request.stop
+        self._asked_stage(caller, request.stage_index)
+        download = self._downloads.get(caller)
+        copy = download.copy if download is not None else None
+        if download is None or copy is None or not copy.is_of(request.stage_index, request.version):
+            raise TicketGone("nothing of that version is held here for this peer (any more); it has to begin again")
+        if start == stop:
+            self._end_download(caller)
+            return Message()
+        if not start < stop <= copy.num_bytes:
+            raise ProtocolError(f"a copy of {copy.num_bytes} bytes has none from {start} to {stop}")
+        if download.num_pieces >= _MAX_PIECES:
+            raise Busy(f"{download.num_pieces} pieces are on their way to this peer, at most {_MAX_PIECES} may be")
+        # A second's worth, so that nobody waits for long behind another.
+        stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload)))
+        download.num_pieces += 1
+        try:
+            await self._throttle.take(stop - start)
+        finally:
+            download.num_pieces -= 1
+            download.last_heard_s = asyncio.get_running_loop().time()
+            if caller in self._followers:
+                self._followers[caller].last_heard_s = download.last_heard_s
+        return Message(tensors=copy.piece(start, stop))
 
     async def _handle_next(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, NextRequest)
@@ -123,7 +187,7 @@ class Donor:
         if follower is None or follower.stage_index != stage.index:
             raise TicketGone("no records are kept here for this peer (any more); it has to begin again")
         follower.version, follower.last_heard_s = request.version, asyncio.get_running_loop().time()
-        follower.downloading = False
+        self._end_download(caller)
         self._drop_needless()
         await self._stepping.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
         self._check_generation(request.generation)  # it may have changed meanwhile
@@ -133,16 +197,40 @@ class Donor:
             self._followers.pop(caller, None)
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients = self._kept[request.version]
-        return Message(encode(NextReply(record=record)), (gradients[stage.index].cpu(),))
+        gradient = gradients[stage.index].cpu()
+        self._throttle.charge(gradient.nbytes)  # it is sent at once: who falls behind downloads everything again
+        return Message(encode(NextReply(record=record)), (gradient,))
 
-    def _check_copies(self, caller: PeerId) -> None:
-        """Refuse to copy a stage once more for who has a copy on its way, or when many have."""
-        oldest_s = asyncio.get_running_loop().time() - self._limits.join_timeout
-        downloading = {
-            peer for peer, one in self._followers.items() if one.downloading and one.last_heard_s >= oldest_s
-        }
-        if caller in downloading or len(downloading) >= _MAX_COPIES:
-            raise Busy(f"{len(downloading)} peers download from here, at most {_MAX_COPIES} may, each once for a join")
+    def _check_downloads(self, caller: PeerId, *, helps: bool) -> None:
+        """Refuse to send a stage once more to who has a download under way, or when many join by this server.
+
+        Who follows the records takes a place, too: each is sent a gradient with every step.
+        """
+        self._give_up_idle()
+        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        following = {
+            peer for peer, one in self._followers.items() if not one.entered and one.last_heard_s >= oldest_s
+        } - {caller}
+        taken = self._downloads.keys() | (set() if helps else following)
+        if caller in self._downloads or len(taken) >= _MAX_JOINING:
+            raise Busy(f"{len(taken)} peers join by this one, at most {_MAX_JOINING} may, with one download each")
+
+    def _give_up_idle(self) -> None:
+        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        idle = [
+            peer
+            for peer, one in self._downloads.items()
+            if one.copy is not None and not one.num_pieces and one.last_heard_s < oldest_s
+        ]
+        for peer in idle:
+            self._end_download(peer)
+
+    def _end_download(self, peer: PeerId) -> None:
+        """Its copy goes with the last one who wants it."""
+        self._downloads.pop(peer, None)
+        if all(one.copy is not None for one in self._downloads.values()):
+            wanted = {id(one.copy) for one in self._downloads.values()}
+            self._copies = {index: copy for index, copy in self._copies.items() if id(copy) in wanted}
 
     def _check_generation(self, generation: int) -> None:
         if generation != self._admission.run.manifest.generation:

@@ -9,14 +9,15 @@ from typing import Final
 
 from torch import Tensor
 
-from lightning_swarm import hello, trees
+from lightning_swarm import hello
 from lightning_swarm.averaging.butterfly import collect
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.server import FOLLOW, NEXT
-from lightning_swarm.server.admission import Admission, named
+from lightning_swarm.server import NEXT
+from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.download import Download
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
@@ -24,7 +25,6 @@ from lightning_swarm.server.stepping import Stepping, round_name
 from lightning_swarm.steps import JOIN, LISTEN, READY, VIEW
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.joining import (
-    FollowRequest,
     JoinReply,
     JoinRequest,
     ListenReply,
@@ -34,7 +34,6 @@ from lightning_swarm.types.joining import (
     ReadyRequest,
 )
 from lightning_swarm.types.runs import RunView
-from lightning_swarm.types.snapshots import Snapshot
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 _log = logging.getLogger(__name__)
@@ -78,6 +77,7 @@ class Joiner:
         self._stepping = stepping
         self._limits = limits
         self._stage: Stage | None = None
+        self._alone = False  # one member shall send everything
         transport.handle_call(LISTEN, self._handle_listen)
 
     def keep(self, stages: Sequence[Stage], holders: Sequence[int]) -> None:
@@ -165,25 +165,19 @@ class Joiner:
                 _FIRST, lambda: self._model.build(view.manifest, [reply.stage_index])
             )
             self._stage = stages[reply.stage_index]
-        roster = reply.view.rosters[self._stage.index]
+        roster = [member.peer_id for member in reply.view.rosters[self._stage.index]]
         # Joiners of one stage go round its members, and so do the attempts of one: a member may be gone.
-        donor = roster[(self._admission.me.boot_id + attempt) % len(roster)].peer_id
-        version = await self._download(donor, self._stage)
+        first = (self._admission.me.boot_id + attempt) % len(roster)
+        donor, version = await self._download([*roster[first:], *roster[:first]], self._stage)
         self._admission.follow(RunState.seen(reply.view, version), self._stage)
         await self._follow(donor, coordinator, self._stage)
 
-    async def _download(self, donor: PeerId, stage: Stage) -> int:
-        """Take over the donor's state; returns its version."""
-        request = Message(encode(FollowRequest(stage_index=stage.index)))
-        message = await self._transport.stream(
-            donor, FOLLOW, request, timeout=self._limits.join_timeout, max_bytes=self._limits.max_message_bytes
-        )
-        snapshot = decode(message.body, Snapshot)
-        if snapshot.stage_index != stage.index:
-            raise ProtocolError(f"stage {stage.index} was asked for, {donor} sent stage {snapshot.stage_index}")
-        count = len(snapshot.weights)
-        weights = named(snapshot.weights, message.tensors[:count])
-        state = named(snapshot.optimizer, trees.unflatten(snapshot.structure, list(message.tensors[count:])))
+    async def _download(self, donors: Sequence[PeerId], stage: Stage) -> tuple[PeerId, int]:
+        """Take over the state that members have; returns the one to follow, and its version."""
+        download = Download(self._transport, stage, limits=self._limits)
+        donor, blank = await download.run(donors, alone=self._alone)
+        snapshot = blank.head.snapshot
+        weights, state = blank.values()
 
         def load() -> int:
             if self._done:  # loading would undo what the record that let this peer in did
@@ -194,12 +188,15 @@ class Joiner:
             return stage.fingerprint()
 
         version_hash, _ = await self._executor.submit(_FIRST, load)
+        if version_hash != snapshot.version_hash and download.helpers:
+            self._alone = True
+            raise PeerError(f"the state that {donor} and {download.helpers} sent in pieces is not that of one version")
         if version_hash != snapshot.version_hash:
             raise ConfigError(
                 f"a joiner must hold the bytes that it downloads; stage {stage.index} came out different from what "
                 f"{donor} sent. Use the run's precision, optimizer and versions here."
             )
-        return snapshot.version
+        return donor, snapshot.version
 
     async def _follow(self, donor: PeerId, coordinator: PeerId, stage: Stage) -> None:
         """Apply the records that come, until one of them makes this server a member."""

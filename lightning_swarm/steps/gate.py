@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -44,6 +45,7 @@ _FIRST_READY_S: Final = 300.0
 _MAX_MISSES: Final = 3
 _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
+_MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
 _WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
@@ -266,7 +268,10 @@ class Gate:
     def listen(
         self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int]
     ) -> list[Coroutine[Any, Any, None]]:
-        """Work for each candidate that has caught up: have it hold the round's result, too.
+        """Work for candidates that have caught up: have them hold the round's result, too.
+
+        Of one stage not more at once than it has members, or two: they all send their parts to each of them. The others
+        come with the rounds that follow.
 
         Args:
             closing: The round.
@@ -275,8 +280,12 @@ class Gate:
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
         work = []
+        num_asked = Counter[int]()
         for one in self._waiting.values():
-            if one.ready and one.refusal is None:
+            index = one.candidate.stage_index
+            most = max(_MIN_ENTERING, len(closing.stages[index].roster))
+            if one.ready and one.refusal is None and num_asked[index] < most:
+                num_asked[index] += 1
                 one.asked = round_
                 work.append(self._listen(one, round_, timeout=self._limits.call_timeout))
         return work

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+
 from lightning_swarm.types.runs import RunView, Selection
+from lightning_swarm.types.snapshots import Snapshot
 from lightning_swarm.types.steps import Closing, Record
-from lightning_swarm.types.wire import Addresses, Count, Seconds, Wire
+from lightning_swarm.types.wire import Addresses, Count, Seconds, ShortText, Wire
 
 
 class JoinRequest(Wire, frozen=True):
@@ -27,6 +32,30 @@ class FollowRequest(Wire, frozen=True):
     """A candidate asks a member of its stage for the state, and to keep the records from then on."""
 
     stage_index: Count
+    version: Count | None  # of the state, if another member is followed and this one helps; None: the newest
+
+
+class TensorLayout(Wire, frozen=True):
+    """One tensor, without what is in it."""
+
+    shape: Annotated[list[Count], msgspec.Meta(max_length=64)]
+    dtype: ShortText
+
+
+class FollowReply(Wire, frozen=True):
+    """A copy is held for the candidate. The bytes of its tensors come in pieces."""
+
+    snapshot: Snapshot
+    layouts: list[TensorLayout]
+
+
+class PieceRequest(Wire, frozen=True):
+    """Bytes of a copy that is held, its tensors one after the other; less may come. None: no more is needed."""
+
+    stage_index: Count
+    version: Count
+    start: Count
+    stop: Count
 
 
 class NextRequest(Wire, frozen=True):

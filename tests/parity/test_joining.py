@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -79,9 +80,7 @@ def swarm(joining: Joining, num_joiners: int | None = None, **options: Any) -> S
         loader(digits()),
         callbacks=[joining],
         num_joiners=joining.count if num_joiners is None else num_joiners,
-        max_steps=STEPS,
-        max_epochs=-1,
-        **{"latency_s": 0.001, **options},
+        **{"latency_s": 0.001, "max_steps": STEPS, "max_epochs": -1, **options},
     )
 
 
@@ -136,6 +135,67 @@ def test_a_server_leaves_with_the_next_step_and_nothing_is_computed_twice() -> N
     assert joiner.stepping.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
     counted = sum(len(record.closing.counted) for record in run.records)
     assert sum(server.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
+    assert run.strategy.refusals == []
+
+
+PAUSE_S = 0.5
+
+
+class Timed(Joining):
+    """Notes what each step takes, in seconds of the virtual clock, between pauses as a slow loader makes them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.begun_s: list[float] = []
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, InMemoryStrategy)
+        assert strategy.peer is not None
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.begun_s.append(strategy.peer.runtime.run(self.paused()))
+
+    async def paused(self) -> float:
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        await asyncio.sleep(PAUSE_S)
+        return begin_s
+
+    @property
+    def steps_s(self) -> list[float]:
+        return [end - begin - PAUSE_S for begin, end in itertools.pairwise(self.begun_s)]
+
+
+def uplinks(bytes_per_s: float) -> Callable[[InMemoryStrategy], None]:
+    """What a peer sends waits in one line, and leaves it at this rate."""
+
+    def prepare(strategy: InMemoryStrategy) -> None:
+        network = strategy.network
+        assert network is not None
+        carry, free_s = network.carry, dict[PeerId, float]()
+
+        async def in_line(sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
+            now_s = asyncio.get_running_loop().time()
+            free_s[sender] = max(free_s.get(sender, 0.0), now_s) + len(bytes(buffer)) / bytes_per_s
+            await asyncio.sleep(free_s[sender] - now_s)
+            return await carry(sender, receiver, buffer)
+
+        network.carry = in_line  # type: ignore[method-assign]
+
+    return prepare
+
+
+def test_ten_joiners_choke_nobody() -> None:
+    """No step takes much longer while they come than when they are there, for then it takes twelve to average."""
+    line = 1_000_000.0
+    joining = Timed(count=10, prepare=uplinks(line))
+    run = swarm(joining, limits=Limits(max_upload=int(line / 10)), max_steps=40)
+    assert len(joining.entered_at) == 10
+    last = joining.entered_at[-1]
+    assert last < 20
+    while_coming_s, when_there_s = joining.steps_s[joining.at : last], joining.steps_s[last:]
+    assert max(while_coming_s) < 1.3 * max(when_there_s)
     assert run.strategy.refusals == []
 
 

@@ -268,6 +268,8 @@ class Swarm:
                 dict(server.donor._met),
                 {peer: (one.stage_index, one.version) for peer, one in server.donor._followers.items()},
                 list(server.donor._kept),
+                {peer: (one.copy is None, one.num_pieces) for peer, one in server.donor._downloads.items()},
+                list(server.donor._copies),
             )
             state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))

@@ -16,7 +16,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.server import ADMIT, FOLLOW, NEXT, donor
+from lightning_swarm.server import ADMIT, FOLLOW, NEXT, pieces
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import APPLY, JOIN, LISTEN, PROPOSE, READY
@@ -279,7 +279,7 @@ def test_a_stage_is_copied_once_for_a_follower(make_swarm: MakeSwarm, monkeypatc
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     num_copies = counted_copies(monkeypatch)
-    body = Message(encode(FollowRequest(stage_index=0)))
+    body = Message(encode(FollowRequest(stage_index=0, version=None)))
 
     async def follow() -> None:
         with contextlib.suppress(Busy):
@@ -289,20 +289,32 @@ def test_a_stage_is_copied_once_for_a_follower(make_swarm: MakeSwarm, monkeypatc
     assert num_copies() == 1
 
 
-def test_few_copies_of_a_stage_are_on_their_way_at_once(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", "b")
     num_copies = counted_copies(monkeypatch)
     strangers = [swarm.network.transport(PeerId(f"stranger{number}")) for number in range(20)]
 
-    async def follow(stranger: MemoryTransport) -> None:
+    async def follow(stranger: MemoryTransport) -> bool:
         await say_it_joins(stranger)
-        with contextlib.suppress(Busy):
-            await stranger.stream(A, FOLLOW, Message(encode(FollowRequest(stage_index=0))), timeout=5.0)
+        body = encode(FollowRequest(stage_index=0, version=None))
+        try:
+            await stranger.stream(A, FOLLOW, Message(body), timeout=5.0)
+        except Busy:
+            return False
+        return True
 
-    swarm.run(gather(follow(one) for one in strangers))
-    assert num_copies() == 8
-    swarm.run(follow(strangers[0]))
-    assert num_copies() == 9, "who joins anew gives its place back"
+    let_in = swarm.run(gather(follow(one) for one in strangers))
+    assert sum(let_in) == 3
+    assert num_copies() == 1
+    assert swarm.run(follow(strangers[let_in.index(True)])), "who joins anew gives its place back"
+    assert not swarm.run(follow(strangers[let_in.index(False)]))
+    swarm.run(asyncio.sleep(61.0))
+    assert swarm.run(follow(strangers[let_in.index(False)])), "who asks for no piece of it does so, too"
+    held = swarm.servers[A].donor
+    assert len(held._downloads) == 1
+    swarm.run(asyncio.sleep(61.0))
+    swarm.run(swarm.step(rows(0)))
+    assert (held._downloads, held._copies) == ({}, {}), "nothing is held for nobody"
 
 
 def test_places_that_are_held_by_words_alone_come_free(make_swarm: MakeSwarm) -> None:
@@ -345,13 +357,13 @@ async def say_it_joins(transport: Transport) -> None:
 
 def counted_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     copies: list[Stage] = []
-    copied = donor.copied  # type: ignore[attr-defined]
+    copied = pieces.copied
 
     def counted(stage: Stage, generation: int) -> Message:
         copies.append(stage)
         return copied(stage, generation)
 
-    monkeypatch.setattr(donor, "copied", counted)
+    monkeypatch.setattr(pieces, "copied", counted)
     return lambda: len(copies)
 
 

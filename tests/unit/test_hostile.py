@@ -28,6 +28,7 @@ from lightning_swarm.server import (
     LEND,
     LOAD,
     NEXT,
+    PIECE,
     RESTART,
     SNAPSHOT,
     STATE,
@@ -81,6 +82,7 @@ from lightning_swarm.types.joining import (
     JoinRequest,
     ListenRequest,
     NextRequest,
+    PieceRequest,
     ReadyRequest,
 )
 from lightning_swarm.types.runs import Member, RestartRequest, Selection
@@ -143,6 +145,9 @@ class Sample:
             return swarm
         if self.phase == "joining":
             swarm.join(C)
+            if self.method == PIECE:
+                body = encode(FollowRequest(stage_index=0, version=None))
+                swarm.run(swarm.servers[C]._transport.stream(A, FOLLOW, Message(body), timeout=1.0))
         elif self.method in (JOIN, MEET):
             swarm.add_server(C)
         swarm.run(swarm.steps.grant(2))
@@ -298,7 +303,17 @@ SAMPLES = [
     Sample(CALL, JOIN, plain(joining), target=A, caller=C),
     Sample(CALL, MEET, plain(meeting), caller=A),
     Sample(CALL, READY, plain(lambda _: ReadyRequest(generation=0, version=0)), target=A, caller=C, phase="joining"),
-    Sample(STREAM, FOLLOW, plain(lambda _: FollowRequest(stage_index=0)), target=A, caller=C, phase="joining"),
+    Sample(
+        STREAM, FOLLOW, plain(lambda _: FollowRequest(stage_index=0, version=None)), target=A, caller=C, phase="joining"
+    ),
+    Sample(
+        STREAM,
+        PIECE,
+        plain(lambda _: PieceRequest(stage_index=0, version=0, start=8, stop=90)),
+        target=A,
+        caller=C,
+        phase="joining",
+    ),
     Sample(
         STREAM,
         NEXT,
