@@ -73,6 +73,8 @@ class Donor:
         self._followers: dict[PeerId, _Follower] = {}
         self._downloads: dict[PeerId, _Download] = {}
         self._copies: dict[int, Copy] = {}  # the newest of each stage, while somebody downloads it
+        self._queued: set[PeerId] = set()  # for a place
+        self._freed = asyncio.Event()  # a place, perhaps; another event then
         self._throttle = Throttle(limits.max_upload)
         self._kept: dict[int, tuple[Record, Mapping[int, Tensor]]] = {}  # by step
         transport.handle_call(MEET, self._handle_meet)
@@ -92,6 +94,7 @@ class Donor:
             self._kept[record.step] = (record, gradients)
         self._drop_needless()
         self._give_up_idle()
+        self._notify()
 
     def go_back(self) -> None:
         """The run entered its next generation: whoever followed the old one begins again."""
@@ -127,7 +130,7 @@ class Donor:
             raise Busy(f"stage {stage.index} has no weights here yet")
         if request.version not in (None, stage.version):
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
-        self._check_downloads(caller, helps=request.version is not None)
+        await self._place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
         now_s = asyncio.get_running_loop().time()
         download = self._downloads[caller] = _Download(now_s)
         if request.version is None:
@@ -167,8 +170,8 @@ class Donor:
             raise ProtocolError(f"a copy of {copy.num_bytes} bytes has none from {start} to {stop}")
         if download.num_pieces >= _MAX_PIECES:
             raise Busy(f"{download.num_pieces} pieces are on their way to this peer, at most {_MAX_PIECES} may be")
-        # A second's worth, so that nobody waits for long behind another.
-        stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload)))
+        # A fraction of a second's worth, so that nothing waits for long behind it.
+        stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload // 10)))
         download.num_pieces += 1
         try:
             await self._throttle.take(stop - start)
@@ -201,19 +204,34 @@ class Donor:
         self._throttle.charge(gradient.nbytes)  # it is sent at once: who falls behind downloads everything again
         return Message(encode(NextReply(record=record)), (gradient,))
 
-    def _check_downloads(self, caller: PeerId, *, helps: bool) -> None:
-        """Refuse to send a stage once more to who has a download under way, or when many join by this server.
+    async def _place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
+        """Wait until the stage may be sent once more. Each has one download under way, and few join by this server.
 
-        Who follows the records takes a place, too: each is sent a gradient with every step.
+        Raises:
+            Busy: There is no place.
         """
+        end_s = asyncio.get_running_loop().time() + within_s
+        if caller in self._downloads or caller in self._queued:
+            raise Busy("this peer has a download under way, or asks for one")
+        self._queued.add(caller)
+        try:
+            while (taken := self._num_joining(caller, helps=helps)) >= _MAX_JOINING:
+                try:
+                    async with asyncio.timeout_at(end_s):
+                        await self._freed.wait()
+                except TimeoutError:
+                    raise Busy(f"{taken} peers join by this one, at most {_MAX_JOINING} may at once") from None
+        finally:
+            self._queued.discard(caller)
+
+    def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
+        """Who follows the records counts, too: each is sent a gradient with every step."""
         self._give_up_idle()
         oldest_s = asyncio.get_running_loop().time() - _IDLE_S
         following = {
             peer for peer, one in self._followers.items() if not one.entered and one.last_heard_s >= oldest_s
         } - {caller}
-        taken = self._downloads.keys() | (set() if helps else following)
-        if caller in self._downloads or len(taken) >= _MAX_JOINING:
-            raise Busy(f"{len(taken)} peers join by this one, at most {_MAX_JOINING} may, with one download each")
+        return len(self._downloads.keys() | (set() if helps else following))
 
     def _give_up_idle(self) -> None:
         oldest_s = asyncio.get_running_loop().time() - _IDLE_S
@@ -231,6 +249,11 @@ class Donor:
         if all(one.copy is not None for one in self._downloads.values()):
             wanted = {id(one.copy) for one in self._downloads.values()}
             self._copies = {index: copy for index, copy in self._copies.items() if id(copy) in wanted}
+        self._notify()
+
+    def _notify(self) -> None:
+        self._freed.set()
+        self._freed = asyncio.Event()
 
     def _check_generation(self, generation: int) -> None:
         if generation != self._admission.run.manifest.generation:

@@ -28,7 +28,7 @@ _PULLS: Final = 2
 
 _MAX_HEAD_BYTES: Final = 0  # the head is all in the body
 _BUSY_S: Final = 1.0
-_MAX_BUSY_S: Final = 15.0
+_HOLD_S: Final = 15.0  # for a place, at all members together
 _RELEASE_S: Final = 2.0
 
 
@@ -77,19 +77,19 @@ class Download:
 
     async def _first(self, donors: Sequence[PeerId]) -> tuple[PeerId, FollowReply]:
         """The first that is not busy with others. It is waited for: they are served a few at once."""
-        pause_s = _BUSY_S
+        hold_s = 0.0
         while True:
             for donor in donors:
                 try:
-                    return donor, await self._follow(donor, None)
+                    return donor, await self._follow(donor, None, hold_s=hold_s / len(donors))
                 except Busy as error:
                     _log.info("%s has no time for one more download: %s", donor, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_BUSY_S)
+            await asyncio.sleep(_BUSY_S if hold_s else 0.0)  # it may be busy with something else, and not wait
+            hold_s = _HOLD_S
 
-    async def _follow(self, donor: PeerId, version: int | None) -> FollowReply:
-        request = Message(encode(FollowRequest(stage_index=self._stage.index, version=version)))
-        timeout = self._limits.call_timeout
+    async def _follow(self, donor: PeerId, version: int | None, *, hold_s: float = 0.0) -> FollowReply:
+        request = Message(encode(FollowRequest(stage_index=self._stage.index, version=version, hold_s=hold_s)))
+        timeout = hold_s + self._limits.call_timeout
         message = await self._transport.stream(donor, FOLLOW, request, timeout=timeout, max_bytes=_MAX_HEAD_BYTES)
         head = decode(message.body, FollowReply)
         there = head.snapshot

@@ -33,6 +33,7 @@ class FollowRequest(Wire, frozen=True):
 
     stage_index: Count
     version: Count | None  # of the state, if another member is followed and this one helps; None: the newest
+    hold_s: Seconds  # how long to wait for a place: few join by one member at once
 
 
 class TensorLayout(Wire, frozen=True):

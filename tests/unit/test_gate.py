@@ -279,7 +279,7 @@ def test_a_stage_is_copied_once_for_a_follower(make_swarm: MakeSwarm, monkeypatc
     swarm = make_swarm("a", "b")
     joiner = swarm.join("j")
     num_copies = counted_copies(monkeypatch)
-    body = Message(encode(FollowRequest(stage_index=0, version=None)))
+    body = Message(encode(FollowRequest(stage_index=0, version=None, hold_s=0.0)))
 
     async def follow() -> None:
         with contextlib.suppress(Busy):
@@ -296,7 +296,7 @@ def test_few_download_at_once_and_share_a_copy(make_swarm: MakeSwarm, monkeypatc
 
     async def follow(stranger: MemoryTransport) -> bool:
         await say_it_joins(stranger)
-        body = encode(FollowRequest(stage_index=0, version=None))
+        body = encode(FollowRequest(stage_index=0, version=None, hold_s=0.0))
         try:
             await stranger.stream(A, FOLLOW, Message(body), timeout=5.0)
         except Busy:

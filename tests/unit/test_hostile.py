@@ -146,7 +146,7 @@ class Sample:
         if self.phase == "joining":
             swarm.join(C)
             if self.method == PIECE:
-                body = encode(FollowRequest(stage_index=0, version=None))
+                body = encode(FollowRequest(stage_index=0, version=None, hold_s=0.0))
                 swarm.run(swarm.servers[C]._transport.stream(A, FOLLOW, Message(body), timeout=1.0))
         elif self.method in (JOIN, MEET):
             swarm.add_server(C)
@@ -304,7 +304,12 @@ SAMPLES = [
     Sample(CALL, MEET, plain(meeting), caller=A),
     Sample(CALL, READY, plain(lambda _: ReadyRequest(generation=0, version=0)), target=A, caller=C, phase="joining"),
     Sample(
-        STREAM, FOLLOW, plain(lambda _: FollowRequest(stage_index=0, version=None)), target=A, caller=C, phase="joining"
+        STREAM,
+        FOLLOW,
+        plain(lambda _: FollowRequest(stage_index=0, version=None, hold_s=0.0)),
+        target=A,
+        caller=C,
+        phase="joining",
     ),
     Sample(
         STREAM,
