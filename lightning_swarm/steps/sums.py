@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning_swarm.errors import PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import NotMember, PeerError, ProtocolError, StepError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
@@ -332,7 +332,12 @@ class Sums:
         for index in empty:
             errors = {member.peer_id: self.gone[member.peer_id] for member in self._run.rosters[index]}
             reason = "; ".join(str(error) for error in errors.values())
-            silent = [peer for peer, error in errors.items() if isinstance(error, PeerError)]
+            # Who says that it is no member has lost what it held: it does not come back as one.
+            silent = [
+                peer
+                for peer, error in errors.items()
+                if isinstance(error, PeerError) and not isinstance(error, NotMember)
+            ]
             if not silent or waited_s >= self._stage_timeout:
                 raise StepError(f"stage {index} has nobody left: {reason}")
             self._events.note("pause", stage=index, step=self._step.step, reason=reason)

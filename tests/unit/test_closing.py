@@ -12,15 +12,15 @@ from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError, StepError
+from lightning_swarm.errors import NotMember, ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.steps import FREEZE
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.batches import Grant
-from lightning_swarm.types.steps import FreezeRequest, Named, Record
-from lightning_swarm.types.wire import encode, from_bitmap
+from lightning_swarm.types.steps import FreezeReply, FreezeRequest, Named, Record
+from lightning_swarm.types.wire import decode, encode, from_bitmap
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer, batch_of
 from tests.unit.swarm import Swarm, key, make_optimizer, plain_steps, rows
@@ -295,6 +295,73 @@ def test_a_stage_that_stays_silent_ends_the_run(make_swarm: MakeSwarm) -> None:
         trial.train(3)
     assert 600.0 <= trial.swarm.loop.time() < 660.0
     trial.plan.check()
+
+
+def test_a_stage_that_was_restarted_ends_the_run_at_once(make_swarm: MakeSwarm) -> None:
+    """Nobody has its weights any more."""
+    trial = Trial(make_swarm, FaultPlan(), "a", "b")
+    trial.train(1)
+
+    async def restarted(caller: PeerId, body: bytes) -> bytes:
+        raise NotMember("this peer was not admitted to a run yet")
+
+    trial.swarm.servers[B]._transport._call_handlers[FREEZE] = restarted  # type: ignore[attr-defined]
+    begin_s = trial.swarm.loop.time()
+    with pytest.raises(StepError, match="stage 1 has nobody left: this peer was not admitted to a run yet"):
+        trial.train(1)
+    assert trial.swarm.loop.time() < begin_s + 10.0
+
+
+# ---------------------------------------------------------------------- others that are about
+
+
+@pytest.mark.parametrize("how", ["another boot id", "not admitted"])
+def test_a_server_that_was_restarted_is_gone(make_swarm: MakeSwarm, how: str) -> None:
+    trial = Trial(make_swarm, FaultPlan(), "a", "b c")
+    trial.train(1)
+    swarm, stepping = trial.swarm, trial.swarm.servers[C].stepping
+
+    async def restarted(caller: PeerId, body: bytes) -> bytes:
+        if how == "not admitted":
+            raise NotMember("this peer was not admitted to a run yet")
+        reply = decode(await freeze(caller, body), FreezeReply)
+        return encode(replaced(reply, boot_id=999, ledgers=[]))
+
+    handlers = swarm.servers[C]._transport._call_handlers  # type: ignore[attr-defined]
+    freeze = handlers[FREEZE]
+    handlers[FREEZE] = restarted
+    trial.train(2)
+    trial.check()
+    assert stepping.version == 1
+    assert trial.members() == [[A], [B]]
+
+
+@pytest.mark.parametrize("phase", [Phase.AVERAGE, Phase.AVERAGE_REDUCE], ids=str)
+def test_a_joiner_enters_by_the_record_of_a_repeated_round(make_swarm: MakeSwarm, phase: Phase) -> None:
+    trial = Trial(make_swarm, FaultPlan().kill("c", at=phase, step=1), "a", "b c")
+    trial.train(1)
+    trial.swarm.join("j")
+    trial.train(3)
+    trial.check()
+    assert [one.member.peer_id for one in trial.records[1].newcomers] == ["j"]
+    assert trial.records[1].closing.round > 0
+    assert trial.members() == [[A, PeerId("j")], [B]]
+
+
+def test_a_server_that_was_not_told_what_trains_takes_no_part(make_swarm: MakeSwarm) -> None:
+    trial = Trial(make_swarm, FaultPlan(), "a", "b c")
+    trial.train(1)
+    swarm = trial.swarm
+    swarm.network.freeze(C)
+    assert swarm.manifest.selection is not None
+    selection = replaced(swarm.manifest.selection, frozen=["0.0.weight"])
+    swarm.run(swarm.steps.select(selection))
+    swarm.network.thaw(C)
+    swarm.module[0][0].weight.requires_grad_(False)  # type: ignore[index, operator]
+    trial.records.append(swarm.run(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES))))
+    assert trial.events["replay"] == NUM_MICROBATCHES // 2, "what it computed is not looked at"
+    assert trial.members() == [[A], [B]]
+    assert trial.records[-1].selection == selection
 
 
 # ---------------------------------------------------------------------- batches that cannot be computed again
