@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import SwarmError, Unreachable
+from lightning_swarm.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
@@ -144,7 +144,9 @@ class Closer:
         if not blamed:
             sums.note_blameless(reason)
         for peer in blamed:
-            sums.lose(peer, failed.get(peer) or Unreachable(f"{peer} was not reached while averaging: {reason}"))
+            sums.suspect(
+                peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
+            )
         return None
 
 

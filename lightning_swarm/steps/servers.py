@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
-from lightning_swarm.errors import Damaged, PeerError, SwarmError, Unreachable
+from lightning_swarm.errors import Damaged, DeadlineExceeded, PeerError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, REPLAY, SETTLE
@@ -91,7 +91,11 @@ class Servers:
             record = self._behind.get(peer)
             if record is not None:
                 await self._apply(peer, record)
-            return decode(await self._call(peer, FREEZE, encode(request)), FreezeReply)
+            try:
+                reply = await self._call(peer, FREEZE, encode(request))
+            except DeadlineExceeded:  # it lives, so a message may have been lost
+                reply = await self._call(peer, FREEZE, encode(request))
+            return decode(reply, FreezeReply)
 
         return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
 

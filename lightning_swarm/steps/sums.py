@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lightning_swarm.errors import NotMember, PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import DeadlineExceeded, NotMember, PeerError, ProtocolError, StepError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
@@ -82,6 +82,7 @@ class Sums:
         self._failures: Counter[PeerId] = Counter()  # of trainers
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers
         self._num_blameless = 0
+        self._suspected: Counter[PeerId] = Counter()
         self._paused_s: float | None = None  # since when
         self.gone: dict[PeerId, SwarmError] = {}
         for peer, error in servers.unsettled.items():
@@ -127,6 +128,12 @@ class Sums:
         if peer not in self.gone:
             self._events.note("gone", peer=peer, step=self._step.step, reason=str(error))
         self.gone[peer] = error
+
+    def suspect(self, peer: PeerId, error: SwarmError) -> None:
+        """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""
+        self._suspected[peer] += 1
+        if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
+            self.lose(peer, error)
 
     def note_blameless(self, reason: str) -> None:
         """A round failed, and everybody was there: a message was damaged, perhaps.

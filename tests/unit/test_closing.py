@@ -176,7 +176,8 @@ def test_a_record_that_a_server_missed_is_told_before_its_sums_are_frozen(make_s
     trial = Trial(make_swarm, plan, "a", "b c")
     trial.train(2)
     assert trial.swarm.servers[C].stepping.version == 1
-    trial.train(1, avoid="c")
+    trial.trainer.avoid.add(C)  # who would wait there until it is told again
+    trial.train(1)
     trial.check()
     assert trial.members() == [[A], [B, C]]
 
@@ -198,6 +199,15 @@ def test_a_damaged_part_repeats_the_round(make_swarm: MakeSwarm, phase: Phase) -
     trial.check()
     assert trial.events == {"round_repeated": 1}
     assert [record.closing.round for record in trial.records] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("phase", [*CLOSING, Phase.AVERAGE_DONE], ids=str)
+def test_who_lives_is_not_left_out_for_a_lost_message(make_swarm: MakeSwarm, phase: Phase) -> None:
+    trial = Trial(make_swarm, FaultPlan().drop("c", at=phase, step=1, of="c"), "a", "b c")
+    trial.train(3)
+    trial.check()
+    assert trial.members() == [[A], [B, C]]
+    assert "gone" not in trial.events
 
 
 def test_two_replicas_that_do_not_reach_each_other(make_swarm: MakeSwarm) -> None:
