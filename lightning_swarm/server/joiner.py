@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
 _HOLD_S: Final = 15.0
-_MAX_ATTEMPTS: Final = 5
+_MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to leave out an earlier life first
 _FIRST_PAUSE_S: Final = 1.0
 _FIRST: Final = (-1,)  # before any microbatch
 

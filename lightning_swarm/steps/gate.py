@@ -155,8 +155,11 @@ class Gate:
                 f"run {manifest.run_id!r} takes no steps, and servers join between two. Start it with all."
             )
         if caller in self._run.servers:
-            raise ConfigError(
-                f"{caller} is in run {manifest.run_id!r} already. Give every peer an identity of its own."
+            held = any(Member(peer_id=caller, boot_id=request.boot_id) in roster for roster in self._run.rosters)
+            what = "it is" if held else "what it was before it was restarted is, until a record leaves that out,"
+            raise (ConfigError if held else Busy)(
+                f"{caller} cannot join run {manifest.run_id!r}: {what} in it. If another process has its identity, "
+                "give every peer one of its own."
             )
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")

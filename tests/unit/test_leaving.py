@@ -385,3 +385,31 @@ def test_a_server_that_hears_of_nobody_gives_up_after_a_while(make_swarm: MakeSw
             await c.task
 
     swarm.run(go())
+
+
+def test_a_server_that_was_killed_comes_back_under_its_name(make_swarm: MakeSwarm) -> None:
+    """Its earlier life is in the roster until a record leaves it out."""
+    swarm = make_swarm("a b", "c")
+
+    async def die() -> None:
+        await step(swarm, 0, 1)
+        swarm.network.kill(B)
+        await swarm.servers[B].close()
+
+    swarm.run(die())
+    swarm.servers[B] = swarm._server(B, 555, swarm._optimizer)
+    swarm.run(swarm.servers[B].start())
+    b = Staying(swarm, B)
+
+    async def back() -> None:
+        await asyncio.sleep(5.0)
+        assert B not in swarm.coordinator.gate._waiting, "it has to wait"
+        assert names(await step(swarm, 2, 3, among="a")) == ["a", "c"]
+        await asyncio.sleep(60.0)
+        assert names(await step(swarm, 4, among="a")) == ["ab", "c"]
+        await asyncio.sleep(1.0)
+        assert b.said == ["In run 'run' from step 3 on, with stage 0."]
+        assert names(await step(swarm, 5, 6)) == ["ab", "c"]
+
+    swarm.run(back())
+    assert_plain(swarm, [0, 1], [2, 3], [4], [5, 6])
