@@ -24,7 +24,8 @@ from lightning_swarm.types.wire import Wire, encode
 _log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
-_ACCEPT_TIMEOUT_S = 30.0
+_ACCEPT_TIMEOUT_S = 10.0
+_SLOWEST_BYTES_PER_S = 100e3
 _DEFAULT_COPIES_BYTES = 4 << 30
 
 
@@ -82,12 +83,16 @@ class Link:
             _log.warning("Server %s joined and cannot be reached: no microbatch goes there from here: %r", peer, error)
 
     async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
-        """A small call where there are no tensors, a stream where there are. Peers answer when they have it."""
+        """A small call where there are no tensors, a stream where there are.
+
+        Peers answer as soon as they have it. Who lives and does not answer did not get it.
+        """
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S)
         if not tensors:
-            timeout = min(self.timeout, _ACCEPT_TIMEOUT_S)
             return await self.transport.call(peer, method, encode(request), timeout=timeout)
         message = Message(encode(request), tuple(tensors))
-        return (await self.transport.stream(peer, method, message, timeout=self.timeout)).body
+        return (await self.transport.stream(peer, method, message, timeout=timeout)).body
 
     @contextmanager
     def passing(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_swarm.assembly import Peer
 from lightning_swarm.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, Framework
 from lightning_swarm.status import SwarmStatus
 from lightning_swarm.strategy import SwarmStrategy
@@ -29,7 +30,7 @@ from tests.parity.models import Net, make_optimizer, make_schedule
 LOSS_TOLERANCE = 1e-11
 WEIGHT_TOLERANCE = 1e-10
 
-_OF_THE_STRATEGY = {"seed", "latency_s", *inspect.signature(SwarmStrategy).parameters}
+_OF_THE_STRATEGY = {"seed", "latency_s", "faults", *inspect.signature(SwarmStrategy).parameters}
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -141,6 +142,7 @@ def run_swarm(
     num_stages: int = 2,
     num_servers: int = 2,
     num_joiners: int = 0,
+    num_gone: int = 0,
     **options: Any,
 ) -> SwarmRun:
     """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal.
@@ -152,6 +154,7 @@ def run_swarm(
         num_stages: Of the model.
         num_servers: That hold them from the beginning.
         num_joiners: That a callback makes join, and that do.
+        num_gone: Of the servers, those in no roster at the end.
         options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
     """
     swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
@@ -169,7 +172,10 @@ def run_swarm(
         num_microbatches=watch.num_microbatches,
         rerouted=watch.rerouted,
     )
-    _assert_all_took_part(run, num_stages, num_servers, num_joiners)
+    roster = {member for stage in run.records[-1].next_roster for member in stage}
+    assert len(roster) == num_servers + num_joiners - num_gone
+    if not num_gone:
+        _assert_all_took_part(run, num_stages, num_servers, num_joiners)
     return run
 
 
@@ -314,10 +320,17 @@ def quiet_warnings() -> Iterator[None]:
         yield
 
 
+def _remaining(strategy: InMemoryHooks) -> list[Peer]:
+    """All but the servers that the newest record left out."""
+    assert strategy._session is not None
+    members = {member for roster in strategy._session._steps.run.rosters for member in roster}
+    return [peer for peer in strategy.peers if peer.server is None or peer.server.admission.me in members]
+
+
 def assert_replicas_equal(strategy: InMemoryHooks) -> None:
     """All replicas of a stage hold the same bits, optimizer state included."""
     by_stage: dict[int, set[int]] = {}
-    for peer in strategy.peers:
+    for peer in _remaining(strategy):
         if peer.server is not None and peer.server.admission.is_member:
             for index in peer.server.stepping.stages:
                 by_stage.setdefault(index, set()).add(peer.server.stepping.stage(index).fingerprint())
@@ -326,7 +339,7 @@ def assert_replicas_equal(strategy: InMemoryHooks) -> None:
 
 def assert_nothing_kept(strategy: InMemoryHooks) -> None:
     """When the last step is decided, no peer holds a tensor of any call."""
-    for peer in strategy.peers:
+    for peer in _remaining(strategy):
         assert peer.server is None or peer.server.cache.used_bytes == 0
         held = [name for name, entry in peer._tickets._entries.items() if entry.message is not None]
         assert not held, f"{peer.transport.peer_id} still holds {held[:3]}"

@@ -9,7 +9,15 @@ from collections import Counter
 import pytest
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.pipeline.policy import FIRST_BAN_S, LONGEST_BAN_S, PeerLoad, StageRouter
+from lightning_swarm.pipeline.policy import (
+    FIRST_BAN_S,
+    LATE_FACTOR,
+    LONGEST_BAN_S,
+    SHORTEST_DEADLINE_S,
+    PeerLoad,
+    StageRouter,
+    deadline_s,
+)
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
@@ -221,3 +229,11 @@ def test_nobody_who_left_is_banned_or_charged() -> None:
     assert made.others(A, now_s=0.0)
     made.ban(B, now_s=0.0)
     assert not made.others(A, now_s=1.0)
+
+
+def test_a_deadline_follows_what_was_measured_within_bounds() -> None:
+    assert deadline_s(10.0, 0, longest_s=300.0) == 10.0 * LATE_FACTOR
+    assert deadline_s(10.0, 2, longest_s=300.0) == 30.0 * LATE_FACTOR
+    assert deadline_s(0.001, 3, longest_s=300.0) == SHORTEST_DEADLINE_S
+    assert deadline_s(1000.0, 0, longest_s=300.0) == 300.0
+    assert deadline_s(0.001, 0, longest_s=5.0) == 5.0
