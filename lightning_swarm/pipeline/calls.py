@@ -179,7 +179,8 @@ class Calls:
     async def wait(self, stage: int, direction: Direction, *, timeout: float | None = None) -> CallReport:
         """Wait for a call's end, `timeout` seconds at most, or as long as the stage's peer may take."""
         if timeout is None:
-            timeout = self._link.patience_s(stage, self.route[stage])
+            only = self._holders is not None and stage in self._holders
+            timeout = self._link.timeout if only else self._link.patience_s(stage, self.route[stage])
         with self._blaming(stage):
             return decode(await self._link.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 

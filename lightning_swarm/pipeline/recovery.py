@@ -18,9 +18,11 @@ from lightning_swarm.errors import (
     GradientGone,
     GradientMissing,
     InputMissing,
+    NotMember,
     PeerError,
     StepError,
     TicketGone,
+    Unreachable,
 )
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.calls import Calls, Failed
@@ -31,6 +33,7 @@ _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 _MAX_REPEATS: Final = 8
 _MIN_FAILURES: Final = 8
+_MAX_OF_A_HOLDER: Final = 2
 
 
 class HolderGone(PeerError):
@@ -105,7 +108,11 @@ class Recovery:
             ) from failure.error
 
     async def _replace(self, failure: Failed) -> None:
-        """Ban the peer that failed, and choose another one."""
+        """Ban the peer that failed, and choose another one. One that nobody can replace is asked again if it lives."""
+        if failure.stage in self._holders and not isinstance(failure.error, (Unreachable, NotMember)):
+            self._repeats[failure.stage] += 1
+            if self._repeats[failure.stage] <= _MAX_OF_A_HOLDER:
+                return  # it lives: a message was lost, say
         self._link.ban(failure.stage, failure.peer, self._microbatch.key.step, failure.error)
         if self._calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.passage import HolderGone, replay
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import REPLAY
 from lightning_swarm.tasks import gather_bounded
-from lightning_swarm.types.calls import CallKey
+from lightning_swarm.types.calls import CallKey, Receipt
 from lightning_swarm.types.steps import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -43,23 +43,26 @@ class Replayer:
                     f"a replay must name holders in some of the {len(self._link.routers)} stages, got {one.holders}"
                 )
         async with self._one_by_one:  # a request that is repeated finds all done
-            works = [self._replay(request, one) for one in request.work]
-            gone = set(await gather_bounded(works, self._max_in_flight)) - {None}
-        lost = [one.receipt for one in request.work if self._key(request, one) not in self._link.copies]
-        return encode(ReplayReply(lost=lost, unreached=sorted(peer for peer in gone if peer is not None)))
+            lost, unreached = set[Receipt](), set[PeerId]()
+            works = [self._replay(request, one, lost, unreached) for one in request.work]
+            await gather_bounded(works, self._max_in_flight)
+        return encode(ReplayReply(lost=sorted(lost), unreached=sorted(unreached)))
 
-    async def _replay(self, request: ReplayRequest, one: Replay) -> PeerId | None:
-        """Returns a holder that did not do it, if there is one."""
+    async def _replay(self, request: ReplayRequest, one: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
+        """Do one of them; note what cannot be done."""
         copy = await self._link.copies.find(self._key(request, one))
         if copy is None:
-            return None
+            lost.add(one.receipt)
+            return
         for stage in one.holders:
             self._link.events.note("replay", peer=one.holders[stage], stage=stage, step=request.step)
         try:
             await replay(self._link, copy, one.holders, frozenset(request.avoid))
         except HolderGone as error:
-            return error.peer
-        return None
+            unreached.add(error.peer)
+        except StepError as error:  # no way leads through the stages above: it will not be in this step
+            self._link.events.note("retry", step=request.step, reason=str(error))
+            lost.add(one.receipt)
 
     def _key(self, request: ReplayRequest, one: Replay) -> CallKey:
         first, index, call = one.receipt

@@ -115,7 +115,7 @@ class ReplayRequest(Wire, frozen=True):
 class ReplayReply(Wire, frozen=True):
     """What was neither lost nor has a holder among the unreached was added by its holders."""
 
-    lost: list[Receipt]  # nothing is kept of them here (any more)
+    lost: list[Receipt]  # nothing is kept of them here (any more), or no way leads to their holders
     unreached: list[PeerId]  # holders that did not do it, as seen from here
 
 

@@ -172,9 +172,10 @@ def run_swarm(
         num_microbatches=watch.num_microbatches,
         rerouted=watch.rerouted,
     )
-    roster = {member for stage in run.records[-1].next_roster for member in stage}
-    assert len(roster) == num_servers + num_joiners - num_gone
-    if not num_gone:
+    if num_gone:
+        roster = {member for stage in run.records[-1].next_roster for member in stage}
+        assert len(roster) == num_servers + num_joiners - num_gone
+    else:
         _assert_all_took_part(run, num_stages, num_servers, num_joiners)
     return run
 

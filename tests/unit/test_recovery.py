@@ -513,3 +513,36 @@ def test_a_replay_of_other_stages_is_refused(make_swarm: MakeSwarm, holders: dic
     route.run()
     with pytest.raises(ProtocolError, match="must name holders"):
         route.replay([Replay(receipt=route.receipts[0], holders=holders)])
+
+
+@pytest.mark.parametrize("phase", [Phase.BACKWARD, Phase.BACKWARD_DONE])
+@pytest.mark.parametrize("kind", ["drop", "corrupt"])
+def test_a_holder_that_lives_is_asked_again(make_swarm: MakeSwarm, kind: str, phase: Phase) -> None:
+    """A message was lost. Nobody else may take its place, and it is not gone."""
+    route = Route(make_swarm(*ROSTERS, limits=LIMITS))
+    route.run()
+    plan = getattr(FaultPlan(), kind)("b2", at=phase)
+    sabotage(route.swarm.network, plan)
+    work = [Replay(receipt=one, holders={1: PeerId("b2")}) for one in route.receipts]
+    assert route.replay(work) == ReplayReply(lost=[], unreached=[])
+    plan.check()
+    assert all("b2" in route.holders(1, one) for one in route.receipts)
+
+
+def test_what_no_way_leads_to_is_lost(make_swarm: MakeSwarm) -> None:
+    """Of the stage above nobody is left."""
+    route = Route(make_swarm("a a2", "b", "c", limits=LIMITS))
+    route.run()
+    route.kill(B)
+    work = [Replay(receipt=one, holders={0: PeerId("a2")}) for one in route.receipts]
+    assert route.replay(work) == ReplayReply(lost=route.receipts, unreached=[])
+    assert not any("a2" in route.holders(0, one) for one in route.receipts)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.FORWARD_DONE, Phase.BACKWARD, Phase.BACKWARD_DONE])
+def test_a_message_that_is_lost_without_a_word(make_swarm: MakeSwarm, phase: Phase) -> None:
+    plan = FaultPlan().drop("b", at=phase)
+    route = Route(make_swarm(*ROSTERS, limits=LIMITS), plan)
+    route.run()
+    plan.check()
+    assert all(route.holders(stage, one) for stage in range(3) for one in route.receipts)
