@@ -106,6 +106,7 @@ class Stay:
                     "after it had come back. Look at its network and its load, then join again."
                 )
             await self._server.step_out()
+        say(f"This peer goes before run {self._run_id!r} has let it in.")
 
     # ------------------------------------------------------------------ in
 

@@ -111,6 +111,7 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     assert [peer["peer_id"] for peer in seen["peers"] if peer["lead"]] == [lead]
     assert all(peer["problem"] is None and peer["age_s"] > 0 for peer in seen["peers"])
 
+    joiner.wait_for("In run 'swarm' from step")  # a status shows those that are on their way in, too
     joiner.process.send_signal(signal.SIGTERM)
     assert joiner.wait() == 0, "".join(joiner.output)
     assert any("Leaving run 'swarm' with one of its next records" in line for line in joiner.output)
