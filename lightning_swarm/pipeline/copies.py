@@ -80,6 +80,7 @@ class Copies:
         self._spilled: dict[CallKey, _Spilled] = {}
         self._file: IO[bytes] | None = None
         self._using_file = asyncio.Lock()
+        self._decided = -1  # the newest step that is, as far as this trainer knows
         self.used_bytes = 0
         self.num_spilled = 0
 
@@ -92,6 +93,8 @@ class Copies:
     async def keep(self, copy: Copy) -> None:
         """Keep a copy until its step is decided; the newer one where there is one of its key already."""
         key = copy.microbatch.key
+        if key.step <= self._decided:
+            return  # without it: its batch was struck, or its servers completed it
         self._forget(key)
         num_bytes = _num_bytes(copy)
         if self.used_bytes + num_bytes <= self._max_bytes:
@@ -112,12 +115,14 @@ class Copies:
 
     async def release(self, step: int) -> None:
         """Forget the copies of `step` and of all before it: they are decided."""
+        self._decided = max(self._decided, step)
         for key in [key for key in (*self._kept, *self._spilled) if key.step <= step]:
             self._forget(key)
         await self._shrink()
 
     async def clear(self) -> None:
-        """Forget all: what is open will not be decided."""
+        """Forget all: what is open will not be decided, and steps that were will be open again."""
+        self._decided = -1
         for key in (*self._kept, *self._spilled):
             self._forget(key)
         await self._shrink()

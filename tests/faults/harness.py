@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import RunOver
+from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.events import EventKind, EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
@@ -47,7 +47,7 @@ NUM_STEPS = 3
 NUM_MICROBATCHES = 2  # of a batch
 ROWS = 2  # of a microbatch
 RUN_TIMEOUT_S = 3600.0
-SETTLE_S = 100.0
+SETTLE_S = 60.0
 TOLERANCE = 1e-10
 
 
@@ -82,13 +82,21 @@ class Trainer:
     Args:
         transport: Its network.
         tickets: Its way to others' tensors.
+        steps: Its way to the coordinator.
         swarm: Whose run it trains in.
         books: Gets all that it sends.
         seed: Wires its pipelines.
     """
 
     def __init__(
-        self, transport: MemoryTransport, tickets: TicketStore, swarm: Swarm, books: Books, *, seed: int
+        self,
+        transport: MemoryTransport,
+        tickets: TicketStore,
+        steps: StepClient,
+        swarm: Swarm,
+        books: Books,
+        *,
+        seed: int,
     ) -> None:
         self.peer_id = transport.peer_id
         self.transport = transport
@@ -102,12 +110,13 @@ class Trainer:
         self.events = EventLog()
         self.copies = Copies(swarm.limits.cache_bytes)
         self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies)
-        self.steps: StepClient = swarm.client(transport)
+        self.steps = steps
         Replayer(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
         self.steps._on_record = self._follow
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
         self.num_batches = 0
+        self.num_revoked = 0
 
     async def _follow(self, record: Record) -> None:
         self._books.note(record)
@@ -119,9 +128,18 @@ class Trainer:
             while True:
                 number = self.num_batches
                 self.num_batches += 1
-                await self._batch(number)
+                while not await self._batch(number):
+                    self.num_revoked += 1
 
-    async def _batch(self, number: int) -> None:
+    async def _batch(self, number: int) -> bool:
+        """Train on a batch; False: it was struck, and the same samples are for another place."""
+        try:
+            await self._in_a_place(number)
+        except LeaseRevoked:
+            return False
+        return True
+
+    async def _in_a_place(self, number: int) -> None:
         grant = await self.steps.grant(NUM_MICROBATCHES * ROWS)
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
         await gather(self._through(passage) for passage in passages)
@@ -198,7 +216,13 @@ class FaultySwarm(Swarm):
         names = trainers.split()
         target = 2 * NUM_MICROBATCHES * ROWS
         super().__init__(
-            *rosters, target_batch_size=target, max_steps=NUM_STEPS, limits=limits, voters=voters, module=module
+            *rosters,
+            target_batch_size=target,
+            max_steps=NUM_STEPS,
+            limits=limits,
+            voters=voters,
+            trainers=trainers,
+            module=module,
         )
         self.plan = plan
         self.books = Books()
@@ -208,13 +232,13 @@ class FaultySwarm(Swarm):
         self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was on its way into a record
         self._burials: list[asyncio.Task[None]] = []
         self._joiners = joiners.split()
-        places = [(self.trainer, self.tickets)]
+        places = [(self.trainer, self.tickets, self.steps)]
         for name in names[1:]:
             transport = self.network.transport(name)
-            places.append((transport, TicketStore(transport, max_bytes=1 << 30)))
+            places.append((transport, TicketStore(transport, max_bytes=1 << 30), self.client(transport)))
         self.trainers = {
-            transport.peer_id: Trainer(transport, tickets, self, self.books, seed=seed + i)
-            for i, (transport, tickets) in enumerate(places)
+            transport.peer_id: Trainer(transport, tickets, steps, self, self.books, seed=seed + i)
+            for i, (transport, tickets, steps) in enumerate(places)
         }
         for name, server in self.servers.items():
             self._watch(name, server)
@@ -269,9 +293,16 @@ class FaultySwarm(Swarm):
         self.run(asyncio.sleep(SETTLE_S))
         assert sorted(self.books.records) == list(range(NUM_STEPS))
 
+    async def _life(self, trainer: Trainer) -> None:
+        try:
+            await trainer.train()
+        except SwarmError:
+            if trainer.peer_id not in self.dead:  # else it is cut off in the middle of whatever it did
+                raise
+
     async def _train(self) -> None:
         for name, trainer in self.trainers.items():
-            self._training[name] = self.loop.create_task(trainer.train(), name=f"trainer {name}")
+            self._training[name] = self.loop.create_task(self._life(trainer), name=f"trainer {name}")
         async with asyncio.timeout(RUN_TIMEOUT_S):
             done, _ = await asyncio.wait(self._training.values(), return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
@@ -382,7 +413,8 @@ class FaultySwarm(Swarm):
         for name, trainer in self.trainers.items():
             if name not in self.dead:
                 left[f"{name}'s tickets"] = list(trainer.tickets._entries)
-                left[f"{name}'s copies"] = len(trainer.copies)
+                if not trainer.num_revoked:  # else it may have come back only when all was over
+                    left[f"{name}'s copies"] = len(trainer.copies)
         left = {name: what for name, what in left.items() if what}
         assert not left, left
 

@@ -6,15 +6,17 @@ import pytest
 
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import FaultySwarm
-from tests.faults.plans import BETWEEN, CLOSING, STAGES, TRAINERS, TRAINING, VOTERS, Case, cases, pairs
+from tests.faults.plans import BETWEEN, CLOSING, LONG_S, STAGES, TRAINERS, TRAINING, VOTERS, Case, cases, pairs
 
 NUM_PAIRS = 150
 
 
 def is_borne(case: Case) -> bool:
-    """For now: what servers beside the coordinator suffer, and what messages beside the trainers' own calls do."""
+    """For now: all but what the coordinator suffers, and what needs the trainers' own calls to be made again."""
     if case.kind == "drop":
         return case.phase in CLOSING
+    if case.whom == "other":
+        return case.kind == "kill" or case.for_s < LONG_S
     if case.groups or case.whom:
         return "b" in case.groups or case.whom in ("b", "e")
     return case.kind != "corrupt" or case.phase not in TRAINING

@@ -88,6 +88,7 @@ class Swarm:
         optimizer: Of every server.
         hosts: Whom the servers were told to join.
         voters: Names of servers; none: the coordinator alone.
+        trainers: Names, the lead's first; none: the lead, two more, and all servers.
         module: One block for each stage; None: `make_module`'s.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
@@ -105,6 +106,7 @@ class Swarm:
         around: str = "",
         hosts: Sequence[PeerId] = (),
         voters: str = "",
+        trainers: str = "",
         module: nn.Module | None = None,
     ) -> None:
         self.loop = VirtualLoop()
@@ -139,7 +141,7 @@ class Swarm:
             generation=0,
             seed=7,
             lead=LEAD,
-            trainers=[LEAD, PeerId("other"), PeerId("second"), *names],
+            trainers=[PeerId(name) for name in trainers.split()] or [LEAD, PeerId("other"), PeerId("second"), *names],
             coordinator=self.rosters[0][0],
             voters=[self.members[PeerId(name)] for name in voters.split() or [self.rosters[0][0]]],
             target_batch_size=target_batch_size,
