@@ -63,8 +63,11 @@ type: $(STAMP) ## check the types
 docs: ## build the documentation
 	@echo "There is no documentation to build yet; README.md is all there is."
 
-bench: ## run the benchmarks
-	@echo "There are no benchmarks yet."
+# Those that together take less than 20 minutes.
+BENCHMARKS := recovery
+
+bench: $(STAMP) ## run the benchmarks; one of them: .venv/bin/python -m benchmarks.recovery
+	@for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 clean: ## remove what make made: .venv, runs/ (with its checkpoints), caches
 	@rm -rf $(VENV) runs examples/existing_project/runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

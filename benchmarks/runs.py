@@ -1,0 +1,85 @@
+"""Runs `benchmarks.train` in processes of its own, and what follows from the times that it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OUT = Path("runs/bench")
+"""Pictures and tables."""
+
+_GRACE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """When each step of a training was over, in seconds after its first one, and how many samples it had."""
+
+    at_s: Sequence[float]
+    samples: Sequence[int]
+    killed_s: float | None = None  # when a server was killed
+
+    def rate(self, begin_s: float, end_s: float) -> float:
+        """Samples/s of the steps that began and ended between two times."""
+        inside = [i for i in range(1, len(self.at_s)) if self.at_s[i - 1] >= begin_s and self.at_s[i] <= end_s]
+        if not inside:
+            return 0.0
+        return sum(self.samples[i] for i in inside) / (self.at_s[inside[-1]] - self.at_s[inside[0] - 1])
+
+    def median_rate(self, begin_s: float = 0.0, end_s: float = float("inf")) -> float:
+        """Samples/s of the median step between two times: what else the machine does weighs less."""
+        rates = [
+            self.samples[i] / (self.at_s[i] - self.at_s[i - 1])
+            for i in range(1, len(self.at_s))
+            if self.at_s[i - 1] >= begin_s and self.at_s[i] <= end_s
+        ]
+        return statistics.median(rates)
+
+
+def train(*options: object, seconds: float, module: str = "benchmarks.train") -> Steps:
+    """Run a training to its end.
+
+    Args:
+        options: Of `benchmarks.train`.
+        seconds: How long it trains.
+        module: What to run in its place.
+
+    Raises:
+        RuntimeError: It failed; has its last lines.
+    """
+    command = [sys.executable, "-m", module, "--seconds", str(seconds), *map(str, options)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        capture_output=True,
+        text=True,
+        check=False,  # it is told with what the run said last
+        timeout=seconds + _GRACE_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"at_s"')]
+    steps = [one for one in said if "samples" in one]
+    killed = [one["at_s"] for one in said if "killed" in one]
+    return Steps([one["at_s"] for one in steps], [one["samples"] for one in steps], killed[0] if killed else None)
+
+
+def table(title: str, rows: Sequence[Sequence[object]]) -> str:
+    """Rows in columns, the first row as a head."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return "\n".join([title, lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def write(name: str, text: str) -> None:
+    """Print a table, and keep it."""
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / f"{name}.txt").write_text(text + "\n")
+    print(text, flush=True)

@@ -1,0 +1,152 @@
+"""One training, on a swarm of local peers or in this process; says on its standard output when each step was over.
+
+The other modules run it, with different options, and compare what it says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from lightning_swarm import SwarmStrategy
+
+SEQUENCE = 64
+
+
+class Block(nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, max(1, width // 64), batch_first=True)
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[batch, sequence, width]`` to the same."""
+        normed = self.norms[0](hidden)
+        mixed: Tensor = self.attention(normed, normed, normed, need_weights=False)[0]
+        hidden = hidden + mixed
+        out: Tensor = hidden + self.mlp(self.norms[1](hidden))
+        return out
+
+
+class Blocks(L.LightningModule):
+    """Learns to give back what it gets."""
+
+    def __init__(self, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(num_blocks)))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.blocks(batch) - batch).square().mean()
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Noise(Dataset[Tensor]):
+    """Samples ``[SEQUENCE, width]``, each by its number."""
+
+    def __init__(self, width: int, num_samples: int) -> None:
+        self._width = width
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(SEQUENCE, self._width, generator=torch.Generator().manual_seed(index))
+
+
+class Clock(L.Callback):
+    """Says when steps are over, kills a server when it is time to, and ends the run when the time is up."""
+
+    def __init__(self, seconds: float, kill_after_s: float | None) -> None:
+        self.seconds = seconds
+        self.kill_after_s = kill_after_s
+        self.begin_s: float | None = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        now_s = time.monotonic()
+        if self.begin_s is None:  # the first step warms up
+            self.begin_s = now_s
+            return
+        self._say(now_s, samples=len(batch))
+        if self.kill_after_s is not None and now_s - self.begin_s >= self.kill_after_s:
+            self.kill_after_s = None
+            self._kill(trainer)
+            self._say(time.monotonic(), killed=1)
+        trainer.should_stop = now_s - self.begin_s >= self.seconds
+
+    def _say(self, now_s: float, **what: int) -> None:
+        assert self.begin_s is not None
+        print(json.dumps({"at_s": now_s - self.begin_s, **what}), flush=True)
+
+    def _kill(self, trainer: L.Trainer) -> None:
+        """End the last of this machine's servers, as a power cut would."""
+        launcher: Any = trainer.strategy.launcher
+        os.kill(launcher._children[-1].pid, signal.SIGKILL)
+
+
+def parse() -> argparse.Namespace:
+    """What to train, and for how long."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plain", action="store_true", help="no swarm")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--role", default="auto")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--num-blocks", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--microbatch-size", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--kill-after-s", type=float)
+    parser.add_argument("--num-threads", type=int, default=1)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train; peers of the swarm run this, too."""
+    arguments = parse()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(arguments.num_threads)
+    torch.manual_seed(0)
+    strategy: Any = "auto"
+    if not arguments.plain:
+        strategy = SwarmStrategy(
+            num_stages=arguments.num_stages, role=arguments.role, microbatch_size=arguments.microbatch_size
+        )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1 if arguments.plain else arguments.devices,
+        strategy=strategy,
+        max_epochs=-1,
+        callbacks=[Clock(arguments.seconds, arguments.kill_after_s)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Noise(arguments.width, 64 * arguments.batch_size)
+    trainer.fit(Blocks(arguments.width, arguments.num_blocks), DataLoader(data, batch_size=arguments.batch_size))
+
+
+if __name__ == "__main__":
+    main()
