@@ -231,8 +231,8 @@ class Swarm:
         return self.loop.run_until_complete(work)
 
     def settle(self) -> None:
-        """Let all that is under way come to its end."""
-        self.run(asyncio.sleep(1000.0))
+        """Let all that is under way come to its end: longer than any call, shorter than a download may idle."""
+        self.run(asyncio.sleep(50.0))
 
     def close(self) -> None:
         """Raises what a task of a server raised."""
