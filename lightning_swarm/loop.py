@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.errors import ConfigError, PeerError, RunOver, StepError
+from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.framework import framework_of
 from lightning_swarm.metric_objects import SharedMetrics
 from lightning_swarm.metrics import SharedLogs
@@ -21,6 +21,7 @@ from lightning_swarm.server.stage import set_hyperparameters
 from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
+_MAX_RUNS = 8
 
 
 class SwarmOptimization:
@@ -46,7 +47,8 @@ class SwarmOptimization:
         self.pending_samples = 0  # granted in the open step, not yet in a record
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
-        self._logs = SharedLogs(results, SharedMetrics(trainer.lightning_module, results, max_bytes=max_bytes))
+        module = trainer.lightning_module
+        self._logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
         if session.is_lead:
             session.step_with(lambda: hyperparameters(trainer.optimizers[0]))
 
@@ -81,13 +83,33 @@ class SwarmOptimization:
 
     def _train(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
-        self._begin(optimizer, num_samples)
-        self._logs.begin(num_samples)
+        revoked: LeaseRevoked | None = None
+        for _ in range(_MAX_RUNS):
+            self._begin(optimizer, num_samples)
+            self._logs.begin(num_samples)
+            try:
+                return self._train_here(optimizer, batch_idx, kwargs, num_samples)
+            except LeaseRevoked as error:
+                _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
+                self._session.drop_batch()
+                self._logs.revoke()
+                revoked = error
+        raise StepError(
+            f"a batch was struck from its step {_MAX_RUNS} times in a row: the coordinator does not hear of this "
+            "trainer, or batches take too long. Look at the network between the two, or raise `Limits.call_timeout`."
+        ) from revoked
+
+    def _train_here(
+        self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any], num_samples: int
+    ) -> dict[str, Any]:
+        """In the place that was got for it."""
         closure = self._lightning._make_closure(kwargs, optimizer, batch_idx)
         try:
             closure()
             self._check_untouched(optimizer)
-        except PeerError as error:
+        except LeaseRevoked:
+            raise
+        except (PeerError, StepError) as error:
             self._session.check(error)
             raise
         except Exception:
@@ -109,6 +131,12 @@ class SwarmOptimization:
         if closing and not (self.stepped and self._session.is_lead and not last):
             self._step(optimizer, last=last)
         return {} if result.loss is None else result.asdict()
+
+    def begin_backward(self) -> None:
+        """`training_step` is through, and what it logged is known."""
+        logs = self._logs.so_far
+        if logs is not None:
+            self._session.begin_backward(logs)
 
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
@@ -236,8 +264,8 @@ class SwarmOptimization:
         """`training_step` or its backward raised: the exception goes on, and the batch must not count."""
         try:
             self._session.withdraw_batch()
-        except StepError as error:
-            _log.warning("%s", error)
+        except SwarmError as error:  # which is less than what it raised
+            _log.warning("The batch could not be withdrawn: %s", error)
 
     def _num_samples(self, batch: Any) -> int:
         try:

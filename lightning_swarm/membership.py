@@ -267,7 +267,7 @@ def _weights(module: StageModule, manifest: Manifest) -> Message:
 
 
 async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> None:
-    """Tell all other servers that the run is over. One that is gone already is no error."""
+    """Tell all others in the run that it is over, those too that were left out. One that is gone is no error."""
 
     async def one(peer: PeerId) -> None:
         try:
@@ -275,4 +275,4 @@ async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> Non
         except SwarmError as error:  # refused by one that was never admitted: it goes on waiting for a run
             _log.info("Server %s did not hear of the end: %s", peer, error)
 
-    await gather(one(peer) for peer in run.servers if peer != transport.peer_id)
+    await gather(one(peer) for peer in sorted({*run.servers, *run.trainers} - {transport.peer_id}))

@@ -35,6 +35,7 @@ class SharedMetrics:
         self._metrics: dict[str, Metric] = {}
         self._before: dict[str, Contents] | None = None  # what they held before the batch in hand
         self._step: list[tuple[str, Contents]] = []  # of the lead's own batches in the open step
+        self._num_own = 0  # of them, before the batch in hand
         self._others: list[tuple[str, Contents]] = []
         self._decided: list[tuple[str, Contents]] = []  # of all batches of the newest step
 
@@ -65,8 +66,14 @@ class SharedMetrics:
             if isinstance(collection, MetricCollection) and any(one is metric for one in collection.modules()):
                 yield from collection.values(copy_state=False)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no metric was logged so far."""
+        return not self._metrics
+
     def begin(self) -> None:
         """A batch is in hand."""
+        self._num_own = len(self._step)
         self._before = {name: take(metric) for name, metric in self._metrics.items()}
 
     def end(self, *, counts: bool) -> Metrics:
@@ -91,6 +98,10 @@ class SharedMetrics:
                 "smaller states (binned ones, with `thresholds`, say), or leave `sync_dist` out."
             )
         return [state for state, _ in packed], tensors
+
+    def revoke(self) -> None:
+        """The batch that came to its end last counts nowhere. What the metrics hold is somebody else's to restore."""
+        del self._step[self._num_own :]
 
     def decide(self, others: Sequence[Metrics]) -> None:
         """At the lead: a record came, with what others' batches in it added."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
@@ -15,6 +16,7 @@ from lightning_swarm.errors import ConfigError, ProtocolError
 from lightning_swarm.types.batches import MetricState
 
 _OF_TENSORS = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min, dim_zero_cat)
+_PARTS_OF_MODULES = frozenset(vars(nn.Module()))
 _OF_LISTS = (dim_zero_cat, None)
 _INSTEAD = (
     "Log what it computes for the batch, with its `batch_size`, or leave `sync_dist` out to get the lead's own value."
@@ -48,6 +50,23 @@ def check_metric(name: str, metric: Metric) -> None:
                 f"'max', 'min' and 'cat' (None for a list): state {state!r} of the {kind} {name!r} has another. "
                 f"{_INSTEAD}"
             )
+
+
+def copied(metric: Metric) -> dict[str, Any]:
+    """All that `update`, `forward` and `reset` change in a metric; `restore` puts it back."""
+    return {name: _copied(value) for name, value in vars(metric).items() if name not in _PARTS_OF_MODULES}
+
+
+def restore(metric: Metric, contents: dict[str, Any]) -> None:
+    """Let a metric be as it was when it was `copied`."""
+    vars(metric).update({name: _copied(value) for name, value in contents.items()})
+
+
+def _copied(value: Any) -> Any:
+    # `update` and `reset` change tensors and lists in place; what is in a list is only ever added to it.
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
 
 
 def take(metric: Metric) -> Contents:

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torchmetrics import Metric
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.metric_objects import SharedMetrics
+from lightning_swarm.metric_states import copied, restore
 from lightning_swarm.steps.client import Metrics
 from lightning_swarm.steps.policy import fold
 from lightning_swarm.types.batches import MAX_LOGS, Logged
@@ -26,13 +29,17 @@ class SharedLogs:
     """Stands before the training loop's results and sees what is logged.
 
     Args:
+        module: The LightningModule.
         results: Lightning's `_ResultCollection` of the training epoch loop.
         metrics: Of the same.
     """
 
-    def __init__(self, results: Any, metrics: SharedMetrics) -> None:
+    def __init__(self, module: nn.Module, results: Any, metrics: SharedMetrics) -> None:
+        self._module = module
         self._results = results
         self._metrics = metrics
+        self._before: _Before | None = None
+        self._num_own = 0  # of this trainer's batches in the open step, before the one in hand
         self._num_samples: int | None = None  # of the batch in hand
         self._batch: list[Logged] = []
         self._step: list[Logged] = []  # of this trainer's batches in the open step
@@ -43,7 +50,24 @@ class SharedLogs:
     def begin(self, num_samples: int) -> None:
         """A batch is in hand."""
         self._num_samples, self._batch = num_samples, []
+        self._num_own = len(self._step)
+        self._before = _Before(self._module, self._results)
         self._metrics.begin()
+
+    @property
+    def so_far(self) -> list[Logged] | None:
+        """What the batch in hand logged, one entry for each name; None: that is not all that is shared of it."""
+        logs = fold(self._batch)
+        return logs if self._metrics.is_empty and len(logs) <= MAX_LOGS else None
+
+    def revoke(self) -> None:
+        """The batch counts nowhere, and runs again: what its first run logged is forgotten, by metrics, too."""
+        if self._num_samples is not None:
+            self.end(counts=False)
+        del self._step[self._num_own :]
+        self._metrics.revoke()
+        assert self._before is not None
+        self._before.restore()
 
     def end(self, *, counts: bool = True) -> tuple[list[Logged], Metrics]:
         """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""
@@ -132,6 +156,24 @@ class SharedLogs:
             _log.warning("Another trainer logged %r as a number; here it is a metric object.", one.name)
             return None
         return metric
+
+
+class _Before:
+    """What was logged before a batch, and the metrics of the module as they were."""
+
+    def __init__(self, module: nn.Module, results: Any) -> None:
+        self._results = results
+        # A logged value is a metric of Lightning's own.
+        self._entries = {key: copied(entry) for key, entry in results.items()}
+        self._metrics = [(one, copied(one)) for one in module.modules() if isinstance(one, Metric)]
+
+    def restore(self) -> None:
+        for key in self._results.keys() - self._entries.keys():
+            del self._results[key]
+        for key, contents in self._entries.items():
+            restore(self._results[key], contents)
+        for metric, contents in self._metrics:
+            restore(metric, contents)
 
 
 def _tensor(value: float, metric: Any) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning_swarm.errors import PeerError, StepError
@@ -12,8 +14,11 @@ from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import Metrics, StepClient
 from lightning_swarm.types.batches import Logged
+from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
+
+_log = logging.getLogger(__name__)
 
 
 class Session:
@@ -94,20 +99,40 @@ class Session:
         self._refresh()
         self.pipeline.batch = BatchInHand(grant)
 
-    def withdraw_batch(self) -> None:
-        """The batch will not be trained on: nothing of it counts.
+    def begin_backward(self, logs: Sequence[Logged]) -> None:
+        """Nothing but the backward of the batch in hand is to come: with it, servers have all that they need of it.
 
-        Raises:
-            StepError: Some of its gradients may be in the sums already.
+        Args:
+            logs: As in `finish_batch`.
         """
+        batch = self.pipeline.batch
+        if batch is not None and self.num_trainers > 1 and self.around is None:
+            batch.arm = partial(self._arm, batch, logs)
+
+    async def _arm(self, batch: BatchInHand, logs: Sequence[Logged], receipts: list[Receipt]) -> None:
+        async def confirm() -> None:
+            await self._steps.done(batch.grant.lease, receipts, logs=logs)
+            batch.completed = list(receipts)
+
+        batch.confirm = confirm  # before it is said, for it may be heard though no answer comes
+        try:
+            await self._steps.armed(batch.grant.lease, receipts, logs)
+        except PeerError as error:
+            _log.info("Perhaps nobody knows that the batch in hand can do without this trainer: %s", error)
+
+    def withdraw_batch(self) -> None:
+        """The batch will not be trained on: nothing of it counts, and what was added of it is discarded."""
+        batch = self.drop_batch()
+        self._runtime.run(
+            self._steps.done(batch.grant.lease, [], withdrawn=True, begun=batch.backward_begun),
+        )
+
+    def drop_batch(self) -> BatchInHand:
+        """The batch in hand was struck: nothing of it counts."""
         batch = self._taken()
         if self.around is not None:
             self.around.clear()
-        if batch.backward_begun:
-            raise StepError(
-                f"step {batch.grant.step}: a batch failed after its backward had begun; its step cannot be decided"
-            )
-        self._runtime.run(self._steps.done(batch.grant.lease, [], withdrawn=True))
+        return batch
 
     def finish_batch(self, logs: Sequence[Logged] = (), metrics: Metrics = ((), ())) -> bool:
         """The batch is through. True when its step closes now: then `await_record`.
@@ -115,13 +140,18 @@ class Session:
         Args:
             logs: What its `training_step` logged for all trainers.
             metrics: What it added to metrics that are logged for all trainers.
+
+        Raises:
+            LeaseRevoked: It counts nowhere, for nothing was heard of this trainer. It stays in hand.
         """
-        batch = self._taken()
+        batch = self._in_hand()
         if self.around is not None:
             self.around.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
-        return self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
+        closing = self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
+        self.pipeline.batch = None
+        return closing
 
     def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has."""
@@ -149,7 +179,7 @@ class Session:
         if self.is_lead and self.num_trainers > 1:
             self._runtime.run(self._steps.renew())
 
-    def check(self, error: PeerError) -> None:
+    def check(self, error: PeerError | StepError) -> None:
         """Raise what the open step failed with, if it has: that may be why a peer is gone."""
         if self.num_trainers > 1 and self.is_lead:
             try:
@@ -166,7 +196,10 @@ class Session:
             self.around.refresh(self._steps.version)
 
     def _taken(self) -> BatchInHand:
-        batch, self.pipeline.batch = self.pipeline.batch, None
-        if batch is None:
-            raise StepError("no batch is in hand")
+        batch, self.pipeline.batch = self._in_hand(), None
         return batch
+
+    def _in_hand(self) -> BatchInHand:
+        if self.pipeline.batch is None:
+            raise StepError("no batch is in hand")
+        return self.pipeline.batch

@@ -278,6 +278,12 @@ class SwarmHooks(_Strategy):
             )
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._loop is not None:
+            self._loop.begin_backward()
+
+    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
             super().setup_optimizers(trainer)

@@ -7,7 +7,7 @@ fails, a passage is as many exchanges as it has calls, and one for each result t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,10 @@ from lightning_swarm.types.wire import decode
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+
+
+async def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class Passage:
@@ -59,13 +63,17 @@ class Passage:
                 except Failed as failure:
                     await recovery.mend(failure)
 
-    async def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    async def backward(
+        self, gradients: Sequence[Tensor | None], *, sent: Callable[[], Awaitable[None]] = _nothing
+    ) -> list[Tensor | None] | None:
         """Have every stage add its gradients; returns the input's gradients if the mode asks for them.
 
         Args:
             gradients: For each output tensor its gradient, or None.
+            sent: Called once, when all stages have accepted their calls.
 
         Raises:
+            LeaseRevoked: The batch was struck from its step.
             StepError: No way through was found.
             StageError: The model's own.
         """
@@ -73,7 +81,7 @@ class Passage:
         calls.gradients = gradients
         way_back = _WayBack(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
         with link.passing():
-            found = await way_back.go()
+            found = await way_back.go(sent=sent)
             await gather(self._account_forward(stage) for stage in range(calls.end))
         if calls.end <= calls.last:
             route = [charge.peer for charge in calls.route]
@@ -200,25 +208,32 @@ class _WayBack:
         self._sender = _Sender(link, calls, microbatch)
         self._recovery = BackwardRecovery(link, calls, microbatch, holders=holders or {}, avoid=avoid)
 
-    async def go(self, *, anew: bool = False) -> list[Tensor | None] | None:
+    async def go(
+        self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing
+    ) -> list[Tensor | None] | None:
         """Returns the input's gradients, if they are wanted.
 
         Args:
             anew: No forward went before it.
+            sent: As in `Passage.backward`.
         """
+        is_told = False
         calls, recovery = self._calls, self._recovery
         stages = range(calls.last, calls.end - 1, -1)
         if anew:
             recovery.forwards.update(range(calls.last))
             recovery.backwards.update(stages)
-        sent = anew
+        has_begun = anew
         while True:
             try:
-                if not sent:
-                    sent = True
+                if not has_begun:
+                    has_begun = True
                     recovery.backwards.update(stages)
                     await gather(self._send_first(stage) for stage in stages)
                 await self._send_again()
+                if not is_told:
+                    is_told = True
+                    await sent()
                 for stage in stages:
                     if stage not in recovery.done:
                         await self._receive(stage)

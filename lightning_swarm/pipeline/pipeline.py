@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_swarm import trees
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.errors import ConfigError, LeaseRevoked
 from lightning_swarm.pipeline import autograd
 from lightning_swarm.pipeline.copies import Microbatch
 from lightning_swarm.pipeline.link import Link
@@ -30,8 +31,14 @@ class BatchInHand:
 
     grant: Grant
     num_calls: int = 0
+    num_microbatches: int = 0  # of all of its calls
+    sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
     backward_begun: bool = False
+    # What to call when all of it was sent, and nothing else of it is to come.
+    arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
+    # It was armed: asks whether it counts although the servers know it no more.
+    confirm: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +194,8 @@ class _Call:
         ]
         self.output_structure: trees.Structure = None
         pipeline.num_microbatches += len(parts)
+        if self._batch is not None:
+            self._batch.num_microbatches += len(parts)
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `autograd.Call`."""
@@ -207,13 +216,27 @@ class _Call:
             )
         batch.backward_begun = True
         parts = split_gradients([g if g is None else g.cpu() for g in gradients], self._sizes)
-        found = self._run([passage.backward(part) for passage, part in zip(self._passages, parts, strict=True)])
-        batch.completed += [passage.microbatch.key.receipt for passage in self._passages]
         first = self._passages[0].microbatch
-        num_inputs = len(trees.flatten(first.inputs)[1])
-        if not first.mode.input_grad:
-            return [None] * num_inputs
-        return concat_gradients(found, self._sizes)
+        no_gradients = [None] * len(trees.flatten(first.inputs)[1])
+        works = [
+            passage.backward(part, sent=partial(self._sent, batch, passage.microbatch.key.receipt))
+            for passage, part in zip(self._passages, parts, strict=True)
+        ]
+        try:
+            found = self._run(works)
+        except LeaseRevoked:
+            if batch.confirm is None:
+                raise
+            # While nothing was heard from here the servers may have come to its end, and to the step's.
+            self._pipeline.runtime.run(batch.confirm())
+            return no_gradients  # there is nothing around the pipeline that wants one
+        batch.completed += [passage.microbatch.key.receipt for passage in self._passages]
+        return concat_gradients(found, self._sizes) if first.mode.input_grad else no_gradients
+
+    async def _sent(self, batch: BatchInHand, receipt: Receipt) -> None:
+        batch.sent.append(receipt)
+        if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
+            await batch.arm(batch.sent)
 
     def _run(self, works: list[Any]) -> list[Any]:
         return self._pipeline.runtime.run(gather_bounded(works, self._pipeline.config.max_in_flight))

@@ -112,6 +112,7 @@ class Coordinator:
             open_step=lambda: self._open,
             first_trained=lambda: first_trained(self._selection, run.manifest.stages),
             on_change=self._on_change,
+            interval_s=limits.silence_timeout / 5,
             timeout=limits.call_timeout,
         )
         self._warned_large = False

@@ -95,7 +95,13 @@ class OpenStep:
         return first, weight
 
     def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
-        """The batch is through: its trainer saw a receipt of each of its microbatches from every stage."""
+        """The batch is through: its trainer saw a receipt of each of its microbatches from every stage.
+
+        Said twice, or after servers completed it without its trainer, it changes nothing.
+        """
+        known = self._batches.get(lease)
+        if known is not None and known.trainer == trainer and set(known.completed or ((-1,),)) == set(completed):
+            return
         batch = self._leased(lease, trainer)
         self._check_reports(lease, batch, completed, logs)
         batch.completed, batch.logs = tuple(completed), tuple(logs)

@@ -25,7 +25,6 @@ from lightning_swarm.types.wire import decode, encode, from_bitmap
 
 _log = logging.getLogger(__name__)
 
-_INTERVAL_S: Final = 2.0
 _FIRST_LOOK_S: Final = 0.1
 _LONGEST_LOOK_S: Final = 2.0
 
@@ -41,6 +40,7 @@ class TrainerWatch:
         open_step: The step that is open.
         first_trained: The stages before this one train nothing in it.
         on_change: Called after a batch of a step was struck, or completed without its trainer.
+        interval_s: How long a trainer that has a place is left alone.
         timeout: Seconds that servers may take to complete a batch.
     """
 
@@ -54,6 +54,7 @@ class TrainerWatch:
         open_step: Callable[[], OpenStep],
         first_trained: Callable[[], int],
         on_change: Callable[[OpenStep], Awaitable[None]],
+        interval_s: float,
         timeout: float,
     ) -> None:
         self._transport = transport
@@ -63,6 +64,7 @@ class TrainerWatch:
         self._open_step = open_step
         self._first_trained = first_trained
         self._on_change = on_change
+        self._interval_s = interval_s
         self._timeout = timeout
         self._watched: set[PeerId] = set()
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
@@ -81,7 +83,7 @@ class TrainerWatch:
     async def _watch(self, trainer: PeerId) -> None:
         try:
             while True:
-                await asyncio.sleep(_INTERVAL_S)
+                await asyncio.sleep(self._interval_s)
                 if not self._open_step().under_way(trainer):
                     return
                 if len(self._run.trainers) < 2:

@@ -59,8 +59,10 @@ class Seen(Curve):
     errors: dict[int, BaseException] = field(default_factory=dict)
     withdrawn: set[Place] = field(default_factory=set)
     validated: list[int] = field(default_factory=list)  # by whom
+    peers: list[Peer] = field(default_factory=list)  # of trainers
     servers: list[Peer] = field(default_factory=list)  # that are no trainers
     runtime: ThreadRuntime = field(default_factory=ThreadRuntime)
+    network: MemoryNetwork = field(default_factory=MemoryNetwork)
 
     def note(self, rank: int) -> Note:
         """What a trainer calls for each batch."""
@@ -128,6 +130,10 @@ class Shared(Runtime):
         return self._runtime.run(work)
 
     @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._runtime.post(callback)
+
+    @override
     def close(self) -> None:
         """It belongs to all."""
 
@@ -152,6 +158,7 @@ class ThreadStrategy(SwarmStrategy):
 
     def make_peer(self) -> None:
         self.peer = self._peer(f"peer-{self._rank}")
+        self._seen.peers.append(self.peer)
 
     def _peer(self, name: str) -> Peer:
         transport = self._network.transport(name)
@@ -239,8 +246,8 @@ def train(
         swarm: Arguments of the strategy.
         options: Of the Trainer.
     """
-    network, seen = MemoryNetwork(), Seen()
     arguments = {"num_stages": 2, "target_batch_size": 12, "microbatch_size": 3, "limits": LIMITS, **(swarm or {})}
+    seen = Seen(network=MemoryNetwork(silence_s=arguments["limits"].silence_timeout))
 
     def one(rank: int) -> None:
         try:
@@ -252,7 +259,7 @@ def train(
     # The default dtype belongs to the process, and trainers in threads would take turns in setting it.
     with default_dtype(torch.float64):
         for rank in range(num_trainers):
-            strategy = ThreadStrategy(rank, network, seen, **arguments)
+            strategy = ThreadStrategy(rank, seen.network, seen, **arguments)
             seen.trainers[rank] = L.Trainer(
                 **{
                     **QUIET,

@@ -1,0 +1,249 @@
+"""Trainers that die or freeze among several, each Lightning's own `fit`: the curve is that of what the records name.
+
+Peers of these runs train and serve, so with its trainer a stage loses one of its servers, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor
+from torchmetrics import SumMetric
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.steps import ARMED
+from tests.features.test_trainers import Lines
+from tests.parity import trainers
+from tests.parity.models import DigitsMLP, digits
+from tests.parity.trainers import Seen, place_of, train
+
+LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)
+VICTIM, RANK = PeerId("peer-3"), 3
+BATCH = 2  # of the victim's, in which it happens
+NUM_STEPS = 24
+
+Fault = Callable[[Seen], None]
+
+
+def kill(seen: Seen) -> None:
+    seen.network.kill(VICTIM)
+
+
+def freeze(seen: Seen) -> None:
+    seen.network.freeze(VICTIM)
+
+
+def freeze_when_armed(seen: Seen, *, is_heard: bool) -> None:
+    """When the victim says that its batch is armed: after it was heard, or before."""
+    strategy = seen.trainers[RANK].strategy
+    assert isinstance(strategy, trainers.ThreadStrategy)
+    session = strategy._session
+    assert session is not None
+    for router in session.pipeline.link.routers:  # its own server freezes, too, and what that added is lost
+        router.set_peers(peer for peer in router.peers if peer != VICTIM)
+    handlers = seen.network.find(session._steps.run.manifest.coordinator)._call_handlers
+    handler = handlers[ARMED]
+
+    async def freezing(caller: PeerId, body: bytes) -> bytes:
+        if caller != VICTIM:
+            return await handler(caller, body)
+        handlers[ARMED] = handler
+        seen.armed = True  # type: ignore[attr-defined]
+        if not is_heard:
+            freeze(seen)
+            raise Unreachable("it froze before it was heard")
+        answer = await handler(caller, body)
+        freeze(seen)
+        return answer
+
+    handlers[ARMED] = freezing
+
+
+class Faulty(DigitsMLP):
+    """A fault at one place of the victim's third batch."""
+
+    def __init__(self, seen: Seen, where: str, fault: Fault, *, tracks: bool) -> None:
+        super().__init__()
+        self.seen = seen
+        self.where = where
+        self.fault = fault
+        self.places: list[Any] = []  # of the victim's third batch
+        self.num_samples = SumMetric() if tracks else None
+
+    def at(self, where: str) -> None:
+        if not self.is_in_it or self.where != where or len(self.places) > 1:
+            return
+
+        async def act() -> None:
+            self.fault(self.seen)
+
+        self.seen.runtime.run(act())
+
+    @property
+    def is_in_it(self) -> bool:
+        trainer = self.trainer
+        return (trainer.global_rank, trainer.current_epoch, trainer.fit_loop.batch_idx) == (RANK, 0, BATCH)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.is_in_it:
+            self.places.append(place_of(self))
+        self.at("before forward")
+        loss = super().training_step(batch, batch_idx)
+        self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_step=True, on_epoch=False)
+        if self.num_samples is not None:
+            self.num_samples(float(len(batch[0])))
+            self.log("tracked", self.num_samples, sync_dist=True, on_step=True, on_epoch=False)
+        self.at("after forward")
+        return loss
+
+    @override
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.at("before backward")
+
+    @override
+    def on_after_backward(self) -> None:
+        self.at("after backward")
+
+
+class Lead(L.Callback):
+    """Lets the victim go on after so many more records, and keeps what is logged."""
+
+    def __init__(self, num_records: int) -> None:
+        self.num_records = num_records
+        self.due: int | None = None
+        self.lines = Lines()
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        seen = pl_module.seen
+        strategy = trainer.strategy
+        assert isinstance(strategy, trainers.ThreadStrategy)
+        assert strategy.peer is not None
+        if not seen.network.is_frozen(VICTIM):
+            return
+        if self.due is None and any(event.peer == VICTIM for event in strategy.peer.events.newest):
+            self.due = len(seen.records) + self.num_records
+        if self.due is not None and len(seen.records) >= self.due:
+
+            async def thaw() -> None:
+                seen.network.thaw(VICTIM)
+
+            seen.runtime.run(thaw())
+
+
+def run(where: str, fault: Fault, *, num_records: int = 0, tracks: bool = False) -> tuple[Seen, Lead]:
+    lead = Lead(num_records)
+    loggers = iter([lead.lines, Lines(), Lines(), Lines()])
+    seen = train(
+        4,
+        lambda seen: Faulty(seen, where, fault, tracks=tracks),
+        callbacks=lambda rank: [lead] if rank == 0 else [],
+        raises=False,
+        max_steps=NUM_STEPS,
+        log_every_n_steps=1,
+        each={"logger": lambda: next(loggers)},
+        swarm={"limits": LIMITS},
+    )
+    return seen, lead
+
+
+def places(seen: Seen) -> list[Any]:
+    """Where the victim's third batch ran."""
+    module = seen.modules[RANK]
+    assert isinstance(module, Faulty)
+    return module.places
+
+
+def assert_right(seen: Seen, lead: Lead, *, tracks: bool = False) -> None:
+    """Losses and weights are those of what the records name, and so is what the lead logs of each step."""
+    trainers.assert_exact(seen, DigitsMLP, digits(), num_trainers=4)
+    assert len(seen.records) == NUM_STEPS
+    num_samples = [record.closing.num_samples for record in seen.records]
+    for name in ["samples", *(["tracked"] if tracks else [])]:
+        assert lead.lines.column(name) == num_samples
+
+
+WHERE = pytest.mark.parametrize("where", ["before forward", "after forward", "before backward"])
+
+
+@WHERE
+@pytest.mark.parametrize("num_records", [0, 2])
+def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int) -> None:
+    seen, lead = run(where, freeze, num_records=num_records)
+    assert not seen.errors
+    struck, place = places(seen)
+    counted = [one for step in seen.steps for one in step]
+    assert struck not in counted
+    assert place in counted
+    assert_right(seen, lead)
+
+
+def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
+    """Numbers and metrics, of all trainers and of its own."""
+    seen, lead = run("before backward", freeze, tracks=True)
+    assert not seen.errors
+    assert len(places(seen)) == 2
+    assert_right(seen, lead, tracks=True)
+
+
+@pytest.mark.parametrize("num_records", [0, 2])
+def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> None:
+    """And when it is back, it is not run again."""
+    seen, lead = run("before forward", lambda seen: freeze_when_armed(seen, is_heard=True), num_records=num_records)
+    assert seen.armed  # type: ignore[attr-defined]
+    assert not seen.errors
+    (place,) = places(seen)
+    assert place in [one for step in seen.steps for one in step]
+    assert_right(seen, lead)
+
+
+def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
+    """Its trainer froze before it could say so: what was added is discarded, and the rest of those sums replayed."""
+    seen, lead = run("before forward", lambda seen: freeze_when_armed(seen, is_heard=False))
+    assert seen.armed  # type: ignore[attr-defined]
+    assert not seen.errors
+    struck, _ = places(seen)
+    assert struck not in [one for step in seen.steps for one in step]
+    assert_right(seen, lead)
+
+
+@pytest.mark.parametrize("where", ["before forward", "after forward", "before backward", "after backward"])
+def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
+    seen, lead = run(where, kill)
+    assert set(seen.errors) == {RANK}
+    assert len(places(seen)) == 1
+    assert_right(seen, lead)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_batch_without_a_loss_counts_nowhere_though_its_backward_ran() -> None:
+    """What was added of it is discarded, and what stood in the same sums is replayed."""
+
+    class Undecided(DigitsMLP):
+        def __init__(self, seen: Seen) -> None:
+            super().__init__()
+            self.seen = seen
+
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx % 3 == 1:
+                self.seen.withdrawn.add(place_of(self))
+                loss.backward()
+                return None
+            return loss
+
+    seen = train(2, Undecided, max_steps=8)
+    trainers.assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
+    assert len(seen.withdrawn) > 2
+    assert not seen.withdrawn & {place for places in seen.steps for place in places}
+    events = [event.kind for peer in seen.peers for event in peer.events.newest]
+    assert "discard" in events
+    assert "replay" in events
