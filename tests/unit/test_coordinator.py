@@ -101,8 +101,10 @@ def test_each_granted_batch_ends_once_and_by_its_trainer() -> None:
         with pytest.raises(ProtocolError, match="lease 1 begins at 0"):
             step.complete(1, LEAD, foreign)
     step.complete(1, LEAD, [(0, 0, 0)])
-    with pytest.raises(ProtocolError, match="no open lease"):
-        step.complete(1, LEAD, [(0, 0, 0)])
+    step.complete(1, LEAD, [(0, 0, 0)])  # it did not hear that it was heard
+    for other in ([], [(0, 1, 0)]):
+        with pytest.raises(ProtocolError, match="no open lease"):
+            step.complete(1, LEAD, other)
     with pytest.raises(ProtocolError, match="no open lease"):
         step.withdraw(1, LEAD)
     assert step.counted == [(0, 0, 0)]
