@@ -272,7 +272,13 @@ class Peer:
                 device=device,
             ),
         )
-        steps = StepClient(self.transport, run, timeout=limits.call_timeout, on_record=link.follow)
+        steps = StepClient(
+            self.transport,
+            run,
+            timeout=limits.call_timeout,
+            patience_s=limits.call_timeout,
+            on_record=link.follow,
+        )
         is_lead = self.transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 

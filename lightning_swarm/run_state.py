@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from lightning_swarm.errors import LeaseRevoked, NotMember, ProtocolError, StepError
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Term
 from lightning_swarm.types.steps import Record
@@ -13,12 +13,17 @@ _MAX_REMEMBERED = 1024
 
 
 class RunState:
-    """Who is in a run at one version of its weights. Changed by applying records, and by nothing else.
+    """Who is in a run at one version of its weights. Changed by applying records; who coordinates, by terms.
 
     A process has one for each part that it plays: its server's and its trainer's may be a record apart.
 
     Args:
         manifest: Record 0.
+
+    Attributes:
+        term: The highest by which somebody has come to coordinate, as far as it is known here.
+        newest: The record that was applied last, if one was.
+        selection: What trains since then.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -29,6 +34,8 @@ class RunState:
         self.trainers = list(manifest.trainers)
         self.term: Term = (1, manifest.coordinator, _boot_id(manifest))
         self._counted: dict[int, frozenset[int]] = {}  # the places of the batches that each of the last records counts
+        self.newest: Record | None = None
+        self.selection = manifest.selection
 
     @classmethod
     def seen(cls, view: RunView, version: int) -> RunState:
@@ -36,6 +43,7 @@ class RunState:
         run = cls(view.manifest)
         run.version = version
         run.rosters, run.voters, run.trainers = view.rosters, view.voters, view.trainers
+        run.term = view.term
         return run
 
     def apply(self, record: Record) -> None:
@@ -47,6 +55,33 @@ class RunState:
         self._counted[record.step] = frozenset(first for first, _, _ in record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
             del self._counted[next(iter(self._counted))]
+        self.newest = record
+        if record.selection is not None:
+            self.selection = record.selection
+
+    @property
+    def coordinator(self) -> PeerId:
+        """Who grants, closes and proposes."""
+        return PeerId(self.term[1])
+
+    def follow(self, term: Term) -> bool:
+        """Know of a term; whether it is higher than what was known."""
+        if term <= self.term:
+            return False
+        self.term = term
+        return True
+
+    def check_coordinator(self, caller: PeerId) -> None:
+        """Refuse who does not coordinate.
+
+        Raises:
+            NotCoordinator: Says who does, and by which term.
+        """
+        if caller == self.coordinator:
+            return
+        if caller in self.servers:
+            raise NotCoordinator(f"steps are led by the coordinator {self.coordinator} ({self.term}), not by {caller}")
+        raise ProtocolError(f"steps are led by the coordinator {self.coordinator}, not by {caller}")
 
     def go_back(self, request: RestartRequest) -> None:
         """Enter the next generation of the run, at its first step. Who is in the run stays in it."""
@@ -58,6 +93,7 @@ class RunState:
         )
         self.version = request.first_step
         self._counted.clear()
+        self.newest, self.selection = None, request.selection
 
     def check_generation(self, generation: int) -> None:
         """Refuse what belongs to another generation of the run.
@@ -88,6 +124,7 @@ class RunState:
             rosters=self.rosters,
             voters=self.voters,
             trainers=self.trainers,
+            term=self.term,
         )
 
     @property

@@ -16,6 +16,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server import ADMIT, LOAD, STATE
 from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.leadership import Leadership
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
@@ -67,9 +68,9 @@ class Admission:
         self._run: RunState | None = None
         self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
         self.loaded: set[int] = set()  # stages that have their initial weights
-        self.coordinator: Coordinator | None = None
-        self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         self.left = asyncio.Event()
+        self.leadership = Leadership(transport, stepping, self.me, self.left, limits=limits, events=events)
+        self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         transport.handle_call(ADMIT, self._handle_admit)
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
         transport.handle_call(LEAVE, self._handle_leave)
@@ -89,6 +90,11 @@ class Admission:
         return Member(peer_id=self._transport.peer_id, boot_id=self._boot_id)
 
     @property
+    def coordinator(self) -> Coordinator | None:
+        """The role, while this server plays it."""
+        return self.leadership.coordinator
+
+    @property
     def is_member(self) -> bool:
         """Whether this server is in a roster of its run."""
         return self._run is not None and any(self.me in roster for roster in self._run.rosters)
@@ -105,7 +111,7 @@ class Admission:
 
     def led_by(self, peer: PeerId) -> bool:
         """Whether `peer` coordinates the run that this server is in, or wants to join."""
-        return peer == (self._run.manifest.coordinator if self._run is not None else self._asked)
+        return peer == (self._run.coordinator if self._run is not None else self._asked)
 
     def serves_with(self, peer: PeerId) -> bool:
         """Whether `peer` is a server of the run that this one is in."""
@@ -124,23 +130,24 @@ class Admission:
             if self._run is None:
                 self._asked = None
 
-    def follow(self, run: RunState, stage: Stage) -> None:
+    async def follow(self, run: RunState, stage: Stage) -> None:
         """Go along with a run's records, as a member of it or not yet."""
         self._run = run
         self.loaded = {stage.index}
         self._stepping.begin(run, {stage.index: stage})
+        await self.leadership.follow(run)
         self.ready.set()
 
-    def step_out(self) -> None:
+    async def step_out(self) -> None:
         """Be in no run, as before the first."""
         self._run = self._asked = None
+        await self.leadership.step_out()
         self.loaded.clear()
         self.ready.clear()
 
     async def close(self) -> None:
         """Stop coordinating, if this server does. Raises what a task of it raised."""
-        if self.coordinator is not None:
-            await self.coordinator.close()
+        await self.leadership.close()
 
     async def _handle_admit(self, caller: PeerId, body: bytes) -> bytes:
         manifest = decode(body, Manifest)
@@ -169,9 +176,7 @@ class Admission:
         await self._connect()
         self._run = RunState(manifest)
         self._stepping.begin(self._run, stages)
-        if manifest.coordinator == me.peer_id:
-            self.coordinator = Coordinator(self._transport, self._run, limits=self._limits, events=self._events)
-            await self.coordinator.start()
+        await self.leadership.begin(self._run)
 
     def go_back(self, caller: PeerId, request: RestartRequest) -> None:
         """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""
@@ -214,7 +219,7 @@ class Admission:
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         if self._run is not None:
-            enders: Collection[PeerId] = (self._run.manifest.lead, self._run.manifest.coordinator)
+            enders: Collection[PeerId] = (self._run.manifest.lead, self._run.coordinator)
         else:
             enders = self._hosts if self._asked is None else (self._asked,)
         if caller not in enders:

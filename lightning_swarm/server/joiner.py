@@ -150,6 +150,8 @@ class Joiner:
         return self._admission.is_member or self._admission.left.is_set()
 
     async def _try(self, coordinator: PeerId, attempt: int) -> None:
+        if self._admission.has_run:  # which may be led by another peer since
+            coordinator = self._admission.run.coordinator
         view = await self._view(coordinator)
         if self._stage is None:
             self._model.check(view.manifest)  # before anyone is asked for anything
@@ -169,8 +171,8 @@ class Joiner:
         # Joiners of one stage go round its members, and so do the attempts of one: a member may be gone.
         first = (self._admission.me.boot_id + attempt) % len(roster)
         donor, version = await self._download([*roster[first:], *roster[:first]], self._stage)
-        self._admission.follow(RunState.seen(reply.view, version), self._stage)
-        await self._follow(donor, coordinator, self._stage)
+        await self._admission.follow(RunState.seen(reply.view, version), self._stage)
+        await self._follow(donor, self._stage)
 
     async def _download(self, donors: Sequence[PeerId], stage: Stage) -> tuple[PeerId, int]:
         """Take over the state that members have; returns the one to follow, and its version."""
@@ -198,7 +200,7 @@ class Joiner:
             )
         return donor, snapshot.version
 
-    async def _follow(self, donor: PeerId, coordinator: PeerId, stage: Stage) -> None:
+    async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Apply the records that come, until one of them makes this server a member."""
         hold_s = 0.0
         generation = self._admission.run.manifest.generation
@@ -214,6 +216,7 @@ class Joiner:
             )
             record = decode(message.body, NextReply).record
             if record is None:
+                coordinator = self._admission.run.coordinator
                 ready = encode(ReadyRequest(generation=generation, version=version))
                 try:
                     await self._transport.call(coordinator, READY, ready, timeout=self._timeout)

@@ -153,10 +153,10 @@ class Server:
         """For people; None before there is a run."""
         if not self.admission.ready.is_set():
             return None
-        run = self.admission.run.manifest
+        coordinator, run = self.admission.run.coordinator, self.admission.run.manifest
         return ServerReport(
             lead=run.lead,
-            coordinator=run.coordinator,
+            coordinator=coordinator,
             num_stages=len(run.stages),
             stages=list(self.stepping.stages),
             first_step=run.first_step,
@@ -171,7 +171,7 @@ class Server:
     async def step_out(self) -> None:
         """A record has left this server out: nothing is left here of the run but a stage to join it with again."""
         holders = [len(roster) for roster in self.admission.run.rosters]
-        self.admission.step_out()  # what comes from now on is refused
+        await self.admission.step_out()  # what comes from now on is refused
         await self._end_calls()
         self._forget("g")
         stages = await self.stepping.step_out()
@@ -190,8 +190,7 @@ class Server:
         run = self.admission.run
         old = run.manifest.generation
         self.admission.go_back(caller, decode(body, RestartRequest))
-        if self.admission.coordinator is not None:
-            await self.admission.coordinator.go_back()
+        await self.admission.leadership.go_back()
         await self._end_calls()
         self._forget(f"g{old}.")
         await self.stepping.go_back()

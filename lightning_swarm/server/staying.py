@@ -131,7 +131,7 @@ class Stay:
         """Coordinators to ask: whom others named last, before those that were announced when the run began."""
         found = list(await self._find())
         if self._seen is not None:
-            found = [self._seen.manifest.coordinator, *found]
+            found = [PeerId(self._seen.term[1]), *found]
         return list(dict.fromkeys(found))
 
     async def _gave_up(self) -> bool:
@@ -177,7 +177,7 @@ class Stay:
         """Whether the others have gone on without this server. None: nobody answers."""
         run = self._server.admission.run
         others = [peer for peer in run.servers if peer != self._transport.peer_id]
-        first = [run.manifest.coordinator] if run.manifest.coordinator in others else []
+        first = [run.coordinator] if run.coordinator in others else []
         views = await self._views(first) or await self._views([peer for peer in others if peer not in first])
         if not views:
             return False if await self._lead_answers() else None
@@ -227,7 +227,8 @@ class Stay:
                     "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
                 )
             try:
-                alone = await self._drain(admission.run.manifest.coordinator)
+                await admission.leadership.abdicate()  # if it coordinates
+                alone = await self._drain(admission.run.coordinator)
             except SwarmError as error:  # another peer may take over; or the record was not told here
                 why = str(error)
                 if not isinstance(error, PeerError) and await self._is_left_out():

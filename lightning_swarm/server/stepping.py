@@ -408,16 +408,41 @@ class Stepping:
         if self._run is not None and record.step < self.version:
             return b""  # told twice
         self.check(caller, closing.generation, closing.step, closing.attempt)
+        await self.take(record)
+        return b""
+
+    async def take(self, record: Record) -> None:
+        """Apply the open step's record, which was decided, with the mean gradients that are held here.
+
+        Raises:
+            ProtocolError: Another round's are held, or none.
+        """
         if record.selection != self._reselected:
             raise ProtocolError(f"record {record.step} is of another selection of parameters than its gradients here")
         averaged = self._averaged
-        if averaged is None or averaged.closing != closing:
+        if averaged is None or averaged.closing != record.closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
         await self.commit(record, averaged.gradients)
-        return b""
+
+    async def reopen(self) -> None:
+        """Another peer coordinates: what the one before it froze takes gradients again, until it is frozen anew."""
+
+        def reopen() -> None:
+            for ledger in self._ledgers.values():
+                ledger.thaw()
+
+        await self._executor.submit(_FIRST, reopen)
+
+    @property
+    def reselected(self) -> Selection | None:
+        """What trains in the open step, if it is not what trained in the step before."""
+        return self._reselected
 
     def hold(self, closing: Closing, gradients: Mapping[int, Tensor]) -> None:
-        """Keep a round's mean gradients until its record is decided, or another round's come."""
+        """Keep a round's mean gradients until its record is decided, or those of a later round come."""
+        before = self._averaged
+        if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
+            return  # a coordinator that was replaced had it averaged
         self._averaged = _Averaged(closing, gradients)
 
     def has_averaged(self, closing: Closing) -> bool:
@@ -473,9 +498,8 @@ class Stepping:
         """Refuse who does not coordinate the run, and what is not of the open step."""
         if self._run is None:
             raise ProtocolError("this peer was not admitted to a run yet")
+        self._run.check_coordinator(caller)
         manifest = self._run.manifest
-        if caller != manifest.coordinator:
-            raise ProtocolError(f"steps are led by the coordinator {manifest.coordinator}, not by {caller}")
         here = (manifest.generation, self.version, self.attempt)
         if (generation, step, attempt) != here:
             raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")

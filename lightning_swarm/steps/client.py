@@ -1,17 +1,39 @@
-"""A trainer's side of the steps: ask for a place, report what is through, wait for records."""
+"""A trainer's side of the steps: ask for a place, report what is through, wait for records.
+
+Any peer may come to coordinate. A call that breaks, or that a peer refuses because it does not coordinate, is made
+again at whoever the servers follow: all calls may be made twice. A new coordinator asks trainers for their part of its
+books; from then on nothing that an older one answers counts, for the new one may give the same place to another.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError, RunOver
-from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
+from lightning_swarm.errors import NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.steps import (
+    ARMED,
+    DONE,
+    GRANT,
+    METRICS,
+    QUIT,
+    RECORD,
+    RENEW,
+    REPORT,
+    REPORT_METRICS,
+    SELECT,
+    TAKE_METRICS,
+)
+from lightning_swarm.steps.journal import Journal
+from lightning_swarm.steps.takeover import look_around
 from lightning_swarm.types.batches import (
     BatchArmed,
     BatchDone,
@@ -20,18 +42,24 @@ from lightning_swarm.types.batches import (
     Grant,
     GrantReply,
     GrantRequest,
+    LeaseMetricsRequest,
     Logged,
     MetricsRequest,
     MetricState,
     Quit,
     RecordReply,
     RecordRequest,
+    ReportRequest,
     SelectRequest,
 )
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.runs import RestartRequest, Selection
+from lightning_swarm.types.runs import RestartRequest, Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_RETRY_S: Final = 0.5
 
 Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
 """What a batch added to metrics: each one's states, and the tensors of all of them."""
@@ -44,6 +72,7 @@ class StepClient:
         transport: This trainer's network.
         run: The run as this trainer knows it.
         timeout: Seconds for the coordinator to answer.
+        patience_s: Seconds to look for one that answers.
         on_record: Takes note of a record, before anything is sent for the step after it.
 
     Attributes:
@@ -54,11 +83,20 @@ class StepClient:
     """
 
     def __init__(
-        self, transport: Transport, run: RunState, *, timeout: float, on_record: Callable[[Record], Awaitable[None]]
+        self,
+        transport: Transport,
+        run: RunState,
+        *,
+        timeout: float,
+        patience_s: float,
+        on_record: Callable[[Record], Awaitable[None]],
     ) -> None:
         self._transport = transport
-        self._coordinator = run.manifest.coordinator
         self._timeout = timeout
+        self._patience_s = patience_s
+        self._journal = Journal()
+        self._numbers = itertools.count(1)  # of batches
+        self._led_anew = asyncio.Event()  # set, and replaced, when a higher term is known
         self._on_record = on_record
         self.run = run
         self._places: dict[int, int] = {}  # of the batches that are under way, by lease
@@ -66,6 +104,8 @@ class StepClient:
         self.logs: list[Logged] = []
         self.metrics: list[Metrics] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
+        transport.handle_call(REPORT, self._handle_report)
+        transport.handle_stream(REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
 
     @property
     def version(self) -> int:
@@ -77,6 +117,7 @@ class StepClient:
         self.run.go_back(request)
         self.newest, self.logs, self.metrics = None, [], []
         self._places.clear()
+        self._journal = Journal()
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
@@ -91,16 +132,19 @@ class StepClient:
         Raises:
             RunOver: The run's last step is decided.
         """
+        number = next(self._numbers)
         while True:
             request = GrantRequest(
                 step=self.version,
                 num_samples=num_samples,
                 generation=self.run.manifest.generation,
                 gradient_scale=gradient_scale,
+                number=number,
             )
             reply = decode(await self._ask(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
                 self._places[reply.grant.lease] = reply.grant.first
+                self._journal.granted(reply.grant, request)
                 return reply.grant
             if reply.over:
                 raise RunOver(f"the run's last step is {self.version - 1}: there is no place for another batch")
@@ -115,13 +159,13 @@ class StepClient:
         generation = self.run.manifest.generation
         head = BatchMetrics(generation=generation, step=self.version, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
-        await self._transport.stream(self._coordinator, METRICS, message, timeout=self._timeout, max_bytes=0)
+        self._journal.measured(self.version, lease, message)
+        await self._repeat(METRICS, partial(self._stream, METRICS, message, max_bytes=0))
 
     async def _take_metrics(self, step: int, index: int) -> Metrics:
-        request = MetricsRequest(generation=self.run.manifest.generation, step=step, index=index)
-        message = await self._transport.stream(
-            self._coordinator, TAKE_METRICS, Message(encode(request)), timeout=self._timeout, max_bytes=MAX_STREAM_BYTES
-        )
+        request = Message(encode(MetricsRequest(generation=self.run.manifest.generation, step=step, index=index)))
+        take = partial(self._stream, TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
+        message = await self._repeat(TAKE_METRICS, take)
         return decode(message.body, BatchMetrics).metrics, message.tensors
 
     async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
@@ -137,6 +181,7 @@ class StepClient:
             receipts=list(receipts),
             logs=list(logs),
         )
+        self._journal.armed(self.version, lease, receipts, logs)
         await self._ask(ARMED, encode(request))
 
     async def done(
@@ -171,6 +216,13 @@ class StepClient:
         if lease is not None:
             self._places.pop(lease, None)
         return closing
+        if lease is not None and withdrawn:
+            self._journal.withdrawn(self.version, lease)
+        elif lease is not None:
+            self._journal.ended(self.version, lease, completed, logs)
+        if close:
+            self._journal.closed(self.version, total_weight)
+        return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
 
     async def record(self, step: int) -> Record | None:
         """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.
@@ -189,6 +241,7 @@ class StepClient:
                     self.run.check(reply.record)
                     await self._on_record(reply.record)
                     self.run.apply(reply.record)
+                    self._journal.decided(reply.record.step)
                     self.logs += reply.logs
                     self.metrics += [await self._take_metrics(reply.record.step, i) for i in range(reply.num_metrics)]
                 return reply.record
@@ -203,12 +256,86 @@ class StepClient:
         """This trainer's loop ended by an error."""
         await self._ask(QUIT, encode(Quit(reason=reason[:2000])))
 
+    # ------------------------------------------------------------------ whoever coordinates
+
     async def _ask(self, method: str, body: bytes) -> bytes:
-        try:
-            return await self._transport.call(self._coordinator, method, body, timeout=self._timeout)
-        except asyncio.CancelledError:
-            raise
-        except DeadlineExceeded as error:
-            raise DeadlineExceeded(
-                f"the coordinator {self._coordinator} did not answer {method} in {self._timeout:g} s: {error}"
-            ) from error
+        call = partial(self._transport.call, method=method, body=body, timeout=self._timeout)
+        return await self._repeat(method, call)
+
+    async def _stream(self, method: str, message: Message, coordinator: PeerId, *, max_bytes: int) -> Message:
+        return await self._transport.stream(coordinator, method, message, timeout=self._timeout, max_bytes=max_bytes)
+
+    async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
+        """Make a call at whoever coordinates, until one has answered it."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._patience_s
+        while True:
+            coordinator = self.run.coordinator
+            try:
+                return await self._under_one_term(exchange(coordinator))
+            except PeerError as error:
+                if loop.time() >= deadline_s:
+                    raise type(error)(
+                        f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
+                        f"within {self._patience_s:g} s: {error}"
+                    ) from error
+                _log.info("%s is asked for again: %s", method, error)
+                await self._find()
+
+    async def _under_one_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
+        """The answer, if it comes before another peer coordinates."""
+        term = self.run.term
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(_caught(exchange))
+            anew = group.create_task(self._led_anew.wait())
+            await asyncio.wait({asking, anew}, return_when=asyncio.FIRST_COMPLETED)
+            was_led_anew = self.run.term != term
+            asking.cancel()
+            anew.cancel()
+        if was_led_anew:
+            raise NotCoordinator("another peer coordinates by now")
+        answer, error = asking.result()
+        if error is not None:
+            raise error
+        return cast(_T, answer)
+
+    async def _find(self) -> None:
+        """Follow the highest term that any server knows of; if it is none but the old one, wait a moment."""
+        before = self.run.term
+        for reply in (await look_around(self._transport, self.run, timeout=self._timeout)).values():
+            self._follow(reply.term)
+        if self.run.term == before:
+            await asyncio.sleep(_RETRY_S)
+
+    def _follow(self, term: Term) -> None:
+        if self.run.follow(term):
+            self._led_anew.set()
+            self._led_anew = asyncio.Event()
+
+    async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
+        """A new coordinator asks for this trainer's part of its books."""
+        request = decode(body, ReportRequest)
+        self.run.check_generation(request.generation)
+        if caller != request.term[1]:
+            raise ProtocolError(f"who coordinates asks under its own term, {caller} asked under {request.term}")
+        if caller not in self.run.servers and self.run.term != request.term:  # it may have joined since
+            for reply in (await look_around(self._transport, self.run, timeout=self._timeout)).values():
+                self._follow(reply.term)
+        elif request.term >= self.run.term:
+            self._follow(request.term)
+        if self.run.term != request.term:
+            raise NotCoordinator(f"the run is led under the term {self.run.term}, not {request.term}")
+        return encode(self._journal.report(request.step))
+
+    async def _handle_report_metrics(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, LeaseMetricsRequest)
+        self.run.check_coordinator(caller)
+        return self._journal.metrics(request.step, request.lease)
+
+
+async def _caught(exchange: Coroutine[Any, Any, _T]) -> tuple[_T | None, SwarmError | None]:
+    """What came of it, so that a task group is not ended by an error that is expected."""
+    try:
+        return await exchange, None
+    except SwarmError as error:
+        return None, error

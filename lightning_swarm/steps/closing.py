@@ -114,7 +114,13 @@ class Closer:
         """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
         if self._sums is None or not self._sums.are_of(step):
             self._sums = Sums(
-                self._run, self._servers, step, selection, stage_timeout=self._limits.stage_timeout, events=self._events
+                self._run,
+                self._servers,
+                step,
+                selection,
+                first_round=self._proposer.first_round,
+                stage_timeout=self._limits.stage_timeout,
+                events=self._events,
             )
         return self._sums
 

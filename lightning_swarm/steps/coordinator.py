@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator, ProtocolError, StepError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -24,6 +24,7 @@ from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshots import SnapshotOrders
+from lightning_swarm.steps.takeover import Books, first_lease
 from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
@@ -34,7 +35,6 @@ from lightning_swarm.types.batches import (
     Grant,
     GrantReply,
     GrantRequest,
-    Logged,
     MetricsRequest,
     Quit,
     RecordReply,
@@ -42,7 +42,6 @@ from lightning_swarm.types.batches import (
     SelectRequest,
     Wait,
 )
-from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record, SettleRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -55,41 +54,58 @@ class Coordinator:
     Args:
         transport: Its network.
         run: The run as this peer's server knows it, which applies the records.
+        proposer: Has the records decided.
         limits: Bounds.
         events: Of this peer.
+        on_deposed: Called when another peer coordinates.
+        books: To go on from; None: the run begins.
+
+    Attributes:
+        deposed: Another peer coordinates by now; this role is to be retired.
     """
 
-    def __init__(self, transport: Transport, run: RunState, *, limits: Limits, events: EventLog) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        proposer: Proposer,
+        *,
+        limits: Limits,
+        events: EventLog,
+        on_deposed: Callable[[], None],
+        books: Books | None = None,
+    ) -> None:
         manifest = run.manifest
+        books = books or Books(OpenStep(manifest.first_step, manifest.target_batch_size))
+        self._transport = transport
         self._run = run
         self._events = events
         self._manifest = manifest
         self._timeout = limits.call_timeout
         self._lead_timeout = limits.lead_timeout
-        self._servers = Servers(transport, run, spawn=self._spawn, timeout=limits.call_timeout)
-        self._leases = itertools.count(1)
-        self._open = OpenStep(manifest.first_step, manifest.target_batch_size)
-        self._selection = manifest.selection
-        self._reselected: Selection | None = None  # in the open step
+        self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=limits.call_timeout)
+        self._leases = itertools.count(first_lease(proposer.term))
+        self._open = books.open
+        self._selection = books.reselected or run.selection
+        self._reselected = books.reselected  # in the open step
         self._settling = asyncio.Lock()
-        self._begun = False  # the lead's loop asked for its first place
+        self._begun = books.begun  # the lead's loop asked for its first place
         self._heard_s = 0.0  # when the lead was last heard of
         self._finishing = False  # a task of this object decides the open step
         self._closing_s: float | None = None  # since when the open step closes
         self._asked: tuple[int, list[dict[str, Any]]] | None = None  # the record the lead asked for, and how to step
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
         self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
-        self._record: Record | None = None
-        self._logs: list[Logged] = []  # of the other trainers' batches in it
-        self._metrics: list[Message] = []  # likewise
+        self._record = books.record
+        self._logs = books.logs  # of the other trainers' batches in it
+        self._metrics = books.metrics  # likewise
         self._max_metric_bytes = limits.max_metric_bytes
         self._failure: SwarmError | None = None
         self._changed = asyncio.Condition()
         self._tasks = TaskOwner()
         self.gate = Gate(transport, run, limits=limits, events=events)
-        proposer = Proposer(
-            transport, run, run.term, timeout=limits.call_timeout, patience_s=limits.call_timeout, events=events
-        )
+        self._on_deposed = on_deposed
+        self.deposed = False
         self._snapshots = SnapshotOrders(
             transport, run, interval_s=limits.snapshot_interval, timeout=limits.call_timeout
         )
@@ -130,6 +146,19 @@ class Coordinator:
         """Begin to answer."""
         self._heard_s = _now_s()
         await self._tasks.start()
+        if self._open.closing:
+            self._closing_s = _now_s()
+        for trainer in self._open.missing():
+            self._watch.watch(trainer)
+        if self._open.ready:
+            self._finishing = True
+            self._tasks.spawn(self._finish_guarded(self._open))
+
+    async def retire(self) -> None:
+        """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
+        self._failure = NotCoordinator(f"{self._transport.peer_id} does not coordinate any more")
+        await self._notify()
+        await self._tasks.close()
 
     async def close(self) -> None:
         """Stop. Raises what a task raised."""
@@ -218,11 +247,15 @@ class Coordinator:
         return GrantReply(grant=grant)
 
     def _grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
-        lease = next(self._leases)
-        place = step.grant(lease, trainer, request.num_samples, request.gradient_scale)
-        if place is None:
-            return None
-        first, weight = place
+        before = step.granted(trainer, request.number)
+        if before is not None:
+            lease, first, weight = before
+        else:
+            lease = next(self._leases)
+            place = step.grant(lease, trainer, request.num_samples, request.gradient_scale, request.number)
+            if place is None:
+                return None
+            first, weight = place
         generation = self._manifest.generation
         if step.closing:
             self._closing_s = _now_s()
@@ -273,16 +306,14 @@ class Coordinator:
         request = decode(body, BatchDone)
         self._run.check_generation(request.generation)
         step = self._open
-        if request.step < step.step and not request.close:
-            if not request.withdrawn:  # it was away, or did not hear that it was heard
+        if request.step < step.step and (not request.close or request.step + 1 == step.step):
+            if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
                 self._run.check_counted(request.step, request.first)
             return encode(BatchDoneReply(closing=True))
         if request.step != step.step:
             raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
         if request.close and caller != self._manifest.lead:
             raise ProtocolError(f"the lead {self._manifest.lead} closes steps, not {caller}")
-        if request.close and step.close_asked:
-            raise ProtocolError(f"step {step.step} closes already")
         if request.lease is not None:
             if request.withdrawn:
                 first = step.withdraw(request.lease, caller)
@@ -290,7 +321,7 @@ class Coordinator:
                     self._watch.fence(step, [first])
             else:
                 step.complete(request.lease, caller, request.completed, request.logs)
-        if request.close:
+        if request.close and not step.close_asked:
             step.ask_to_close(request.total_weight)
             self._closing_s = _now_s()
         await self._on_change(step)
@@ -419,6 +450,12 @@ class Coordinator:
     async def _finish_guarded(self, step: OpenStep) -> None:
         try:
             record = await self._finish(step)
+        except NotCoordinator as error:
+            _log.info("Step %d is another's to close: %s", step.step, error)
+            self._failure, self.deposed = error, True
+            self._on_deposed()
+            await self._notify()
+            return
         except SwarmError as error:
             await self._fail(step, str(error))
             return

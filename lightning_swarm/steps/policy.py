@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_swarm.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.types.batches import MAX_LOGS, Logged
+from lightning_swarm.types.batches import MAX_LOGS, Lease, Logged
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Candidate
@@ -29,6 +29,7 @@ class _Batch:
     first: int
     num_samples: int
     weight: float
+    number: int = 0  # its trainer's; 0: not told
     completed: tuple[Receipt, ...] | None = None  # None: still under way
     logs: tuple[Logged, ...] = ()
     metrics: Message | None = None
@@ -47,6 +48,8 @@ class OpenStep:
     step: int
     target_batch_size: int | None
     _batches: dict[int, _Batch] = field(default_factory=dict)
+    _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
+    _first_lease: int = 0
     _next_first: int = 0
     close_asked: bool = False
     gradient_scale: float | None = None  # settled by the first grant
@@ -75,7 +78,7 @@ class OpenStep:
         return self.closing and all(batch.completed is not None for batch in self._batches.values())
 
     def grant(
-        self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0
+        self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0, number: int = 0
     ) -> tuple[int, float] | None:
         """Position of the batch's first sample and its weight; None when the step is full."""
         if num_samples < 1:
@@ -91,16 +94,45 @@ class OpenStep:
         first = self._next_first
         self._next_first += num_samples
         weight = 1.0 if self.target_batch_size is None else float(num_samples)
-        self._batches[lease] = _Batch(trainer, first, num_samples, weight)
+        self._batches[lease] = _Batch(trainer, first, num_samples, weight, number)
         return first, weight
+
+    def granted(self, trainer: PeerId, number: int) -> tuple[int, int, float] | None:
+        """Lease, position and weight of a trainer's batch, if it has its place already."""
+        for lease, batch in self._batches.items():
+            if number and (batch.trainer, batch.number) == (trainer, number):
+                return lease, batch.first, batch.weight
+        return None
+
+    def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
+        """Enter a batch as its trainer reports it to a new coordinator."""
+        grant, request = lease.grant, lease.request
+        self.skip_to(grant.first + request.num_samples)
+        if lease.withdrawn:
+            return
+        self.gradient_scale = request.gradient_scale
+        batch = _Batch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)
+        batch.logs = tuple(lease.logs)
+        if lease.completed is not None:
+            batch.completed = tuple(lease.completed)
+        if lease.armed is not None:
+            batch.armed = tuple(lease.armed)
+        self._batches[grant.lease] = batch
+
+    def take_over(self, first_lease: int) -> None:
+        """Leases before this one are a former coordinator's: those that were not restored count nowhere."""
+        self._first_lease = first_lease
+
+    def skip_to(self, first: int) -> None:
+        """Grant no place before this one."""
+        self._next_first = max(self._next_first, first)
 
     def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
         """The batch is through: its trainer saw a receipt of each of its microbatches from every stage.
 
         Said twice, or after servers completed it without its trainer, it changes nothing.
         """
-        known = self._batches.get(lease)
-        if known is not None and known.trainer == trainer and set(known.completed or ((-1,),)) == set(completed):
+        if self._told_before(lease, trainer, completed):
             return
         batch = self._leased(lease, trainer)
         self._check_reports(lease, batch, completed, logs)
@@ -116,9 +148,8 @@ class OpenStep:
     def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int) -> None:
         """Keep a batch's `BatchMetrics` until the step's record is decided."""
         batch = self._leased(lease, trainer)
-        if batch.metrics is not None:
-            raise ProtocolError(f"lease {lease} has its metrics already")
-        kept = [*(one.metrics for one in self._batches.values() if one.metrics is not None), metrics]
+        others = (one.metrics for one in self._batches.values() if one is not batch and one.metrics is not None)
+        kept = [*others, metrics]
         num_bytes = sum(len(one.body) + sum(tensor.nbytes for tensor in one.tensors) for one in kept)
         if num_bytes > max_bytes:
             raise ProtocolError(
@@ -130,8 +161,11 @@ class OpenStep:
 
     def withdraw(self, lease: int, trainer: PeerId) -> int:
         """The batch will not come. Returns its place; what was added of it anywhere is named by nobody."""
+        if (lease, trainer) in self._withdrawn:
+            return self._withdrawn[lease, trainer]  # told twice
         first = self._leased(lease, trainer).first
         self.strike([first])
+        self._withdrawn[lease, trainer] = first
         return first
 
     def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
@@ -209,10 +243,17 @@ class OpenStep:
         counted = sorted(self._batches.values(), key=lambda batch: batch.first)
         return [batch.metrics for batch in counted if batch.trainer != lead and batch.metrics is not None]
 
-    def _leased(self, lease: int, trainer: PeerId) -> _Batch:
-        if lease in self._struck:
-            raise LeaseRevoked(f"the batch was struck from step {self.step}")
+    def _told_before(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> bool:
+        """Whether the same was said before: the answer may have been lost."""
         batch = self._batches.get(lease)
+        if batch is None or batch.trainer != trainer or batch.completed is None:
+            return False
+        return set(batch.completed) == set(completed)
+
+    def _leased(self, lease: int, trainer: PeerId) -> _Batch:
+        batch = self._batches.get(lease)
+        if lease in self._struck or (batch is None and lease < self._first_lease):
+            raise LeaseRevoked(f"the batch was struck from step {self.step}")
         if batch is None or batch.trainer != trainer or batch.completed is not None:
             raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")
         return batch

@@ -77,6 +77,16 @@ class Proposer:
         self._ballot: Ballot | None = None
         self.term = term
 
+    @property
+    def first_round(self) -> int:
+        """Where rounds of averaging begin in each step: beyond those of all lower terms, and of nobody's else."""
+        return (self.term[0] - 1) << 20
+
+    @property
+    def rival_number(self) -> int:
+        """The highest that a voter was heard to know; 0 if none was higher than this one's."""
+        return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
+
     async def begin(self) -> Record | None:
         """Get the right to work towards the open step's record. Before any round of averaging; cheap when repeated.
 

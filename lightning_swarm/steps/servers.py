@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
-from lightning_swarm.errors import Damaged, DeadlineExceeded, PeerError, SwarmError, Unreachable
+from lightning_swarm.errors import Damaged, DeadlineExceeded, NotCoordinator, PeerError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, REPLAY, SETTLE
+from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, LEAD, REPLAY, SETTLE
 from lightning_swarm.tasks import gather
+from lightning_swarm.types.runs import Leading, Term
 from lightning_swarm.types.steps import (
     AverageReply,
     Closing,
@@ -38,6 +39,7 @@ class Servers:
     Args:
         transport: The coordinator's.
         run: As its own server knows it.
+        term: By which it coordinates.
         spawn: Runs work in a task that has an owner.
         timeout: Seconds for one call.
     """
@@ -46,12 +48,14 @@ class Servers:
         self,
         transport: Transport,
         run: RunState,
+        term: Term,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         timeout: float,
     ) -> None:
         self._transport = transport
         self._run = run
+        self._term = term
         self._spawn = spawn
         self._timeout = timeout
         self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
@@ -157,13 +161,17 @@ class Servers:
         return await self._each({peer: ask(peer, body) for peer, body in bodies.items()})
 
     async def _each(self, works: Mapping[PeerId, Coroutine[Any, Any, _T]]) -> dict[PeerId, _T | SwarmError]:
-        """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here."""
+        """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here.
+
+        Raises:
+            NotCoordinator: One of them follows a higher term.
+        """
 
         async def one(peer: PeerId, work: Coroutine[Any, Any, _T]) -> _T | SwarmError:
             try:
                 return await work
             except SwarmError as error:
-                if peer == self.own:
+                if peer == self.own or isinstance(error, NotCoordinator):
                     raise
                 return error
 
@@ -182,8 +190,22 @@ class Servers:
         """Ask again where a message was damaged on its way: told twice, each of these calls is done once."""
         for _ in range(_MAX_DAMAGED):
             with contextlib.suppress(Damaged):
-                return await self._transport.call(peer, method, body, timeout=timeout)
-        return await self._transport.call(peer, method, body, timeout=timeout)
+                return await self._led(peer, method, body, timeout=timeout)
+        return await self._led(peer, method, body, timeout=timeout)
+
+    async def _led(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """Ask again who had not heard that this peer coordinates.
+
+        Raises:
+            NotCoordinator: It has heard of another that does, under a higher term.
+        """
+        try:
+            return await self._transport.call(peer, method, body, timeout=timeout)
+        except NotCoordinator:
+            run = self._run
+            leading = Leading(term=self._term, generation=run.manifest.generation, version=run.version)
+            await self._transport.call(peer, LEAD, encode(leading), timeout=self._timeout)
+            return await self._transport.call(peer, method, body, timeout=timeout)
 
 
 def _average_reply(body: bytes) -> AverageReply:

@@ -54,6 +54,7 @@ class Sums:
         servers: All that hold a stage.
         step: Which.
         selection: What it trains.
+        first_round: From here on nobody else counts rounds of this step.
         stage_timeout: Seconds to wait for a stage of which nobody is there.
         events: Of the coordinator.
 
@@ -68,6 +69,7 @@ class Sums:
         step: OpenStep,
         selection: Selection | None,
         *,
+        first_round: int,
         stage_timeout: float,
         events: EventLog,
     ) -> None:
@@ -77,7 +79,7 @@ class Sums:
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._stage_timeout = stage_timeout
         self._events = events
-        self._rounds = itertools.count()
+        self._rounds = itertools.count(first_round)
         self._replayed: Counter[Receipt] = Counter()
         self._failures: Counter[PeerId] = Counter()  # of trainers
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers

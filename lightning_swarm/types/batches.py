@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.runs import Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import Count, NumSamples, Positive, SmallCount, Wire
 
@@ -27,6 +27,7 @@ class GrantRequest(Wire, frozen=True):
     num_samples: NumSamples
     generation: Count  # of the run, as the trainer knows it
     gradient_scale: Positive = 1.0  # what it multiplies its losses by; one for all batches of a step
+    number: Count = 0  # of the trainer's batch, from 1: asked twice, it is granted once; 0: not told
 
 
 class Grant(Wire, frozen=True):
@@ -154,3 +155,39 @@ class RecordReply(Wire, frozen=True):
     # To the lead: what other trainers logged of the batches that it counts, folded by name.
     logs: list[Logged] = msgspec.field(default_factory=list)
     num_metrics: Count = 0  # to the lead: batches of other trainers in it that came with `BatchMetrics`
+
+
+class ReportRequest(Wire, frozen=True):
+    """The caller coordinates from now on, and asks a trainer for its part of the books."""
+
+    term: Term
+    generation: Count
+    step: Count  # that is open
+
+
+class Lease(Wire, frozen=True):
+    """A batch as its trainer knows it."""
+
+    grant: Grant
+    request: GrantRequest
+    completed: list[Receipt] | None = None  # None: it is under way
+    armed: list[Receipt] | None = None  # as in `BatchArmed`
+    withdrawn: bool = False
+    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
+    has_metrics: bool = False
+
+
+class ReportReply(Wire, frozen=True):
+    """What a trainer did in the open step, and in the one before it."""
+
+    begun: bool  # it was granted a place since the run began, or went back
+    leases: list[Lease]
+    close_asked: bool = False  # of the open step
+    total_weight: Positive | None = None
+
+
+class LeaseMetricsRequest(Wire, frozen=True):
+    """The coordinator asks a trainer for the `BatchMetrics` of a batch again."""
+
+    step: Count
+    lease: int

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.types.wire import Count, NumSamples, Positive, ShortText, Wire
+from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
 Term = tuple[Count, ShortText, int]
 """``(number, peer id, boot id)`` of who coordinates by it, in one of its lives. Higher ones follow lower ones."""
@@ -69,6 +69,7 @@ class RunView(Wire, frozen=True):
     rosters: list[list[Member]]
     voters: list[Member]
     trainers: list[PeerId]
+    term: Term  # of who coordinates
 
 
 class RestartRequest(Wire, frozen=True):
@@ -77,3 +78,34 @@ class RestartRequest(Wire, frozen=True):
     generation: Count  # the next one
     first_step: Count
     selection: Selection | None  # of the first step, as in the manifest
+
+
+class Leading(Wire, frozen=True):
+    """A majority of the voters promised: the caller coordinates from now on. Also what a server knows of that."""
+
+    term: Term
+    generation: Count
+    version: Count  # that the one who says it is at
+
+
+class WatchRequest(Wire, frozen=True):
+    """Hold the answer while the one who is asked coordinates by this term and knows no later version."""
+
+    term: Term
+    version: Count
+    hold_s: Seconds
+
+
+class WatchReply(Wire, frozen=True):
+    """How far a server is, and whom it follows."""
+
+    term: Term
+    version: Count
+    coordinates: bool  # itself
+
+
+class PullRequest(Wire, frozen=True):
+    """Ask for the record of a step, which was decided."""
+
+    generation: Count
+    step: Count

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from lightning_swarm import trees
+from lightning_swarm import steps, trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
 from lightning_swarm.network import Message, PeerId
@@ -51,6 +51,7 @@ from lightning_swarm.steps import (
     METRICS,
     PREPARE,
     PROPOSE,
+    PULL,
     QUIT,
     READY,
     RECEIPTS,
@@ -59,7 +60,9 @@ from lightning_swarm.steps import (
     SELECT,
     SETTLE,
     TAKE_METRICS,
+    TAKE_OVER,
     VIEW,
+    WATCH,
 )
 from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
@@ -85,7 +88,7 @@ from lightning_swarm.types.joining import (
     PieceRequest,
     ReadyRequest,
 )
-from lightning_swarm.types.runs import Member, RestartRequest, Selection
+from lightning_swarm.types.runs import Leading, Member, PullRequest, RestartRequest, Selection, WatchRequest
 from lightning_swarm.types.snapshots import SnapshotRequest
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
@@ -406,6 +409,18 @@ SAMPLES = [
         plain(lambda _: BatchArmed(generation=0, step=0, lease=1, receipts=COUNTED, logs=[LOGGED])),
         target=A,
     ),
+    Sample(
+        CALL,
+        steps.LEAD,
+        plain(lambda _: Leading(term=(2, A, 100), generation=0, version=0)),
+        caller=A,
+        phase="averaged",
+    ),
+    Sample(CALL, WATCH, plain(lambda _: WatchRequest(term=(1, A, 100), version=0, hold_s=0.0)), caller=A),
+    Sample(CALL, PULL, plain(lambda _: PullRequest(generation=0, step=0)), caller=A, phase="decided"),
+    Sample(
+        CALL, TAKE_OVER, plain(lambda _: Leading(term=(1, A, 100), generation=0, version=0)), caller=A, phase="averaged"
+    ),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(
         CALL, RECORD, plain(lambda _: RecordRequest(step=0, generation=0, hyperparameters=HYPERPARAMETERS)), target=A
@@ -629,7 +644,7 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
     # For anyone, as yet; and any server may be the next stage's.
-    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, JOIN, WAIT_METHOD, FETCH_METHOD):
+    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, WATCH, JOIN, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")

@@ -399,8 +399,7 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
     async def of_a_batch(seed: int, *, withdrawn: bool = False) -> None:
         grant = await other.grant(2)
         await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))
-        with pytest.raises(ProtocolError, match=f"lease {grant.lease} has its metrics already"):
-            await other.send_metrics(grant.lease, of_metric(seed, [1]))
+        await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))  # the answer may have been lost
         await other.done(grant.lease, [], withdrawn=withdrawn)
         with pytest.raises(LeaseRevoked if withdrawn else ProtocolError, match=r"was struck|no open lease"):
             await other.send_metrics(grant.lease, of_metric(seed, [1]))

@@ -1,0 +1,97 @@
+"""What a trainer remembers of its batches, so that a new coordinator can rebuild its books. Pure.
+
+Of the open step and the one before it: until the record of step ``k`` is known, the lead may not have been given what
+was logged of step ``k - 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network import Message
+from lightning_swarm.types.batches import Grant, GrantRequest, Lease, Logged, ReportReply
+from lightning_swarm.types.calls import Receipt
+
+
+@dataclass
+class _Entry:
+    grant: Grant
+    request: GrantRequest
+    completed: list[Receipt] | None = None
+    armed: list[Receipt] | None = None
+    withdrawn: bool = False
+    logs: Sequence[Logged] = ()
+    metrics: Message | None = None
+
+
+class Journal:
+    """One trainer's, in one generation of the run."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, int], _Entry] = {}  # by step and lease
+        self._closed: tuple[int, float | None] | None = None  # the step that this trainer asked to close, its window
+        self._begun = False
+
+    def granted(self, grant: Grant, request: GrantRequest) -> None:
+        """A batch has its place."""
+        self._begun = True
+        self._entries[grant.step, grant.lease] = _Entry(grant, request)
+
+    def measured(self, step: int, lease: int, metrics: Message) -> None:
+        """What the batch added to metrics."""
+        if (entry := self._entries.get((step, lease))) and entry.completed is None and not entry.withdrawn:
+            entry.metrics = metrics
+
+    def armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+        """Servers can complete the batch by themselves."""
+        if entry := self._entries.get((step, lease)):
+            entry.armed, entry.logs = list(receipts), logs
+
+    def ended(self, step: int, lease: int, completed: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+        """The batch is through."""
+        if entry := self._entries.get((step, lease)):
+            entry.completed, entry.logs = list(completed), logs
+
+    def withdrawn(self, step: int, lease: int) -> None:
+        """It does not count, and its place stays empty."""
+        if entry := self._entries.get((step, lease)):
+            entry.withdrawn, entry.logs, entry.metrics = True, (), None
+
+    def closed(self, step: int, total_weight: float | None) -> None:
+        """This trainer asked to close the step."""
+        self._closed = (step, total_weight)
+
+    def decided(self, step: int) -> None:
+        """The record of a step is known."""
+        self._entries = {key: entry for key, entry in self._entries.items() if key[0] >= step}
+
+    def report(self, step: int) -> ReportReply:
+        """For a coordinator that has step `step` open."""
+        leases = [
+            Lease(
+                grant=entry.grant,
+                request=entry.request,
+                completed=entry.completed,
+                armed=entry.armed,
+                withdrawn=entry.withdrawn,
+                logs=list(entry.logs),
+                has_metrics=entry.metrics is not None,
+            )
+            for entry in self._entries.values()
+        ]
+        asked = self._closed is not None and self._closed[0] == step
+        return ReportReply(
+            begun=self._begun,
+            leases=leases,
+            close_asked=asked,
+            total_weight=self._closed[1] if asked and self._closed is not None else None,
+        )
+
+    def metrics(self, step: int, lease: int) -> Message:
+        """What `measured` was told."""
+        entry = self._entries.get((step, lease))
+        if entry is None or entry.metrics is None:
+            raise ProtocolError(f"this trainer keeps no metrics of lease {lease} of step {step}")
+        return entry.metrics
