@@ -276,7 +276,7 @@ class Peer:
             self.transport,
             run,
             timeout=limits.call_timeout,
-            patience_s=limits.call_timeout,
+            patience_s=limits.stage_timeout,
             on_record=link.follow,
         )
         is_lead = self.transport.peer_id == run.manifest.lead

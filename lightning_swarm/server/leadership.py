@@ -24,7 +24,7 @@ from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.role import Role
 from lightning_swarm.steps.takeover import GRACE_S, Books, gather_books, look_around, watch
-from lightning_swarm.tasks import TaskOwner, gather
+from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.runs import Leading, Member, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
@@ -213,23 +213,36 @@ class Leadership:
         while not self._over.is_set():
             coordinator = self.coordinator
             if coordinator is not None:
-                while self.coordinator is coordinator and not coordinator.deposed:
-                    await self._changed.wait()
-                if self.coordinator is coordinator:
-                    await self._step_down()
+                await self._look_after(run, coordinator)
                 continue
+            asked = run.term
             try:
                 reply = await self._watch(run)
             except SwarmError as error:
-                await self._miss(run, str(error))
+                if run.term == asked:
+                    await self._miss(run, str(error))
                 continue
             await self._follow_term(run, reply.term)
+            if run.term != asked:
+                continue
             if reply.version > run.version:
                 await self._catch_up(run, run.coordinator)
-            elif not reply.coordinates and reply.term <= run.term:
+            elif not reply.coordinates:
                 await self._miss(run, "it stepped down")
             elif reply.term < run.term:
                 await asyncio.sleep(_RETRY_S)  # it will hear of its own term
+
+    async def _look_after(self, run: RunState, coordinator: Coordinator) -> None:
+        """Until this server coordinates no more. If it was frozen, or cut off, nobody may have told it."""
+        while self.coordinator is coordinator and not coordinator.deposed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * self._limits.silence_timeout):
+                    await self._changed.wait()
+                    continue
+            for reply in (await look_around(self._transport, run, timeout=self._limits.silence_timeout)).values():
+                await self._follow_term(run, reply.term)
+        if self.coordinator is coordinator:
+            await self._step_down()
 
     async def _watch(self, run: RunState) -> WatchReply:
         if run.coordinator == self._me.peer_id:
@@ -287,12 +300,15 @@ class Leadership:
         timeout = self._limits.silence_timeout
         proposer = self._proposer(run, term)
         try:
-            async with asyncio.timeout(timeout):
-                while (accepted := await proposer.begin()) is not None:
-                    await self._lead(run, term, accepted)
+            while True:
+                async with asyncio.timeout(timeout):
+                    accepted = await proposer.begin()
+                await self._lead(run, term, accepted)
+                if accepted is None:
+                    break
+                async with asyncio.timeout(timeout):
                     await proposer.decide(accepted)
-                    await self._apply(run, accepted)
-                await self._lead(run, term, None)
+                await self._apply(run, accepted)
         except TimeoutError:
             _log.info("No majority of the voters let this peer coordinate under the term %s.", term)
             self._leads = False
@@ -314,7 +330,7 @@ class Leadership:
             run,
             term,
             timeout=self._limits.call_timeout,
-            patience_s=self._limits.call_timeout,
+            patience_s=self._limits.stage_timeout,
             events=self._events,
         )
 
@@ -364,4 +380,6 @@ class Leadership:
         await self._take(run, record)
         rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
         peers = {member.peer_id for roster in rosters for member in roster}
-        await gather(tell(peer) for peer in peers - {self._me.peer_id})
+        telling = {self._tasks.spawn(tell(peer)) for peer in peers - {self._me.peer_id}}
+        if telling:
+            await asyncio.wait(telling, timeout=GRACE_S)

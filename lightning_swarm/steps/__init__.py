@@ -12,6 +12,7 @@ GRANT = "step.grant"
 METRICS = "step.metrics"
 ARMED = "step.armed"
 DONE = "step.done"
+REGISTER = "step.register"
 RECORD = "step.record"
 TAKE_METRICS = "step.take_metrics"
 RENEW = "step.renew"
@@ -39,5 +40,5 @@ DRAIN = "run.drain"
 LEAVE = "run.leave"
 HELD = "snapshot.held"
 
-ROLE_CALLS = (SELECT, GRANT, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED)
+ROLE_CALLS = (SELECT, GRANT, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
 """What only the coordinator answers."""

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
-from lightning_swarm.errors import NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import (
@@ -26,6 +26,7 @@ from lightning_swarm.steps import (
     METRICS,
     QUIT,
     RECORD,
+    REGISTER,
     RENEW,
     REPORT,
     REPORT_METRICS,
@@ -49,6 +50,7 @@ from lightning_swarm.types.batches import (
     Quit,
     RecordReply,
     RecordRequest,
+    RegisterRequest,
     ReportRequest,
     SelectRequest,
 )
@@ -96,6 +98,7 @@ class StepClient:
         self._patience_s = patience_s
         self._journal = Journal()
         self._numbers = itertools.count(1)  # of batches
+        self._registered = run.term  # the last one whose coordinator was told what is under way here
         self._led_anew = asyncio.Event()  # set, and replaced, when a higher term is known
         self._on_record = on_record
         self.run = run
@@ -212,17 +215,22 @@ class StepClient:
             begun=begun,
             logs=list(logs),
         )
-        closing = decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
+        step = self.version
+        if lease is not None and withdrawn:
+            self._journal.withdrawn(step, lease)
+        elif lease is not None:
+            self._journal.ended(step, lease, completed, logs)
+        if close:
+            self._journal.closed(step, total_weight)
+        try:
+            closing = decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
+        except LeaseRevoked:
+            if lease is not None:
+                self._journal.withdrawn(step, lease)
+            raise
         if lease is not None:
             self._places.pop(lease, None)
         return closing
-        if lease is not None and withdrawn:
-            self._journal.withdrawn(self.version, lease)
-        elif lease is not None:
-            self._journal.ended(self.version, lease, completed, logs)
-        if close:
-            self._journal.closed(self.version, total_weight)
-        return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
 
     async def record(self, step: int) -> Record | None:
         """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.
@@ -272,7 +280,7 @@ class StepClient:
         while True:
             coordinator = self.run.coordinator
             try:
-                return await self._under_one_term(exchange(coordinator))
+                return await self._under_one_term(self._known_at(coordinator, exchange))
             except PeerError as error:
                 if loop.time() >= deadline_s:
                     raise type(error)(
@@ -281,6 +289,19 @@ class StepClient:
                     ) from error
                 _log.info("%s is asked for again: %s", method, error)
                 await self._find()
+
+    async def _known_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
+        """Before the first call to a new coordinator: it may not have heard this trainer's answer when it asked."""
+        term = self.run.term
+        if self._registered != term:
+            request = RegisterRequest(
+                generation=self.run.manifest.generation,
+                step=self.version,
+                report=self._journal.report(self.version),
+            )
+            await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._timeout)
+            self._registered = term
+        return await exchange(coordinator)
 
     async def _under_one_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
         """The answer, if it comes before another peer coordinates."""

@@ -17,14 +17,14 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection, first_trained
-from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, REGISTER, RENEW, SELECT, TAKE_METRICS
 from lightning_swarm.steps.closing import Closer
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshots import SnapshotOrders
-from lightning_swarm.steps.takeover import Books, first_lease
+from lightning_swarm.steps.takeover import Books, fetch_metrics, first_lease
 from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.batches import (
@@ -39,6 +39,7 @@ from lightning_swarm.types.batches import (
     Quit,
     RecordReply,
     RecordRequest,
+    RegisterRequest,
     SelectRequest,
     Wait,
 )
@@ -84,6 +85,7 @@ class Coordinator:
         self._timeout = limits.call_timeout
         self._lead_timeout = limits.lead_timeout
         self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=limits.call_timeout)
+        self._term = proposer.term
         self._leases = itertools.count(first_lease(proposer.term))
         self._open = books.open
         self._selection = books.reselected or run.selection
@@ -136,6 +138,7 @@ class Coordinator:
         transport.handle_call(GRANT, self._handle_grant)
         transport.handle_stream(METRICS, self._handle_metrics, max_bytes=limits.max_metric_bytes)
         transport.handle_call(ARMED, self._handle_armed)
+        transport.handle_call(REGISTER, self._handle_register)
         transport.handle_call(DONE, self._handle_done)
         transport.handle_call(RECORD, self._handle_record)
         transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
@@ -299,6 +302,32 @@ class Coordinator:
         if request.step > self._open.step:
             raise ProtocolError(f"step {self._open.step} is open, got an armed batch of step {request.step}")
         self._open.arm(request.lease, caller, request.receipts, request.logs)
+        return b""
+
+    async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
+        """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
+        self._hear(caller)
+        request = decode(body, RegisterRequest)
+        self._run.check_generation(request.generation)
+        step = self._open
+        if request.step != step.step or self._finishing:
+            return b""
+        for lease in request.report.leases:
+            if lease.grant.lease >= first_lease(self._term) or lease.grant.attempt:
+                raise ProtocolError(
+                    f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
+                )
+        metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=self._timeout)
+        if step is not self._open or self._finishing:
+            return b""
+        for lease in request.report.leases:
+            if lease.grant.step == step.step:
+                step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+                self._watch.watch(caller)
+        if request.report.close_asked and caller == self._manifest.lead and not step.close_asked:
+            step.ask_to_close(request.report.total_weight)
+            self._closing_s = _now_s()
+        await self._on_change(step)
         return b""
 
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:

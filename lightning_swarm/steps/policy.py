@@ -108,7 +108,7 @@ class OpenStep:
         """Enter a batch as its trainer reports it to a new coordinator."""
         grant, request = lease.grant, lease.request
         self.skip_to(grant.first + request.num_samples)
-        if lease.withdrawn:
+        if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
             return
         self.gradient_scale = request.gradient_scale
         batch = _Batch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)

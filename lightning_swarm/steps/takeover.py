@@ -91,19 +91,19 @@ async def gather_books(transport: Transport, run: RunState, reselected: Selectio
         try:
             return decode(await transport.call(trainer, REPORT, request, timeout=timeout), ReportReply)
         except SwarmError as error:
-            _log.warning("Trainer %s does not say what it has under way, so that counts nowhere: %s", trainer, error)
+            _log.warning("Trainer %s does not say what it has under way: %s", trainer, error)
             return None
 
-    trainers = list(run.trainers)
+    trainers = list(run.trainers)  # who does not answer now may register yet
     replies = await gather(ask(trainer) for trainer in trainers)
     reports = {trainer: reply for trainer, reply in zip(trainers, replies, strict=True) if reply is not None}
-    metrics = await _metrics(transport, reports, timeout=timeout)
+    metrics = await fetch_metrics(transport, reports, timeout=timeout)
     books = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
     books.reselected = reselected
     return books
 
 
-async def _metrics(
+async def fetch_metrics(
     transport: Transport, reports: Mapping[PeerId, ReportReply], *, timeout: float
 ) -> dict[tuple[int, int], Message]:
     """What came with batches, by step and lease."""

@@ -182,8 +182,16 @@ class ReportReply(Wire, frozen=True):
 
     begun: bool  # it was granted a place since the run began, or went back
     leases: list[Lease]
-    close_asked: bool = False  # of the open step
-    total_weight: Positive | None = None
+    close_asked: bool  # of the open step
+    total_weight: Positive | None
+
+
+class RegisterRequest(Wire, frozen=True):
+    """A trainer's part of the books, to a coordinator that took over and may not have heard it."""
+
+    generation: Count
+    step: Count  # that the trainer takes for the open one
+    report: ReportReply
 
 
 class LeaseMetricsRequest(Wire, frozen=True):

@@ -56,6 +56,7 @@ from lightning_swarm.steps import (
     READY,
     RECEIPTS,
     RECORD,
+    REGISTER,
     RENEW,
     SELECT,
     SETTLE,
@@ -76,6 +77,8 @@ from lightning_swarm.types.batches import (
     MetricState,
     Quit,
     RecordRequest,
+    RegisterRequest,
+    ReportReply,
     SelectRequest,
 )
 from lightning_swarm.types.calls import CancelRequest, Receipt, Recompute
@@ -177,6 +180,7 @@ def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
     return lambda swarm: Message(encode(record(swarm)))
 
 
+NOTHING = ReportReply(begun=True, leases=[], close_asked=False, total_weight=None)
 FREEZING = FreezeRequest(generation=0, step=0, attempt=0, counted=COUNTED, batches=COUNTED)
 
 
@@ -420,6 +424,12 @@ SAMPLES = [
     Sample(CALL, PULL, plain(lambda _: PullRequest(generation=0, step=0)), caller=A, phase="decided"),
     Sample(
         CALL, TAKE_OVER, plain(lambda _: Leading(term=(1, A, 100), generation=0, version=0)), caller=A, phase="averaged"
+    ),
+    Sample(
+        CALL,
+        REGISTER,
+        plain(lambda _: RegisterRequest(generation=0, step=0, report=NOTHING)),
+        target=A,
     ),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(

@@ -1,0 +1,359 @@
+"""A coordinator that goes in any phase: another peer takes over, and nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import NotCoordinator
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.steps import AVERAGE, GRANT
+from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing.sabotage import sabotage
+from lightning_swarm.types.batches import GrantRequest, Logged
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import encode, from_bitmap
+from tests.unit.conftest import MakeSwarm
+from tests.unit.replays import Replayer, batch_of
+from tests.unit.swarm import LEAD, Swarm, key, plain_steps, rows
+
+A, B, C, D, E = map(PeerId, "abcde")
+OTHER = PeerId("other")
+NUM_MICROBATCHES = 4
+LONG_S = 1e6
+SILENCE_S = 10.0
+
+
+class Trial:
+    """A swarm whose first step has made three of its servers voters, a trainer that keeps copies, and faults."""
+
+    def __init__(self, make_swarm: MakeSwarm, plan: FaultPlan, *rosters: str, trainers: str = LEAD) -> None:
+        network = MemoryNetwork(latency_s=0.001)
+        self.plan = plan
+        self.swarm: Swarm = make_swarm(
+            *(rosters or ("a b c", "d b c")),
+            network=network,
+            limits=Limits(call_timeout=30.0, silence_timeout=SILENCE_S, stage_timeout=3600.0),
+            trainers=trainers,
+        )
+        self.swarm.steps._patience_s = 600.0
+        self.trainer = Replayer(self.swarm)
+        self.sabotage = sabotage(network, plan)
+        self.records: list[Record] = []
+
+    def train(self, num_steps: int, *, avoid: str = "") -> None:
+        """Steps as they come; `avoid` takes no microbatch from the next step on."""
+        self.trainer.avoid |= set(map(PeerId, avoid.split()))
+        for _ in range(num_steps):
+            step = len(self.records)
+            self.records.append(self.swarm.run(self.trainer.step(*batch_of(step, NUM_MICROBATCHES))))
+
+    @property
+    def coordinators(self) -> list[PeerId]:
+        return [name for name, server in self.swarm.servers.items() if server.admission.coordinator is not None]
+
+    def count(self, kind: Any) -> int:
+        return sum(server.events.counts[kind] for server in self.swarm.servers.values())
+
+    def members(self) -> list[list[PeerId]]:
+        return [[member.peer_id for member in roster] for roster in self.records[-1].next_roster]
+
+    def check(self) -> None:
+        """The faults happened; each microbatch counted once; replicas are equal, and those of one machine."""
+        self.plan.check()
+        assert [record.step for record in self.records] == list(range(len(self.records)))
+        for record in self.records:
+            closing = record.closing
+            assert [index for _, index, _ in closing.counted] == list(range(NUM_MICROBATCHES))
+            for stage in closing.stages:
+                held = [from_bitmap(one, len(closing.counted)) for one in stage.holders]
+                assert [sum(flags) for flags in zip(*held, strict=True)] == [1] * NUM_MICROBATCHES
+        batches = [batch_of(step, NUM_MICROBATCHES) for step in range(len(self.records))]
+        plain_steps(self.swarm.module, batches, divisors=[1.0] * len(batches))
+        expected = self.swarm.module.state_dict()
+        seen: dict[str, torch.Tensor] = {}
+        for index, roster in enumerate(self.records[-1].next_roster):
+            for member in roster:
+                stepping = self.swarm.servers[member.peer_id].stepping
+                assert stepping.version == len(self.records)
+                for name, tensor in stepping.stage(index).weights().items():
+                    assert torch.equal(seen.setdefault(name, tensor), tensor), "replicas are equal to the bit"
+                    torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+        assert seen.keys() == expected.keys()
+
+
+def strike(kind: str, peer: str, phase: Phase, **when: Any) -> FaultPlan:
+    plan = FaultPlan()
+    moment: dict[str, Any] = {"step": 1, "of": peer, **when}
+    if kind == "kill":
+        return plan.kill(peer, at=phase, **moment)
+    return plan.freeze(peer, for_s=LONG_S, at=phase, **moment)
+
+
+PHASES = [
+    (Phase.GRANT, 1),
+    (Phase.GRANT_DONE, 1),
+    (Phase.DONE, 1),
+    (Phase.DONE_DONE, 1),
+    (Phase.DONE, 2),  # the lead asks to close
+    (Phase.DONE_DONE, 2),
+    (Phase.RECORD, 1),
+    (Phase.CLOSE, 1),
+    (Phase.CLOSE, 3),
+    (Phase.CLOSE_DONE, 1),
+    (Phase.AVERAGE, 1),
+    (Phase.AVERAGE, 3),
+    (Phase.AVERAGE_SEND, 1),
+    (Phase.AVERAGE_REDUCE, 1),
+    (Phase.AVERAGE_DONE, 1),
+    (Phase.AVERAGE_DONE, 3),
+    (Phase.PREPARE, 1),
+    (Phase.PREPARE_DONE, 1),
+    (Phase.DECIDE, 1),  # between the proposal and a majority
+    (Phase.DECIDE, 2),
+    (Phase.DECIDE_DONE, 1),  # after a majority, which the coordinator has not heard of
+    (Phase.DECIDE_DONE, 2),
+    (Phase.APPLY, 1),
+    (Phase.APPLY, 3),
+    (Phase.APPLY_DONE, 1),
+    (Phase.APPLY_DONE, 3),
+    (Phase.RECORD_DONE, 1),
+]
+every_phase = pytest.mark.parametrize(("phase", "nth"), PHASES, ids=lambda one: getattr(one, "name", one))
+LATE = [one for one in PHASES if one[0] not in (Phase.GRANT, Phase.GRANT_DONE)]
+
+
+@every_phase
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase, nth: int) -> None:
+    trial = Trial(make_swarm, strike(kind, "a", phase, nth=nth))
+    trial.train(1)
+    assert {voter.peer_id for voter in trial.records[0].next_voters} == {A, B, C}
+    trial.train(3, avoid="a")
+    trial.check()
+    assert trial.count("takeover") == 1
+    assert [name for name in trial.coordinators if name != A] == [B]
+    assert trial.members() == [[B, C], [D, B, C]]
+    assert {voter.peer_id for voter in trial.records[-1].next_voters} == {B, C, D}
+
+
+@pytest.mark.parametrize(("phase", "nth"), LATE, ids=lambda one: getattr(one, "name", one))
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_coordinator_that_goes_with_gradients_in_its_sum(
+    make_swarm: MakeSwarm, kind: str, phase: Phase, nth: int
+) -> None:
+    trial = Trial(make_swarm, strike(kind, "a", phase, nth=nth))
+    trial.train(2)
+    trial.train(2, avoid="a")
+    trial.check()
+    assert trial.count("takeover") == 1
+    assert trial.members() == [[B, C], [D, B, C]]
+
+
+@pytest.mark.parametrize("for_s", [3.0, 12.0, 25.0, 60.0])
+@pytest.mark.parametrize(
+    "phase", [Phase.GRANT, Phase.DONE, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY, Phase.RECORD_DONE]
+)
+def test_a_coordinator_that_comes_back_does_no_harm(make_swarm: MakeSwarm, phase: Phase, for_s: float) -> None:
+    """It was frozen: for a moment, until others are about to take over, or until they have."""
+    plan = FaultPlan().freeze("a", for_s=for_s, at=phase, of="a", step=1)
+    trial = Trial(make_swarm, plan)
+    trial.train(1)
+    trial.train(4, avoid="a")
+    trial.swarm.settle()
+    trial.check()
+    assert len(trial.coordinators) == 1, "the old one has stepped down"
+    if for_s != 12.0:  # else it is back about when the others notice
+        assert trial.count("takeover") == (for_s > SILENCE_S)
+
+
+@pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.CLOSE, Phase.APPLY], ids=str)
+@pytest.mark.parametrize("voter", ["b", "c"])
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_a_voter_that_goes(make_swarm: MakeSwarm, kind: str, voter: str, phase: Phase) -> None:
+    trial = Trial(make_swarm, strike(kind, voter, phase))
+    trial.train(1)
+    trial.train(3, avoid=voter)
+    trial.check()
+    assert trial.count("takeover") == 0
+    assert trial.coordinators == [A]
+    assert PeerId(voter) not in {one.peer_id for one in trial.records[-1].next_voters}
+
+
+@pytest.mark.parametrize("phase", [Phase.GRANT_DONE, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=str)
+def test_one_after_the_other(make_swarm: MakeSwarm, phase: Phase) -> None:
+    """The second coordinator goes, too, and the third finishes."""
+    plan = FaultPlan().kill("a", at=phase, of="a", step=1).kill("b", at=phase, of="b", step=3)
+    trial = Trial(make_swarm, plan, "a b c d e", "d b c e")
+    trial.train(1)
+    trial.train(2, avoid="a b")
+    trial.train(3)
+    trial.check()
+    assert trial.count("takeover") == 2
+    assert trial.members() == [[C, D, E], [D, C, E]]
+
+
+def test_a_coordinator_that_is_cut_off_from_the_others(make_swarm: MakeSwarm) -> None:
+    """It has the lead on its side, and no majority; when the cut heals it steps down."""
+    plan = FaultPlan().partition(["a", LEAD], ["b", "c", "d"], for_s=40.0, at=Phase.DONE, of="a", step=1)
+    trial = Trial(make_swarm, plan)
+    trial.train(1)
+    trial.train(2, avoid="a")
+    trial.swarm.settle()
+    trial.train(2)
+    trial.check()
+    assert trial.coordinators == [B]
+    assert trial.count("takeover") == 1
+
+
+def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm) -> None:
+    """Both other voters are frozen for long; nothing is decided until they are back."""
+    plan = FaultPlan().freeze("b", for_s=300.0, at=Phase.DECIDE, of="b", step=1)
+    plan.freeze("c", for_s=300.0, at=Phase.DECIDE, of="c", step=1)
+    trial = Trial(make_swarm, plan)
+    trial.train(1)
+    trial.train(1, avoid="b c")
+    assert trial.swarm.loop.time() >= 290.0
+    assert trial.count("pause") >= 1
+    trial.train(1)
+    trial.check()
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+def test_a_coordinator_that_leaves_hands_over_at_once(make_swarm: MakeSwarm) -> None:
+    trial = Trial(make_swarm, FaultPlan())
+    trial.train(2)
+    begin_s = trial.swarm.loop.time()
+    trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
+    assert trial.swarm.loop.time() < begin_s + 1.0
+    assert trial.coordinators == [B]
+    trial.train(2)
+    trial.check()
+    assert trial.members() == [[A, B, C], [D, B, C]], "it serves on"
+    assert not trial.trainer.replayed
+
+
+def test_the_first_coordinator_hands_over_though_it_alone_votes(make_swarm: MakeSwarm) -> None:
+    trial = Trial(make_swarm, FaultPlan(), "a b", "c")
+    trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
+    assert trial.coordinators == [B]
+    trial.train(2)
+    trial.check()
+
+
+def test_who_does_not_coordinate_says_so(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    request = encode(GrantRequest(step=0, num_samples=2, generation=0))
+    with pytest.raises(NotCoordinator, match="b does not coordinate"):
+        swarm.run(swarm.trainer.call(B, GRANT, request, timeout=1.0))
+
+
+# ---------------------------------------------------------------------- the books
+
+
+def logged(value: float) -> Logged:
+    return Logged(
+        name="loss", reduce="mean", value=value, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("phase", "nth"),
+    [
+        (Phase.DONE, 1),
+        (Phase.DONE_DONE, 1),
+        (Phase.CLOSE, 1),
+        (Phase.AVERAGE_DONE, 1),
+        (Phase.DECIDE, 1),
+        (Phase.DECIDE_DONE, 2),
+        (Phase.APPLY, 1),
+        (Phase.APPLY_DONE, 3),
+        (Phase.RECORD_DONE, 1),
+    ],
+    ids=lambda one: getattr(one, "name", one),
+)
+@pytest.mark.parametrize("kind", ["kill", "freeze"])
+def test_no_log_of_other_trainers_is_lost_or_counted_twice(
+    make_swarm: MakeSwarm, kind: str, phase: Phase, nth: int
+) -> None:
+    trial = Trial(make_swarm, strike(kind, "a", phase, nth=nth), trainers=f"{LEAD} other")
+    swarm = trial.swarm
+    trial.train(1)
+    trial.trainer.avoid |= {A}
+    other = swarm.client(swarm.network.transport(OTHER))
+
+    async def of_other(seed: int) -> None:
+        grant = await other.grant(2)
+        k = key(grant.first, 0, step=grant.step)
+        await swarm.through(k, rows(seed), route=trial.trainer.route(0), weight=grant.weight)
+        await other.done(grant.lease, [k.receipt], logs=[logged(float(seed))])
+
+    async def step() -> Record:
+        other.run.version = swarm.steps.version
+        await of_other(77)
+        record = await trial.trainer.step(*batch_of(len(trial.records), NUM_MICROBATCHES))
+        assert await other.record(record.step) == record
+        return record
+
+    for number in (1, 2):
+        record = swarm.run(step())
+        assert [logged(77.0)] == swarm.steps.logs, f"of step {number}"
+        assert len(record.closing.batches) == 2
+        swarm.steps.logs.clear()
+    trial.plan.check()
+    assert trial.count("takeover") == 1
+
+
+def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwarm) -> None:
+    """Its batch counts nowhere; what it may have sent has a name that nobody else's batch gets."""
+    trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
+    swarm = trial.swarm
+    trial.train(1)
+    other = swarm.client(swarm.network.transport(OTHER))
+    other.run.version = 1
+
+    async def go() -> None:
+        grant = await other.grant(2)
+        k = key(grant.first, 0, step=1)
+        await swarm.through(k, rows(5), route=[B, D], weight=grant.weight)
+        swarm.network.kill(OTHER)
+        swarm.network.kill(A)
+
+    swarm.run(go())
+    trial.train(2, avoid="a")
+    trial.check()
+    assert trial.records[1].closing.counted[0][0] == 2 << 32
+    assert trial.count("discard") >= 1
+
+
+def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) -> None:
+    trial = Trial(make_swarm, FaultPlan())
+    trial.train(1)
+    held = asyncio.Event()
+    handler = trial.swarm.servers[D]._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+
+    async def slow(caller: PeerId, body: bytes) -> bytes:
+        held.set()
+        await asyncio.sleep(5.0)
+        answer: bytes = await handler(caller, body)
+        return answer
+
+    trial.swarm.servers[D]._transport._call_handlers[AVERAGE] = slow  # type: ignore[attr-defined]
+
+    async def go() -> None:
+        closing = asyncio.ensure_future(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
+        await held.wait()
+        await trial.swarm.servers[A].admission.leadership.abdicate()
+        trial.records.append(await closing)
+
+    trial.swarm.run(go())
+    assert trial.coordinators == [B]
+    trial.train(1)
+    trial.check()
