@@ -287,3 +287,54 @@ def test_a_peer_whose_clock_is_wrong_is_not_let_in_and_told_why(
     known = world.another()
     with pytest.raises(Unreachable, match=r"clocks must agree.* within 3 seconds .*`lightning-swarm doctor --peer"):
         world.another(known)
+
+
+def test_an_answer_to_a_call_that_was_just_cancelled_ends_no_other(world: HivemindWorld) -> None:
+    """The moment is one turn of the loop long; here it is hit with certainty."""
+
+    async def answer(caller: PeerId, body: bytes) -> bytes:
+        return body
+
+    async def wait_for_ever(caller: PeerId, body: bytes) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    async def go() -> None:
+        world.b.transport.handle_call("test.echo", answer)
+        world.b.transport.handle_call("test.silent", wait_for_ever)
+        control = world.a.transport._p2p._client.control  # type: ignore[attr-defined]
+        before = set(control._pending_calls)
+        call = asyncio.create_task(world.a.transport.call(world.b.id, "test.silent", b"", timeout=LONG_S))
+        while not (pending := set(control._pending_calls) - before):  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+        for _ in range(10):  # until the task waits for its answer
+            await asyncio.sleep(0)
+        call.cancel()
+        (call_id,) = pending
+        assert control._pending_calls[call_id].cancelled()
+        control._pending_calls[call_id].set_result(b"late")  # what the task that reads for all does
+        control._pending_calls[call_id].set_exception(OSError("late"))
+        await asyncio.wait({call})
+        assert call.cancelled()
+        assert await world.a.transport.call(world.b.id, "test.echo", b"on it goes", timeout=LONG_S) == b"on it goes"
+
+    world.run(go())
+
+
+def test_a_client_that_reads_no_more_closes_its_transport() -> None:
+    """Rather than wait for answers that never come."""
+    lone = HivemindWorld()
+    lone.open()
+    try:
+
+        async def go() -> None:
+            transport = lone.a.transport
+            transport._p2p._client.control._read_task.cancel()  # type: ignore[attr-defined]
+            while not transport.closed:  # type: ignore[attr-defined]  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+            with pytest.raises(Unreachable, match="closed its transport"):
+                await transport.call(lone.b.id, "test.echo", b"", timeout=LONG_S)
+
+        lone.run(go())
+    finally:
+        lone.close()

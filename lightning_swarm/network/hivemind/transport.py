@@ -23,6 +23,7 @@ from lightning_swarm.network.hivemind._engine import (
     P2PHandlerError,
     StreamInfo,
 )
+from lightning_swarm.network.hivemind._pending import steady
 from lightning_swarm.network.hivemind._process import exited
 from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool, to_peer_id
 
@@ -56,7 +57,7 @@ class HivemindTransport(BaseTransport):
 
     async def open(self) -> None:
         """Begin to serve. All methods share two of libp2p's protocols, so they may be registered at any time."""
-        self._watch = asyncio.create_task(self._watch_daemon())
+        self._watch = asyncio.create_task(self._watch_daemon(steady(self._p2p)))
         await self._p2p.add_protobuf_handler(_CALL, self._on_call, BytesValue)
         await self._p2p.add_binary_stream_handler(_STREAM, self._on_stream)
 
@@ -103,10 +104,15 @@ class HivemindTransport(BaseTransport):
                 self._p2p._child.kill()
             await exited(pid)
 
-    async def _watch_daemon(self) -> None:
-        # Without its daemon, hivemind's client would wait for answers for ever.
-        await exited(self.daemon_pid)
-        self._break_off()
+    async def _watch_daemon(self, reading: asyncio.Task[None]) -> None:
+        # Without its daemon, or with nobody who reads from it, hivemind's client would wait for answers for ever.
+        ended = asyncio.create_task(exited(self.daemon_pid))
+        try:
+            await asyncio.wait({ended, reading}, return_when=asyncio.FIRST_COMPLETED)
+            self._break_off()
+        finally:
+            ended.cancel()
+            await asyncio.wait({ended})
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
         try:
