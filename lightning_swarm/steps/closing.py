@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from lightning_swarm.config import Limits
@@ -37,6 +37,7 @@ class Closer:
         snapshots: When the servers take some.
         spawn: Runs work in a task that has an owner.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
+        fence: Has servers give up what is under way of batches that are struck.
         limits: Bounds.
         events: Of the coordinator.
     """
@@ -51,6 +52,7 @@ class Closer:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
+        fence: Callable[[OpenStep, Sequence[int]], None],
         limits: Limits,
         events: EventLog,
     ) -> None:
@@ -61,6 +63,7 @@ class Closer:
         self._snapshots = snapshots
         self._spawn = spawn
         self._lead_asks = lead_asks
+        self._fence = fence
         self._limits = limits
         self._events = events
         self._sums: Sums | None = None  # of the newest step that closed
@@ -119,6 +122,7 @@ class Closer:
                 step,
                 selection,
                 first_round=self._proposer.first_round,
+                fence=self._fence,
                 stage_timeout=self._limits.stage_timeout,
                 events=self._events,
             )

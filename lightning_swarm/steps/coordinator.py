@@ -111,17 +111,6 @@ class Coordinator:
         self._snapshots = SnapshotOrders(
             transport, run, interval_s=limits.snapshot_interval, timeout=limits.call_timeout
         )
-        self._closer = Closer(
-            run,
-            self._servers,
-            self.gate,
-            proposer,
-            self._snapshots,
-            spawn=self._spawn,
-            lead_asks=self._asked_for,
-            limits=limits,
-            events=events,
-        )
         self._watch = TrainerWatch(
             transport,
             run,
@@ -132,6 +121,18 @@ class Coordinator:
             on_change=self._on_change,
             interval_s=limits.silence_timeout / 5,
             timeout=limits.call_timeout,
+        )
+        self._closer = Closer(
+            run,
+            self._servers,
+            self.gate,
+            proposer,
+            self._snapshots,
+            spawn=self._spawn,
+            lead_asks=self._asked_for,
+            fence=self._watch.fence,
+            limits=limits,
+            events=events,
         )
         self._warned_large = False
         transport.handle_call(SELECT, self._handle_select)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.errors import DeadlineExceeded, NotMember, PeerError, ProtocolError, StepError, SwarmError
@@ -55,6 +55,7 @@ class Sums:
         step: Which.
         selection: What it trains.
         first_round: From here on nobody else counts rounds of this step.
+        fence: Has servers give up what is under way of batches that are struck.
         stage_timeout: Seconds to wait for a stage of which nobody is there.
         events: Of the coordinator.
 
@@ -70,6 +71,7 @@ class Sums:
         selection: Selection | None,
         *,
         first_round: int,
+        fence: Callable[[OpenStep, Sequence[int]], None],
         stage_timeout: float,
         events: EventLog,
     ) -> None:
@@ -77,6 +79,7 @@ class Sums:
         self._servers = servers
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
+        self._fence = fence
         self._stage_timeout = stage_timeout
         self._events = events
         self._rounds = itertools.count(first_round)
@@ -115,6 +118,8 @@ class Sums:
             plan = self._plan(ledgers)
             if plan.done:
                 return self._closing(ledgers, round_), hashes
+            for first in plan.lost:
+                self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
             if lost and await self._strike(lost):
                 return None
@@ -251,6 +256,23 @@ class Sums:
             barred={first: self._unreached[trainer] for first, trainer in trainers.items()},
         )
 
+    def _check_excused(self, first: int, ledgers: Ledgers) -> None:
+        """What trainers hold of a batch may go with its trainer, or with a sum that begins anew. Else it is a bug.
+
+        Raises:
+            StepError: The trainer is there, and did not add it.
+        """
+        trainer, place = self._step.trainer_of(first), self._step.batches.index((first, 0, 0))
+        for index, stage in enumerate(ledgers):
+            for member, ledger in stage.items():
+                if member.peer_id != trainer or not self._run.manifest.stages[index].on_trainers:
+                    continue
+                if not ledger.num_unnamed and not from_bitmap(ledger.held, len(self._step.batches))[place]:
+                    raise StepError(
+                        f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
+                        f"batch at {first} was added not at all"
+                    )
+
     async def _repair(self, plan: Plan) -> set[int]:
         """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
         for index, peers in enumerate(plan.discards):
@@ -324,6 +346,7 @@ class Sums:
             peers = {member.peer_id for roster in self._rosters() for member in roster}
             await self._ask(dict.fromkeys(sorted(peers), self._request(next(self._rounds), reopens=True)))
         self._step.strike(firsts)
+        self._fence(self._step, sorted(firsts))
         return reopens
 
     # ------------------------------------------------------------------ a stage with nobody

@@ -18,7 +18,8 @@ from lightning_swarm.errors import ConfigError, ProtocolError, StepError
 from lightning_swarm.network import Message
 from lightning_swarm.server import FORWARD
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import servers
+from lightning_swarm.steps import sums
+from lightning_swarm.steps.planning import Plan
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types.calls import CallKey, ForwardRequest, Mode
 from lightning_swarm.types.wire import encode
@@ -382,16 +383,25 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return struck
 
 
-def test_the_ledgers_show_what_is_not_counted_once(planted: list[CallKey]) -> None:
-    with pytest.raises(StepError, match=rf"step {PLANTED_AT}: .*stage 2 .*(no batch completed|not at all)"):
+@pytest.mark.parametrize("planted", ["not at all"], indirect=True)
+def test_a_batch_that_its_trainer_did_not_add_fails_the_step(planted: list[CallKey]) -> None:
+    with pytest.raises(StepError, match=rf"step {PLANTED_AT}: .*stage 2 .* not at all"):
         run_swarm(scheduled, loader(sentences()), max_steps=STEPS, **LIST)
     assert len(planted) == 1
 
 
+@pytest.mark.parametrize("planted", ["twice"], indirect=True)
+def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is any other batch that is in it: nobody can run the user's code again."""
+    run_swarm(scheduled, loader(sentences()), max_steps=STEPS, **LIST)
+    assert len(planted) == 1
+    assert f"strike: step {PLANTED_AT}" in caplog.text
+
+
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
-    # The protocol's own checks would stop the run first.
-    monkeypatch.setattr(servers, "check_ledgers", lambda *_, **__: None)
+    # The closing would strike the batch.
+    monkeypatch.setattr(sums, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
     monkeypatch.setattr(Stepping, "_bind", bind_anyway)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1
