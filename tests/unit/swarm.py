@@ -215,7 +215,7 @@ class Swarm:
         async def note(_: Record) -> None:
             """The tests choose their routes themselves."""
 
-        return StepClient(trainer, RunState(self.manifest), timeout=30.0, patience_s=30.0, on_record=note)
+        return StepClient(trainer, RunState(self.manifest), timeout=30.0, patience_s=600.0, on_record=note)
 
     @property
     def stages(self) -> Sequence[StageModule]:

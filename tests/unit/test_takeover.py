@@ -41,7 +41,6 @@ class Trial:
             limits=Limits(call_timeout=30.0, silence_timeout=SILENCE_S, stage_timeout=3600.0),
             trainers=trainers,
         )
-        self.swarm.steps._patience_s = 600.0
         self.trainer = Replayer(self.swarm)
         self.sabotage = sabotage(network, plan)
         self.records: list[Record] = []
