@@ -121,6 +121,7 @@ class Peer:
             limits=self._config.limits,
             events=self.events,
             connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
+            announce=partial(membership.announce_run, self._directory, self._config.run_id),
             hosts={address.peer_id for address in self._config.initial_peers},
         )
         await self.server.start()

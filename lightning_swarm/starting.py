@@ -11,6 +11,7 @@ from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.server.model import Model
 from lightning_swarm.steps import VIEW
+from lightning_swarm.steps.planning import choose_voters
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Manifest, Member, Selection
 from lightning_swarm.types.wire import PROTOCOL_VERSION
@@ -96,6 +97,7 @@ def manifest(
     # The starter's own server coordinates: its trainer's control calls then cross no network.
     servers = sorted(servers, key=lambda member: member.peer_id != me.peer_id)
     trainers = [me, *(member for member in others if member != me)]
+    rosters = membership.assign(len(spec.ranges), servers)
     return Manifest(
         protocol_version=PROTOCOL_VERSION,
         run_id=config.run_id,
@@ -104,7 +106,7 @@ def manifest(
         lead=me.peer_id,
         trainers=[member.peer_id for member in trainers],
         coordinator=servers[0].peer_id,
-        voters=[servers[0]],
+        voters=choose_voters(rosters, servers[:1]),
         target_batch_size=config.target_batch_size,
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,
@@ -113,5 +115,5 @@ def manifest(
         max_steps=spec.max_steps,
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,
-        stages=model.describe(spec.ranges, [*membership.assign(len(spec.ranges), servers), trainers]),
+        stages=model.describe(spec.ranges, [*rosters, trainers]),
     )

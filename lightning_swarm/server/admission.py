@@ -39,6 +39,7 @@ class Admission:
         limits: Bounds.
         events: Of this peer.
         connect: Makes the run's other servers reachable.
+        announce: Tells those who come later who coordinates the run.
         hosts: Whom this peer was told to join. They may end it while no run has it.
     """
 
@@ -53,6 +54,7 @@ class Admission:
         limits: Limits,
         events: EventLog,
         connect: Callable[[], Awaitable[None]],
+        announce: Callable[[PeerId], Awaitable[None]],
         hosts: Collection[PeerId],
     ) -> None:
         self._transport = transport
@@ -69,7 +71,9 @@ class Admission:
         self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.left = asyncio.Event()
-        self.leadership = Leadership(transport, stepping, self.me, self.left, limits=limits, events=events)
+        self.leadership = Leadership(
+            transport, stepping, self.me, self.left, limits=limits, events=events, announce=announce
+        )
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         transport.handle_call(ADMIT, self._handle_admit)
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)

@@ -100,29 +100,31 @@ class Joiner:
             PeerError: The run is there, but does not let this peer in.
         """
         while not self._done:
-            for coordinator in await find():
-                if await self._runs(coordinator):
+            for named in await find():
+                coordinator = await self._coordinator_of(named)
+                if coordinator is not None:
                     async with self._admission.asking(coordinator) as free:
                         if free:
                             await self._join(coordinator)
                         return
             await asyncio.sleep(_POLL_S)
 
-    async def _runs(self, coordinator: PeerId) -> bool:
-        """Whether the run is there that was announced: announcements outlive runs."""
+    async def _coordinator_of(self, named: PeerId) -> PeerId | None:
+        """Who coordinates the run that was announced, in the eyes of whom it named; announcements outlive runs."""
+        coordinator = named
         try:
-            there = (await hello.meet(self._transport, coordinator, timeout=self._timeout)).greeting.protocol_version
+            there = (await hello.meet(self._transport, named, timeout=self._timeout)).greeting.protocol_version
             if there == PROTOCOL_VERSION:  # else its answer may not be readable here
-                await self._view(coordinator)
+                coordinator = PeerId((await self._view(named)).term[1])
         except SwarmError as error:
-            _log.info("No run at %s: %s", coordinator, error)
-            return False
+            _log.info("No run at %s: %s", named, error)
+            return None
         if there != PROTOCOL_VERSION:
             raise ConfigError(
                 f"`protocol_version` is {there} in the run and {PROTOCOL_VERSION} here. "
                 "Install the same version of lightning_swarm on all peers."
             )
-        return True
+        return coordinator
 
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from lightning_swarm.config import Limits
@@ -47,6 +48,7 @@ class Leadership:
         over: Set when the run is over here.
         limits: Bounds.
         events: Of this peer.
+        announce: Tells those who come later that this peer coordinates.
 
     Attributes:
         coordinator: The role, while this server plays it.
@@ -61,6 +63,7 @@ class Leadership:
         *,
         limits: Limits,
         events: EventLog,
+        announce: Callable[[PeerId], Awaitable[None]],
     ) -> None:
         self._transport = transport
         self._stepping = stepping
@@ -68,6 +71,7 @@ class Leadership:
         self._over = over
         self._limits = limits
         self._events = events
+        self._announce = announce
         self._role = Role(transport, ROLE_CALLS, {METRICS: limits.max_metric_bytes, TAKE_METRICS: 0})
         self._run: RunState | None = None
         self._tasks = TaskOwner()
@@ -323,6 +327,13 @@ class Leadership:
             return  # another one was quicker meanwhile
         self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
         await self._coordinate(run, proposer, books)
+        self._tasks.spawn(self._say_so(run))
+
+    async def _say_so(self, run: RunState) -> None:
+        try:
+            await self._announce(run.coordinator)
+        except SwarmError as error:
+            _log.warning("Who joins later may not find who coordinates: %s", error)
 
     def _proposer(self, run: RunState, term: Term) -> Proposer:
         return Proposer(

@@ -74,6 +74,7 @@ class Server:
         limits: Bounds.
         events: Of this peer.
         connect: Makes the run's other servers reachable.
+        announce: Tells those who come later who coordinates the run.
         hosts: Whom this peer was told to join. They may end it while no run has it.
     """
 
@@ -88,6 +89,7 @@ class Server:
         limits: Limits,
         events: EventLog,
         connect: Callable[[], Awaitable[None]],
+        announce: Callable[[PeerId], Awaitable[None]],
         hosts: Collection[PeerId] = (),
     ) -> None:
         self._transport = transport
@@ -119,6 +121,7 @@ class Server:
             limits=limits,
             events=events,
             connect=connect,
+            announce=announce,
             hosts=hosts,
         )
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)

@@ -155,6 +155,7 @@ class Swarm:
             ),
         )
         self.joining: list[asyncio.Task[None]] = []
+        self.announced: list[PeerId] = []  # who came to coordinate
         self.steps = self.client(self.trainer)
         self.steps.hyperparameters = lambda: HYPERPARAMETERS
         for server in self.servers.values():
@@ -180,6 +181,9 @@ class Swarm:
         async def connect() -> None:
             """Peers of one network reach each other anyway."""
 
+        async def announce(coordinator: PeerId) -> None:
+            self.announced.append(coordinator)
+
         return Server(
             transport,
             tickets,
@@ -189,6 +193,7 @@ class Swarm:
             limits=self.limits,
             events=EventLog(),
             connect=connect,
+            announce=announce,
             hosts=self._hosts,
         )
 

@@ -124,7 +124,23 @@ PHASES = [
     (Phase.RECORD_DONE, 1),
 ]
 every_phase = pytest.mark.parametrize(("phase", "nth"), PHASES, ids=lambda one: getattr(one, "name", one))
-LATE = [one for one in PHASES if one[0] not in (Phase.GRANT, Phase.GRANT_DONE)]
+
+
+def by_name(phase: Phase) -> str:
+    return phase.name
+
+
+LATE = [
+    (Phase.DONE, 1),
+    (Phase.DONE_DONE, 2),
+    (Phase.CLOSE, 3),
+    (Phase.CLOSE_DONE, 1),
+    (Phase.AVERAGE_SEND, 1),
+    (Phase.AVERAGE_DONE, 3),
+    (Phase.DECIDE, 1),
+    (Phase.DECIDE_DONE, 2),
+    (Phase.APPLY, 3),
+]
 
 
 @every_phase
@@ -137,6 +153,7 @@ def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase,
     trial.check()
     assert trial.count("takeover") == 1
     assert [name for name in trial.coordinators if name != A] == [B]
+    assert trial.swarm.announced == [B]
     assert trial.members() == [[B, C], [D, B, C]]
     assert {voter.peer_id for voter in trial.records[-1].next_voters} == {B, C, D}
 
@@ -154,9 +171,9 @@ def test_a_coordinator_that_goes_with_gradients_in_its_sum(
     assert trial.members() == [[B, C], [D, B, C]]
 
 
-@pytest.mark.parametrize("for_s", [3.0, 12.0, 25.0, 60.0])
+@pytest.mark.parametrize("for_s", [3.0, 12.0, 40.0])
 @pytest.mark.parametrize(
-    "phase", [Phase.GRANT, Phase.DONE, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY, Phase.RECORD_DONE]
+    "phase", [Phase.GRANT, Phase.DONE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=lambda phase: phase.name
 )
 def test_a_coordinator_that_comes_back_does_no_harm(make_swarm: MakeSwarm, phase: Phase, for_s: float) -> None:
     """It was frozen: for a moment, until others are about to take over, or until they have."""
@@ -171,7 +188,9 @@ def test_a_coordinator_that_comes_back_does_no_harm(make_swarm: MakeSwarm, phase
         assert trial.count("takeover") == (for_s > SILENCE_S)
 
 
-@pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.CLOSE, Phase.APPLY], ids=str)
+@pytest.mark.parametrize(
+    "phase", [Phase.DECIDE, Phase.DECIDE_DONE, Phase.CLOSE, Phase.APPLY], ids=lambda phase: phase.name
+)
 @pytest.mark.parametrize("voter", ["b", "c"])
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_a_voter_that_goes(make_swarm: MakeSwarm, kind: str, voter: str, phase: Phase) -> None:
@@ -184,7 +203,9 @@ def test_a_voter_that_goes(make_swarm: MakeSwarm, kind: str, voter: str, phase: 
     assert PeerId(voter) not in {one.peer_id for one in trial.records[-1].next_voters}
 
 
-@pytest.mark.parametrize("phase", [Phase.GRANT_DONE, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=str)
+@pytest.mark.parametrize(
+    "phase", [Phase.GRANT_DONE, Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY], ids=lambda phase: phase.name
+)
 def test_one_after_the_other(make_swarm: MakeSwarm, phase: Phase) -> None:
     """The second coordinator goes, too, and the third finishes."""
     plan = FaultPlan().kill("a", at=phase, of="a", step=1).kill("b", at=phase, of="b", step=3)
@@ -356,3 +377,14 @@ def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) 
     assert trial.coordinators == [B]
     trial.train(1)
     trial.check()
+
+
+def test_a_server_joins_with_the_coordinator_that_took_over(make_swarm: MakeSwarm) -> None:
+    """It was told of the first one, or of any member."""
+    trial = Trial(make_swarm, FaultPlan(), "a b c", "d b c")
+    trial.train(1)
+    trial.swarm.run(trial.swarm.servers[A].admission.leadership.abdicate())
+    trial.swarm.join("e")  # told of the first
+    trial.train(3)
+    trial.check()
+    assert E in {peer for roster in trial.members() for peer in roster}
