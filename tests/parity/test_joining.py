@@ -346,9 +346,9 @@ def spoiling(strategy: InMemoryStrategy) -> Callable[[Server], None]:
     def noted(server: Server) -> None:
         follow = server.admission.follow
 
-        def spoiled(run: Any, stage: Any) -> None:
+        async def spoiled(run: Any, stage: Any) -> None:
             next(iter(stage.parameters.values())).data.flatten()[0] += 1e-9
-            follow(run, stage)
+            await follow(run, stage)
 
         server.admission.follow = spoiled  # type: ignore[method-assign]
 
