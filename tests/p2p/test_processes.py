@@ -17,7 +17,7 @@ from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import Net, digits
 from tests.parity.trainers import Curve, assert_exact
 
-# Cold starts of peers in this file: 3 + 3 + 3 + 2 for the curves, 3 times 2 for the ghosts.
+# Cold starts of peers in this file: 2 + 3 + 3 + 2 for the curves, 3 times 2 for the ghosts.
 
 Start = Callable[..., Run]
 
@@ -38,8 +38,8 @@ def start() -> Iterator[Start]:
 @pytest.mark.parametrize(
     ("model", "devices", "num_stages", "clip", "joiner_at"),
     [
-        pytest.param("digits", 3, 2, 0.5, None, id="a stage with two servers"),
-        pytest.param("gpt-losses", 2, 4, None, 5, id="servers with two stages, and one that joins"),
+        pytest.param("digits", 2, 2, 0.5, None, id="clipped"),
+        pytest.param("gpt-losses", 2, 4, None, 5, id="servers with two stages, one of which gets a second server"),
     ],
 )
 def test_curve_equals_the_plain_trainers(

@@ -1,0 +1,87 @@
+"""A process that has imported everything and forks peers: as real as any, without the seconds that imports take.
+
+It reads one JSON object a line from its standard input and answers with the process id of the peer that it began. It
+has no thread and no event loop of its own, so a fork of it is as clean as a new process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import hivemind  # noqa: F401 - it takes a second to import
+import lightning as L
+import torch
+
+import lightning_swarm.network.hivemind  # noqa: F401
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.config import Limits
+from tests.parity.models import MODELS, Recipe
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the peers: they shall leave no zombies
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _live(order)
+        print(pid, flush=True)
+
+
+def _live(order: dict[str, Any]) -> None:
+    """Be a server until the run is over."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        serve(**order["serve"])
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BaseException:  # noqa: BLE001 - it is the end of this process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve(model: str, num_stages: int, initial_peers: list[str], limits: dict[str, float]) -> None:
+    """As a user's script does that joins a run."""
+    torch.manual_seed(len(initial_peers))  # its own initial weights are never used
+    strategy = SwarmStrategy(
+        role="server", num_stages=num_stages, pipeline="net", initial_peers=initial_peers, limits=Limits(**limits)
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(MODELS[model][0](Recipe(optimizer="sgd")))
+
+
+if __name__ == "__main__":
+    main()
