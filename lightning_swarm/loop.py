@@ -43,6 +43,7 @@ class SwarmOptimization:
         self._session = session
         self._target_batch_size = target_batch_size
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
+        self._num_servers = session.num_servers
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
         results = trainer.fit_loop.epoch_loop._results
@@ -189,7 +190,9 @@ class SwarmOptimization:
         record = self._session.newest_record
         assert record is not None
         self._logs.decide(self._session.take_logs(), self._session.take_metrics())
-        if not self._session.is_lead:
+        if self._session.is_lead:
+            self._log_events()
+        else:
             for group, values in zip(optimizer.param_groups, record.hyperparameters, strict=True):
                 set_hyperparameters(group, values)
         skipped = record.outcome == "skip"
@@ -199,6 +202,17 @@ class SwarmOptimization:
             _log.log(level, "Step %d was skipped in all stages: its gradient was not finite.", record.step)
         if record.closing.batches:
             self._scale.update(skipped=skipped)
+
+    def _log_events(self) -> None:
+        """In the Trainer's loggers, where there is something to say: a quiet run logs what a plain one does."""
+        metrics = {f"swarm/{kind}": float(count) for kind, count in self._session.take_events().items()}
+        num_servers = self._session.num_servers
+        if metrics or num_servers != self._num_servers:
+            metrics["swarm/peers"] = float(num_servers)
+            step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step=step)
+        self._num_servers = num_servers
 
     def _catch_up(self) -> None:
         """Lightning moves schedulers once a batch; a trainer that jumps over steps moves them for the others."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_swarm.errors import PeerError, StepError
+from lightning_swarm.events import EventKind
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
@@ -51,6 +53,7 @@ class Session:
         self.selection = manifest.selection
         self.is_lead = is_lead
         self.num_trainers = len(manifest.trainers)
+        self._seen = pipeline.link.events.counts.copy()
         pipeline.version = steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
@@ -173,6 +176,18 @@ class Session:
         """At the lead: what their batches added to metrics, batch by batch."""
         metrics, self._steps.metrics = self._steps.metrics, []
         return metrics
+
+    def take_events(self) -> dict[EventKind, int]:
+        """At the lead: what was noted since this was asked last, here and at the coordinator, and how often."""
+        events = self.pipeline.link.events
+        new, self._seen = events.since(self._seen), events.counts.copy()
+        noted, self._steps.events = self._steps.events, Counter()
+        return dict(new + noted)
+
+    @property
+    def num_servers(self) -> int:
+        """Peers that hold a stage."""
+        return len(self._steps.run.servers)
 
     def renew(self) -> None:
         """At the lead: the others go on waiting while this trainer validates or saves."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
@@ -17,6 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 from torch import Tensor
 
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
+from lightning_swarm.events import EventKind
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import (
@@ -81,6 +83,7 @@ class StepClient:
         newest: The newest record that this trainer knows of.
         logs: What other trainers logged of the batches in records that came since these were taken; for the lead.
         metrics: Likewise, what their batches added to torchmetrics objects.
+        events: Likewise, what the coordinator noted, if it is another peer.
         hyperparameters: At the lead: tells with which ones to step.
     """
 
@@ -106,6 +109,7 @@ class StepClient:
         self.newest: Record | None = None
         self.logs: list[Logged] = []
         self.metrics: list[Metrics] = []
+        self.events: Counter[EventKind] = Counter()
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         transport.handle_call(REPORT, self._handle_report)
         transport.handle_stream(REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
@@ -251,6 +255,7 @@ class StepClient:
                     self.run.apply(reply.record)
                     self._journal.decided(reply.record.step)
                     self.logs += reply.logs
+                    self.events.update(reply.events)
                     self.metrics += [await self._take_metrics(reply.record.step, i) for i in range(reply.num_metrics)]
                 return reply.record
             if not reply.closing:

@@ -13,7 +13,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, ProtocolError, StepError, SwarmError
-from lightning_swarm.events import EventLog
+from lightning_swarm.events import EventKind, EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection, first_trained
@@ -101,6 +101,8 @@ class Coordinator:
         self._record = books.record
         self._logs = books.logs  # of the other trainers' batches in it
         self._metrics = books.metrics  # likewise
+        self._seen = events.counts.copy()  # until the newest record
+        self._noted: dict[EventKind, int] = {}  # between it and the one before
         self._max_metric_bytes = limits.max_metric_bytes
         self._failure: SwarmError | None = None
         self._changed = asyncio.Condition()
@@ -381,8 +383,16 @@ class Coordinator:
         await self._until(lambda: self._open.step > request.step or not self._open.closing)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if self._open.step > request.step:
-            logs, metrics = (self._logs, self._metrics) if caller == self._manifest.lead else ([], [])
-            return encode(RecordReply(record=self._record, closing=False, logs=logs, num_metrics=len(metrics)))
+            if caller != self._manifest.lead:
+                return encode(RecordReply(record=self._record, closing=False))
+            reply = RecordReply(
+                record=self._record,
+                closing=False,
+                logs=self._logs,
+                num_metrics=len(self._metrics),
+                events={} if caller == self._servers.own else self._noted,
+            )
+            return encode(reply)
         await self._check_overdue(step)
         if caller == self._manifest.lead and not step.closing:
             self._asked = None  # its loop goes on, to validation perhaps, until it asks again
@@ -499,6 +509,7 @@ class Coordinator:
             return
         self._record, self._closing_s = record, None
         self._logs, self._metrics = step.logs_for(self._manifest.lead), step.metrics_for(self._manifest.lead)
+        self._noted, self._seen = dict(self._events.since(self._seen)), self._events.counts.copy()
         self._reselected = None
         self._open = self._opened(step.step + 1)
         await self._notify()

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from lightning_swarm.events import EventKind
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Selection, Term
 from lightning_swarm.types.steps import Record
@@ -154,6 +155,8 @@ class RecordReply(Wire, frozen=True):
     closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
     # To the lead: what other trainers logged of the batches that it counts, folded by name.
     logs: list[Logged] = msgspec.field(default_factory=list)
+    # To the lead, if the coordinator is another peer: what that noted since the record before.
+    events: dict[EventKind, Count] = msgspec.field(default_factory=dict)
     num_metrics: Count = 0  # to the lead: batches of other trainers in it that came with `BatchMetrics`
 
 

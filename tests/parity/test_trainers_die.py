@@ -220,6 +220,10 @@ def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     assert set(seen.errors) == {RANK}
     assert len(places(seen)) == 1
     assert_right(seen, lead)
+    assert sum(lead.lines.column("swarm/gone")) >= 1.0
+    if where != "after backward":  # then it may be armed, and need its trainer no more
+        assert lead.lines.column("swarm/strike") == [1.0]
+    assert lead.lines.column("swarm/peers")[-1] == 3.0
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

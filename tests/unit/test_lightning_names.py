@@ -42,6 +42,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framew
     assert epoch_loop.batch_progress.current.ready == 0
     assert callable(epoch_loop._num_ready_batches_reached)
     assert epoch_loop.max_steps == -1
+    assert epoch_loop._batches_that_stepped == 0
     assert trainer.fit_loop.max_epochs == 7
 
     # It puts these two in the place of Lightning's.
