@@ -256,7 +256,9 @@ class Peer:
         routers = [StageRouter(self._rng) for _ in rosters]
         for router, roster in zip(routers, rosters, strict=True):
             router.set_peers(member.peer_id for member in roster)
-        link = Link(self.transport, self._tickets, routers, limits.call_timeout, self.events, self._copies)
+        link = Link(
+            self.transport, self._tickets, routers, limits.call_timeout, self.events, self._copies, limits.stage_timeout
+        )
         Replayer(link, run, max_in_flight=limits.max_in_flight)
         widest = max(map(len, rosters))
         alone = widest == len(rosters) == 1
@@ -280,6 +282,7 @@ class Peer:
             patience_s=limits.stage_timeout,
             on_record=link.follow,
         )
+        link.check = steps.renew
         is_lead = self.transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 

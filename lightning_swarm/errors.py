@@ -7,6 +7,7 @@
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
+    │   └── StageLost        nobody was left of a stage, for too long
     ├── LeaseRevoked         a batch was struck from its step: run it again, in a place of its own
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
@@ -41,6 +42,10 @@ class StageError(SwarmError):
 
 class StepError(SwarmError):
     """A step could not be closed, averaged or decided."""
+
+
+class StageLost(StepError):
+    """Nobody is left of a stage, for as long as the swarm may wait. The run goes on from a checkpoint."""
 
 
 class LeaseRevoked(SwarmError):
@@ -103,6 +108,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         ProtocolError,
         StageError,
         StepError,
+        StageLost,
         LeaseRevoked,
         RunOver,
         PeerError,

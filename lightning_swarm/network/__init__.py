@@ -72,6 +72,11 @@ class Transport(ABC):
     def peer_id(self) -> PeerId:
         """This peer."""
 
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+
     @abstractmethod
     def handle_call(self, method: str, handler: CallHandler) -> None:
         """Answer the unary calls of `method`. A method may be registered once."""

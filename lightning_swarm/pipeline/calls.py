@@ -79,6 +79,11 @@ class Calls:
         self.gradients: Sequence[Tensor | None] = ()
 
     @property
+    def step(self) -> int:
+        """Of the run."""
+        return self._microbatch.key.step
+
+    @property
     def last(self) -> int:
         """The last stage."""
         return len(self._microbatch.extras) - 1

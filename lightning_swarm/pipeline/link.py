@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_swarm.errors import PeerError, SwarmError
+from lightning_swarm.errors import PeerError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.copies import Copies
 from lightning_swarm.pipeline.policy import Charge, StageRouter, deadline_s
+from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.steps import Candidate, Record
@@ -25,8 +26,13 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _ACCEPT_TIMEOUT_S = 10.0
+_CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
 _DEFAULT_COPIES_BYTES = 4 << 30
+
+
+async def _nothing() -> None:
+    """Nobody knows of a run."""
 
 
 @dataclass
@@ -40,6 +46,8 @@ class Link:
         timeout: Most seconds for a call, its input included; and for how long a passage tries to get through.
         events: Of the trainer.
         copies: Of what went through in the open step.
+        stage_timeout: Seconds that passages wait for a stage of which nobody is there, if that is longer.
+        check: Asked now and then meanwhile; raises what the run broke off with, if it did.
 
     Attributes:
         count: What went another way than straight on.
@@ -53,9 +61,15 @@ class Link:
     timeout: float
     events: EventLog
     copies: Copies = field(default_factory=lambda: Copies(_DEFAULT_COPIES_BYTES))
+    stage_timeout: float = 0.0
+    check: Callable[[], Awaitable[None]] = _nothing
     count: Counter[str] = field(default_factory=Counter)
     unreached: set[PeerId] = field(default_factory=set)
     num_under_way: int = 0
+    _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # who could not be reached the last time, and why
+
+    def __post_init__(self) -> None:
+        self._vigil = Vigil(self.events, stage_timeout=self.stage_timeout)
 
     async def follow(self, record: Record) -> None:
         """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
@@ -118,8 +132,42 @@ class Link:
         """Whether `peer` failed a moment ago."""
         return self.routers[stage].is_banned(peer, now_s=now_s())
 
+    def heard(self, peer: PeerId, *, step: int) -> None:
+        """It did what it was asked for."""
+        if self._silent.pop(peer, None) is not None:
+            self._vigil.end(step=step)
+
+    async def look(self, peer: PeerId) -> None:
+        """It did not answer in time: find out whether it is there."""
+        try:
+            await self.transport.ping(peer)
+        except Unreachable as error:
+            self._silent[peer] = error
+
+    def is_empty(self, stage: int) -> bool:
+        """Whether there is reason to wait for a stage of which nobody can be reached."""
+        return self.stage_timeout > self.timeout and self.routers[stage].peers.keys() <= self._silent.keys()
+
+    async def wait_for(self, stage: int, *, step: int) -> None:
+        """Before somebody of an empty stage is asked again.
+
+        Raises:
+            StageLost: It is empty for too long.
+            StepError: The run broke off meanwhile.
+        """
+        gone = {peer: self._silent[peer] for peer in self.routers[stage].peers}
+        address = (await self.transport.addresses())[0]
+        self._vigil.keep(stage, gone, step=step, address=address, now_s=now_s())
+        try:
+            async with asyncio.timeout(_CHECK_TIMEOUT_S):
+                await self.check()
+        except (PeerError, TimeoutError) as error:
+            _log.info("Nobody says whether the run goes on: %r", error)
+
     def ban(self, stage: int, peer: PeerId, step: int, error: PeerError) -> None:
         """Send nothing to a peer for a while, in whatever stage."""
+        if isinstance(error, Unreachable):
+            self._silent[peer] = error
         banned = [router.ban(peer, now_s=now_s()) for router in self.routers]
         if any(banned):
             self.events.note("ban", peer=peer, stage=stage, step=step, reason=str(error))

@@ -59,6 +59,8 @@ class Passage:
                 try:
                     await sender.send_forwards(list(range(calls.last + 1)), in_order=recovery.num_failures > 0)
                     message = await calls.fetch(calls.last, "forward")
+                    for charge in calls.route:
+                        link.heard(charge.peer, step=calls.step)
                     return decode(message.body, Computed), message.tensors
                 except Failed as failure:
                     await recovery.mend(failure)
@@ -278,6 +280,7 @@ class _WayBack:
 
 def _settle(link: Link, calls: Calls, stage: int, report: CallReport) -> None:
     link.routers[stage].settle(calls.route[stage], busy_s=report.busy_s, queued=report.queued)
+    link.heard(calls.peer(stage), step=calls.step)
 
 
 __all__ = ["HolderGone", "Passage", "replay"]

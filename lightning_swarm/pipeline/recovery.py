@@ -85,7 +85,10 @@ class Recovery:
 
         Raises:
             StepError: It was one too many.
+            Unreachable: It is this peer that has gone.
         """
+        if self._link.transport.closed:
+            raise failure.error
         self.num_failures += 1
         key = self._microbatch.key
         if self._since_s is None:
@@ -116,6 +119,11 @@ class Recovery:
         self._link.ban(failure.stage, failure.peer, self._microbatch.key.step, failure.error)
         if self._calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)
+        if isinstance(failure.error, DeadlineExceeded):
+            await self._link.look(failure.peer)
+        if self._link.is_empty(failure.stage):
+            await self._link.wait_for(failure.stage, step=self._microbatch.key.step)
+            self._since_s = None  # nobody was tried meanwhile
         if self._link.is_banned(failure.stage, self._calls.peer(failure.stage)):  # then all are
             await asyncio.sleep(self._pause_s)
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -262,7 +262,11 @@ class StepClient:
                 return None
 
     async def renew(self) -> None:
-        """The lead validates or saves: the record goes on waiting for it."""
+        """A sign of life. While the lead validates or saves, the record goes on waiting for it.
+
+        Raises:
+            StepError: What the open step failed with, if it did.
+        """
         await self._ask(RENEW, b"")
 
     async def quit(self, reason: str) -> None:
@@ -287,6 +291,8 @@ class StepClient:
             try:
                 return await self._under_one_term(self._known_at(coordinator, exchange))
             except PeerError as error:
+                if self._transport.closed:
+                    raise
                 if loop.time() >= deadline_s:
                     raise type(error)(
                         f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "

@@ -22,6 +22,7 @@ from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshots import SnapshotOrders
 from lightning_swarm.steps.sums import Sums
+from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import AverageReply, Closing, Record
 
@@ -64,7 +65,7 @@ class Closer:
         self._spawn = spawn
         self._lead_asks = lead_asks
         self._fence = fence
-        self._limits = limits
+        self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
         self._events = events
         self._sums: Sums | None = None  # of the newest step that closed
 
@@ -123,7 +124,7 @@ class Closer:
                 selection,
                 first_round=self._proposer.first_round,
                 fence=self._fence,
-                stage_timeout=self._limits.stage_timeout,
+                vigil=self._vigil,
                 events=self._events,
             )
         return self._sums

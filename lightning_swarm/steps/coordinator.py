@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import LeaseRevoked, NotCoordinator, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator, ProtocolError, StageLost, StepError, SwarmError
 from lightning_swarm.events import EventKind, EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -401,8 +401,6 @@ class Coordinator:
     async def _handle_renew(self, caller: PeerId, body: bytes) -> bytes:
         if body:
             raise ProtocolError(f"{RENEW} takes no arguments, got {len(body)} bytes")
-        if caller != self._manifest.lead:
-            raise ProtocolError(f"records wait for the lead {self._manifest.lead}, not for {caller}")
         self._hear(caller)
         return b""
 
@@ -444,7 +442,8 @@ class Coordinator:
         """Do without batches that a closing step waits for for too long."""
         since_s = self._closing_s
         if step.closing and not step.ready and since_s is not None and _now_s() >= since_s + self._timeout:
-            for trainer in step.missing():
+            self._closing_s = _now_s()
+            for trainer in step.missing() if await self._watch.is_whole() else ():
                 await self._watch.give_up(
                     step,
                     trainer,
@@ -497,7 +496,7 @@ class Coordinator:
             await self._notify()
             return
         except SwarmError as error:
-            await self._fail(step, str(error))
+            await self._fail(step, str(error), StageLost if isinstance(error, StageLost) else StepError)
             return
         except Exception as error:
             # A bug: it ends this server, and whoever waits shall not wait for ever.
@@ -522,9 +521,9 @@ class Coordinator:
                 return record
         return None
 
-    async def _fail(self, step: OpenStep, reason: str) -> None:
+    async def _fail(self, step: OpenStep, reason: str, kind: type[StepError] = StepError) -> None:
         if self._failure is None:
-            self._failure = StepError(f"step {step.step} could not be decided: {reason}")
+            self._failure = kind(f"step {step.step} could not be decided: {reason}")
         await self._notify()
 
 

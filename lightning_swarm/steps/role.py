@@ -38,6 +38,11 @@ class Role(Transport):
         """See `Transport`."""
         return self._transport.peer_id
 
+    @property
+    def closed(self) -> bool:
+        """See `Transport`."""
+        return self._transport.closed
+
     def handle_call(self, method: str, handler: CallHandler) -> None:
         """Answer until the role ends."""
         if method not in self._calls:

@@ -66,6 +66,10 @@ class Servers:
         """The coordinator's."""
         return self._transport.peer_id
 
+    async def address(self) -> str:
+        """Under which the coordinator is reached."""
+        return (await self._transport.addresses())[0]
+
     def go_back(self) -> None:
         """The run entered its next generation."""
         self._behind.clear()

@@ -11,7 +11,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from lightning_swarm.errors import DeadlineExceeded, NotMember, PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import (
+    DeadlineExceeded,
+    NotMember,
+    PeerError,
+    ProtocolError,
+    StageLost,
+    StepError,
+    SwarmError,
+)
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
@@ -19,6 +27,7 @@ from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.planning import Plan, Sum, plan_replays
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.servers import Servers
+from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member, Selection
@@ -56,7 +65,7 @@ class Sums:
         selection: What it trains.
         first_round: From here on nobody else counts rounds of this step.
         fence: Has servers give up what is under way of batches that are struck.
-        stage_timeout: Seconds to wait for a stage of which nobody is there.
+        vigil: Of the coordinator.
         events: Of the coordinator.
 
     Attributes:
@@ -72,7 +81,7 @@ class Sums:
         *,
         first_round: int,
         fence: Callable[[OpenStep, Sequence[int]], None],
-        stage_timeout: float,
+        vigil: Vigil,
         events: EventLog,
     ) -> None:
         self._run = run
@@ -80,7 +89,7 @@ class Sums:
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
         self._fence = fence
-        self._stage_timeout = stage_timeout
+        self._vigil = vigil
         self._events = events
         self._rounds = itertools.count(first_round)
         self._replayed: Counter[Receipt] = Counter()
@@ -88,7 +97,7 @@ class Sums:
         self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
-        self._paused_s: float | None = None  # since when
+        self._pause_s = _FIRST_PAUSE_S
         self.gone: dict[PeerId, SwarmError] = {}
         for peer, error in servers.unsettled.items():
             self.lose(peer, error)
@@ -113,7 +122,8 @@ class Sums:
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
-            self._resume()
+            self._vigil.end(step=self._step.step)
+            self._pause_s = _FIRST_PAUSE_S
             hashes = [self._version_hash(index, list(stage.values())) for index, stage in enumerate(ledgers)]
             plan = self._plan(ledgers)
             if plan.done:
@@ -355,12 +365,10 @@ class Sums:
         """Wait a little for somebody of each stage to come back.
 
         Raises:
-            StepError: Nobody can, or nobody did for too long.
+            StageLost: Nobody can, or nobody did for too long.
         """
         now_s = asyncio.get_running_loop().time()
-        if self._paused_s is None:
-            self._paused_s = now_s
-        waited_s = now_s - self._paused_s
+        address = await self._servers.address()
         for index in empty:
             errors = {member.peer_id: self.gone[member.peer_id] for member in self._run.rosters[index]}
             reason = "; ".join(str(error) for error in errors.values())
@@ -370,17 +378,13 @@ class Sums:
                 for peer, error in errors.items()
                 if isinstance(error, PeerError) and not isinstance(error, NotMember)
             ]
-            if not silent or waited_s >= self._stage_timeout:
-                raise StepError(f"stage {index} has nobody left: {reason}")
-            self._events.note("pause", stage=index, step=self._step.step, reason=reason)
+            if not silent:
+                raise StageLost(f"stage {index} has nobody left: {reason}")
+            self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=now_s)
             for peer in silent:
                 self.gone.pop(peer, None)
-        await asyncio.sleep(min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, waited_s)))
-
-    def _resume(self) -> None:
-        if self._paused_s is not None:
-            self._paused_s = None
-            self._events.note("resume", step=self._step.step)
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def _union(bitmaps: list[bytes]) -> bytes:

@@ -96,6 +96,20 @@ class TrainerWatch:
         finally:
             self._watched.discard(trainer)
 
+    async def is_whole(self) -> bool:
+        """Whether somebody of every stage answers: else batches wait for that, and not for their trainers."""
+
+        async def answers(peer: PeerId) -> bool:
+            try:
+                await self._transport.ping(peer)
+            except PeerError:
+                return False
+            return True
+
+        servers = self._run.servers
+        there = {peer for peer, ok in zip(servers, await gather(map(answers, servers)), strict=True) if ok}
+        return all(any(member.peer_id in there for member in roster) for roster in self._run.rosters)
+
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
         """Wait no more for a trainer: its armed batches are completed without it, the others struck."""
         under_way = step.under_way(trainer)

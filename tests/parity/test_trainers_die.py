@@ -10,12 +10,14 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torchmetrics import SumMetric
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Unreachable
+from lightning_swarm.errors import StageLost, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.steps import ARMED
 from tests.features.test_trainers import Lines
@@ -251,3 +253,48 @@ def test_a_batch_without_a_loss_counts_nowhere_though_its_backward_ran() -> None
     events = [event.kind for peer in seen.peers for event in peer.events.newest]
     assert "discard" in events
     assert "replay" in events
+
+
+class KillAll(L.Callback):
+    """At one batch, ends both servers of the second stage."""
+
+    def __init__(self, seen: Callable[[], Seen]) -> None:
+        self.seen = seen
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5:
+
+            async def kill() -> None:
+                self.seen().network.kill(PeerId("peer-1"))
+
+            if "peer-1" in self.seen().network._peers:
+                self.seen().runtime.run(kill())
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_lost_stage_names_the_checkpoint_to_resume_from(tmp_path: Any, saves: bool) -> None:
+    found: list[Seen] = []
+
+    class Module(DigitsMLP):
+        def __init__(self, seen: Seen) -> None:
+            super().__init__()
+            found[:] = [seen]
+
+    def callbacks(rank: int) -> list[L.Callback]:
+        checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
+        return [KillAll(lambda: found[0]), *([checkpoint] if saves else [])] if rank == 0 else []
+
+    limits = Limits(call_timeout=5.0, start_timeout=30.0, lead_timeout=60.0, silence_timeout=1.0, stage_timeout=8.0)
+    seen = train(
+        2, Module, callbacks=callbacks, raises=False, max_steps=24, swarm={"limits": limits}, enable_checkpointing=saves
+    )
+    error = seen.errors[0]
+    assert isinstance(error, StageLost)
+    assert "stage 1" in str(error)
+    if saves:
+        path = str(tmp_path / "step=4.ckpt")
+        assert f"ckpt_path={path!r}" in str(error)
+        assert torch.load(path, weights_only=True)["global_step"] == 4
+    else:
+        assert "No checkpoint was saved in this run. Add a ModelCheckpoint" in str(error)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError, StepError
+from lightning_swarm.errors import ProtocolError, StageLost, StepError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.copies import Microbatch
@@ -546,3 +546,50 @@ def test_a_message_that_is_lost_without_a_word(make_swarm: MakeSwarm, phase: Pha
     route.run()
     plan.check()
     assert all(route.holders(stage, one) for stage in range(3) for one in route.receipts)
+
+
+# ---------------------------------------------------------------------- a stage with nobody
+
+
+def alone(make_swarm: MakeSwarm, plan: FaultPlan, *, stage_timeout: float) -> Route:
+    """Each stage has one server."""
+    route = Route(make_swarm("a", "b", "c", limits=LIMITS), plan)
+    route.link.stage_timeout = stage_timeout
+    route.link.__post_init__()
+    return route
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_passages_wait_for_a_stage_of_which_nobody_is_there(make_swarm: MakeSwarm, phase: Phase) -> None:
+    plan = FaultPlan().freeze("b", for_s=1000.0, at=phase, microbatch=2)
+    route = alone(make_swarm, plan, stage_timeout=5000.0)
+    route.run()
+    plan.check()
+    assert route.swarm.loop.time() > 1000.0
+    assert not route.holes()
+    assert route.events.counts["pause"] >= 1
+    assert route.events.counts["resume"] >= 1
+
+
+def test_passages_do_not_wait_for_ever(make_swarm: MakeSwarm) -> None:
+    plan = FaultPlan().kill("b", at=Phase.FORWARD, microbatch=2)
+    route = alone(make_swarm, plan, stage_timeout=1000.0)
+    with pytest.raises(StageLost, match="step 0 waits for stage 1, of which nobody was there"):
+        route.run()
+    plan.check()
+    assert 1000.0 <= route.swarm.loop.time() < 1100.0
+
+
+def test_passages_do_not_wait_for_a_run_that_broke_off(make_swarm: MakeSwarm) -> None:
+    plan = FaultPlan().kill("b", at=Phase.FORWARD, microbatch=2)
+    route = alone(make_swarm, plan, stage_timeout=1000.0)
+
+    async def check() -> None:
+        if route.swarm.loop.time() > 100.0:
+            raise StepError("it broke off")
+
+    route.link.check = check
+    with pytest.raises(StepError, match="it broke off"):
+        route.run()
+    plan.check()
+    assert route.swarm.loop.time() < 150.0

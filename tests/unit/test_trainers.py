@@ -163,10 +163,11 @@ def test_a_lead_that_is_not_heard_of_fails_the_step(make_swarm: MakeSwarm) -> No
         swarm.run(swarm.steps.grant(2))
 
 
-def test_only_the_lead_renews(make_swarm: MakeSwarm) -> None:
+def test_trainers_give_signs_of_life(make_swarm: MakeSwarm) -> None:
     swarm, other = begun(make_swarm, 4)
-    with pytest.raises(ProtocolError, match="records wait for the lead trainer, not for other"):
-        swarm.run(other.renew())
+    swarm.run(other.renew())
+    with pytest.raises(ProtocolError, match="stranger is no trainer of run"):
+        swarm.run(client(swarm, PeerId("stranger")).renew())
     with pytest.raises(ProtocolError, match="takes no arguments"):
         swarm.run(swarm.trainer.call(A, RENEW, b"x", timeout=1.0))
 
