@@ -128,7 +128,7 @@ def test_boundary_carries_one_activation_and_one_gradient(start: Start, tmp_path
 
 
 def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:
-    weights = {"server.load", "stage.state"}
+    weights = {"server.load", "stage.state", "snapshot.keep"}
     return sum(n for peer, method, n in traffic["sent"] if peer in to and method not in weights)
 
 
