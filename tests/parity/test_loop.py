@@ -145,7 +145,7 @@ class StopInMidWindow(L.Callback):
         {"max_epochs": 5, "callbacks": [StopInMidWindow()]},
         {"fast_dev_run": 4},
     ],
-    ids=str,
+    ids=["fewer batches", "the same batches", "a callback that stops", "a trial"],
 )
 def test_epochs_that_are_cut_short(options: dict[str, Any]) -> None:
     options = {"accumulate_grad_batches": 3, **options}
