@@ -22,7 +22,7 @@ from lightning_swarm.steps import APPLY, AVERAGE, FENCE, FREEZE, SETTLE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import CallKey, Receipt, batch_name
-from lightning_swarm.types.runs import Member, Selection
+from lightning_swarm.types.runs import Member, Selection, Term
 from lightning_swarm.types.steps import (
     AverageReply,
     Closing,
@@ -37,6 +37,7 @@ from lightning_swarm.types.steps import (
 )
 from lightning_swarm.types.wire import decode, encode, from_bitmap, to_bitmap
 
+_NO_FENCES: tuple[Term, frozenset[int]] = ((0, "", 0), frozenset())
 _FIRST = (-1,)  # work of a step goes before any microbatch
 
 
@@ -77,7 +78,8 @@ class Stepping:
         self._timeout = timeout
         self._on_decided = on_decided
         self._on_fenced = on_fenced
-        self._fenced: frozenset[int] = frozenset()  # batches that were struck from the open step
+        # Batches that were struck from the open step, and by whom: who takes over may count them.
+        self._fenced = _NO_FENCES
         self._run: RunState | None = None
         self._stages: dict[int, Stage] = {}
         self._ledgers: dict[int, Ledger] = {}
@@ -101,7 +103,7 @@ class Stepping:
         self._averaged = self._reselected = None
         self._round = 0
         self._ledgers = {index: Ledger(self.version) for index in stages}
-        self._fenced = frozenset()
+        self._fenced = _NO_FENCES
 
     async def step_out(self) -> list[Stage]:
         """Be in no run. Returns the stages that were held."""
@@ -132,7 +134,7 @@ class Stepping:
         for index, stage in self._stages.items():
             stage.go_back(manifest.first_step, manifest.selection)
             self._ledgers[index] = Ledger(manifest.first_step)
-        self._fenced = frozenset()
+        self._fenced = _NO_FENCES
 
     @property
     def version(self) -> int:
@@ -234,18 +236,25 @@ class Stepping:
     async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FenceRequest)
         self.check(caller, request.generation, request.step, request.attempt)
-        self._fenced |= set(request.batches)
+        assert self._run is not None
+        self._fenced = (self._run.term, self._struck | set(request.batches))
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, request.attempt, first))
         # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.
         await self._executor.submit(_FIRST, lambda: None)
         return b""
 
+    @property
+    def _struck(self) -> frozenset[int]:
+        """Batches of the open step that who coordinates has struck."""
+        term, batches = self._fenced
+        return batches if self._run is not None and self._run.term == term else frozenset()
+
     def may_count(self, stage: Stage, key: CallKey) -> bool:
         """Whether the open step's record may count it."""
         assert self._run is not None
         of_the_step = (key.generation, key.step) == (self._run.manifest.generation, stage.version)
-        return of_the_step and key.first not in self._fenced
+        return of_the_step and key.first not in self._struck
 
     def check_counts(self, stage: Stage, key: CallKey) -> None:
         """Refuse what no record will count: of a batch that was struck, or of a step that is over.
@@ -253,7 +262,7 @@ class Stepping:
         Raises:
             LeaseRevoked: Its trainer was not heard of for a while.
         """
-        if key.step == stage.version and key.first in self._fenced:
+        if key.step == stage.version and key.first in self._struck:
             raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
         if key.step < stage.version:
             raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
@@ -469,7 +478,7 @@ class Stepping:
             if self._run is None or self.version > record.step:
                 return
             self._averaged = self._reselected = None
-            self._fenced = frozenset()
+            self._fenced = _NO_FENCES
             self._run.apply(record)
             self._on_decided(record, gradients)
             self.attempt = self._round = 0

@@ -37,6 +37,8 @@ class Journal:
     def granted(self, grant: Grant, request: GrantRequest) -> None:
         """A batch has its place."""
         self._begun = True
+        for entry in self._entries.values():  # a trainer has one batch in hand: what is unfinished was struck
+            entry.withdrawn |= entry.completed is None
         self._entries[grant.step, grant.lease] = _Entry(grant, request)
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:

@@ -246,6 +246,12 @@ class FaultySwarm(Swarm):
         victims = InMemoryVictims(self.network, killed=self._bury)
         self.network.be_tapped(_Watchman(plan, victims, struck=self._struck, look=look))
 
+    @override
+    def client(self, trainer: MemoryTransport) -> StepClient:
+        steps = super().client(trainer)
+        steps._patience_s = RUN_TIMEOUT_S  # as long as anyone may need to take over, and be taken over from
+        return steps
+
     def _watch(self, name: PeerId, server: Server) -> None:
         apply = server.stepping._on_decided
         steps = self.applied.setdefault(name, [])

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm.config import Limits
+from lightning_swarm.errors import StepError
+from lightning_swarm.network import PeerId
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.phases import Passing
+from lightning_swarm.types.runs import Member
 from tests.faults.harness import NUM_STEPS, TOLERANCE, FaultySwarm
 from tests.faults.plans import COMPUTING, STAGES, TRAINERS, VOTERS
 from tests.unit.swarm import make_module
@@ -25,16 +28,49 @@ NUM_RECEIPTS = 4  # of a step
 
 @contextmanager
 def trained(plan: FaultPlan, *, audited: bool = True, **options: Any) -> Iterator[FaultySwarm]:
-    """A run that came to its end under a plan."""
-    stages = options.pop("stages", STAGES)
-    swarm = FaultySwarm(*stages, plan=plan, **{"trainers": TRAINERS, "voters": VOTERS, **options})
+    """A run that came to its end under a plan; `made` is told of it before it begins."""
+    made = options.pop("made", lambda _: None)
+    swarm = FaultySwarm(*STAGES, plan=plan, **{"trainers": TRAINERS, "voters": VOTERS, **options})
     try:
+        made(swarm)
         swarm.train()
         if audited:
             swarm.audit()
         yield swarm
     finally:
         swarm.close()
+
+
+def test_1_one_record_for_a_step_and_applied_in_order() -> None:
+    """The coordinator is cut off as voters have accepted, comes back when another one has decided; that one dies."""
+    others = [one for one in EVERYONE if one != "a"]
+    plan = FaultPlan().partition(["a"], others, for_s=40.0, at=Phase.DECIDE_DONE, of="a", step=1)
+    plan.kill("b", at=Phase.DECIDE, step=2)
+    with trained(plan) as swarm:  # whoever applies a record of a step applies the same bytes
+        assert swarm.count("takeover") == 2
+        for steps in swarm.applied.values():
+            assert steps == sorted(set(steps))
+
+
+def test_2_deciding_takes_a_majority_and_membership_changes_only_by_records() -> None:
+    """For a minute no two voters reach each other: nothing is decided, though all stages and trainers are there."""
+    apart_s = 60.0
+    plan = FaultPlan().partition(*VOTERS.split(), for_s=apart_s, at=Phase.DECIDE, step=1)
+    seen: dict[int, list[list[Member]]] = {}
+    swarms: list[FaultySwarm] = []
+
+    def look(_: Passing) -> None:
+        for swarm in swarms:
+            for name in swarm.servers:
+                run = swarm.servers[name].admission.run
+                assert seen.setdefault(run.version, run.rosters) == run.rosters
+
+    with trained(plan, look=look, made=swarms.append) as swarm:
+        assert swarm.books.decided_s[1] >= swarm.struck_s[0] + apart_s
+        for version, rosters in seen.items():
+            if version:
+                assert rosters == swarm.books.records[version - 1].next_roster
+        assert len(seen) == NUM_STEPS + 1
 
 
 def test_3_a_record_names_one_holder_for_each_microbatch() -> None:
@@ -119,14 +155,8 @@ def test_7_weights_change_only_by_applying_a_decided_record() -> None:
 
     plan = FaultPlan().kill("b", at=Phase.APPLY, step=1).freeze("e", for_s=40.0, at=Phase.APPLY, step=1)
     plan.delay("c", by_s=5.0, at=Phase.APPLY, step=1).kill("d", at=Phase.AVERAGE_SEND, step=2)
-    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, look=look)
-    try:
-        swarms.append(swarm)
-        swarm.train()
-        swarm.audit()
+    with trained(plan, look=look, made=swarms.append):
         assert len(seen) == len(STAGES) * (NUM_STEPS + 1)
-    finally:
-        swarm.close()
 
 
 def test_8_a_microbatch_can_be_computed_again_until_its_step_is_decided() -> None:
@@ -137,6 +167,18 @@ def test_8_a_microbatch_can_be_computed_again_until_its_step_is_decided() -> Non
     with trained(plan, voters="a c f") as swarm:  # of five voters of step 1 they are left
         assert swarm.count("replay") >= NUM_RECEIPTS
         assert not swarm.count("void")
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD_ACCEPTED], ids=lambda phase: phase.name)
+def test_9_each_granted_sample_is_in_one_record_or_granted_again(phase: Phase) -> None:
+    """A trainer dies with a batch under way, another one freezes and comes back when its batch was struck."""
+    plan = FaultPlan().kill("other", at=phase).freeze("second", for_s=15.0, at=phase)
+    plan.delay("trainer", by_s=4.0, at=Phase.GRANT, times=None)  # so that there is something to come back to
+    with trained(plan, trainers="trainer other second") as swarm:  # the audit knows every sample that was drawn
+        assert swarm.count("strike")
+        assert swarm.trainers[PeerId("second")].num_revoked
+        last = swarm.trainers[PeerId("second")].num_batches
+        assert last > 1, "it came back to nothing"
 
 
 def test_10_every_wait_has_a_deadline_and_holds_nothing_its_completion_needs() -> None:
@@ -157,3 +199,23 @@ def test_11_one_microbatch_can_always_finish() -> None:
         busy = sum(trainer.link.count["busy"] for trainer in swarm.trainers.values())
         assert busy > 0, "nobody was ever refused"
         assert swarm.count("replay")
+
+
+def test_12_every_stage_of_a_roster_has_a_verified_copy_or_the_swarm_pauses_and_says_so() -> None:
+    """All servers of a stage die with its weights: no record goes on without it, no fresh weights come in."""
+    plan = FaultPlan()
+    for peer in STAGES[1].split():
+        plan.kill(peer, at=Phase.CLOSE, step=1)
+    limits = Limits(call_timeout=30.0, stage_timeout=120.0)
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, limits=limits)
+    try:
+        with pytest.raises(StepError, match="stage 1"):
+            swarm.train()
+        plan.check()
+        assert sorted(swarm.books.records) == [0]
+        assert all(swarm.books.records[0].next_roster)
+        assert swarm.count("pause")
+        assert swarm.loop.time() >= limits.stage_timeout
+        assert {server.stepping.version for name, server in swarm.servers.items() if name not in swarm.dead} == {1}
+    finally:
+        swarm.close()

@@ -1,0 +1,56 @@
+"""The audit can fail: what no swarm may do is done to one, and it is found out."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from lightning_swarm.network import Message
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.testing import FaultPlan
+from tests.faults.harness import FaultySwarm
+from tests.faults.plans import STAGES, TRAINERS, VOTERS
+
+
+def audited(plan: FaultPlan, *, spoil: str = "") -> None:
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS)
+    try:
+        swarm.train()
+        server = swarm.servers[swarm.manifest.coordinator]
+        if spoil == "ticket":
+            server._tickets.offer("left", Message())
+        elif spoil == "replica":
+            next(iter(server.stepping.stage(0).parameters.values())).data.add_(1e-12)
+        elif spoil == "sample":
+            swarm.books.done.add((swarm.trainer.peer_id, 1000))
+        swarm.audit()
+    finally:
+        swarm.close()
+
+
+def test_an_untouched_swarm_passes() -> None:
+    audited(FaultPlan())
+
+
+@pytest.mark.parametrize(("spoil", "what"), [("ticket", "left"), ("replica", "weight"), ("sample", "not counted")])
+def test_what_was_spoilt_is_found(spoil: str, what: str) -> None:
+    with pytest.raises(AssertionError, match=what):
+        audited(FaultPlan(), spoil=spoil)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_gradient_that_does_not_count_once_is_found(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """A receipt for one that was lost, or added twice."""
+    spoilt: list[Stage] = []
+    add = Stage.add
+
+    def adding(stage: Stage, gradients: list[Tensor | None], weight: float) -> None:
+        here = stage.version == 1 and not spoilt
+        spoilt.extend([stage] * here)
+        for _ in range(times if here else 1):
+            add(stage, gradients, weight)
+
+    monkeypatch.setattr(Stage, "add", adding)
+    with pytest.raises(AssertionError):
+        audited(FaultPlan())
+    assert spoilt
