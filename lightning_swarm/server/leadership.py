@@ -379,7 +379,7 @@ class Leadership:
             await asyncio.wait(telling, timeout=GRACE_S)
 
     async def _apply(self, run: RunState, record: Record) -> None:
-        """Have what was finished applied; here, too."""
+        """Have what was finished applied; here, too, if the record does not leave this peer out."""
         body = encode(record)
 
         async def tell(peer: PeerId) -> None:
@@ -388,9 +388,9 @@ class Leadership:
             except SwarmError as error:
                 _log.info("Server %s did not apply record %d: %s", peer, record.step, error)
 
-        await self._take(run, record)
         rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
         peers = {member.peer_id for roster in rosters for member in roster}
         telling = {self._tasks.spawn(tell(peer)) for peer in peers - {self._me.peer_id}}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
+        await self._take(run, record)  # last: who is left out cannot, and then another one coordinates those who can
