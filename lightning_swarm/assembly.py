@@ -7,16 +7,18 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from lightning_swarm import hello, membership, preemption, starting, survey
+from lightning_swarm import hello, membership, preemption, starting, survey, survivors
+from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
 from lightning_swarm.config import Preemption, SwarmConfig
 from lightning_swarm.errors import DeadlineExceeded
 from lightning_swarm.events import EventLog
-from lightning_swarm.network import Directory, Transport
+from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.copies import Copies
@@ -25,7 +27,7 @@ from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.run_state import RunState
-from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilOver
+from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilLost, UntilOver
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
@@ -33,6 +35,8 @@ from lightning_swarm.server.staying import Stay
 from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.role import Role
+from lightning_swarm.steps.snapshots import ask_held, newest_complete
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.reports import PeerReport
@@ -40,6 +44,7 @@ from lightning_swarm.types.runs import Member, RestartRequest
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
 
@@ -84,6 +89,15 @@ class Peer:
         self.run: RunState | None = None  # that this peer began, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
         self._copies = Copies(config.limits.cache_bytes)
+        self._training = Role(
+            transport, (), {}, idle="trains in no run"
+        )  # as a trainer: its calls are those of one run
+        self._generation = 0  # of the run that this peer begins next
+        self._seed: int | None = None  # of the one before
+        self._survivors: Collection[PeerId] | None = None  # of the one before, whose run was void in the end
+        self._announced = False  # its server, so that it may be found
+        self.versions_kept: Callable[[], Collection[int]] = tuple  # of the states of this peer's loop, if it leads
+        self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
         self._closed = False
 
     def _report(self) -> PeerReport:
@@ -102,6 +116,7 @@ class Peer:
 
     async def _serve(self, model: Model, *, trains: bool) -> None:
         await self._start_server(model)
+        self._announced = True
         await membership.announce(
             self._directory,
             self.transport,
@@ -112,6 +127,9 @@ class Peer:
         )
 
     async def _start_server(self, model: Model) -> None:
+        if self.server is not None:  # the run went back, and this peer begins another one
+            self.server.serve_with(model)
+            return
         self.server = Server(
             self.transport,
             self._tickets,
@@ -223,27 +241,32 @@ class Peer:
             check: Called while waiting; raises when a server's process has died.
         """
         limits = self._config.limits
+        among = self._survivors
         servers = self.runtime.run(
             membership.find_servers(
                 self._directory,
                 self.transport,
                 self._config.run_id,
-                spec.num_servers,
+                spec.num_servers if among is None else len(among),
                 num_trainers=spec.num_trainers,
+                among=among,
                 timeout=limits.start_timeout,
                 check=check,
             )
         )
         trainers = self.runtime.run(membership.trainers_among(self._directory, self._config.run_id, servers))
         self.stages = stages = model.cut(spec.ranges)
-        if self.server is None and stages[-1].spec.on_trainers:
+        if not self._announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
         me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
+        # What is computed again draws the same random numbers.
+        spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
         manifest = starting.manifest(spec, self._config, model, me, servers, trainers)
         self.run = RunState(manifest)
         self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
         self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
-        return self._session(self.run, stages, model.blocks, device, self.runtime)
+        runtime = UntilLost(self.runtime, self._lost_for_good)
+        return self._session(self.run, stages, model.blocks, device, runtime)
 
     def _session(
         self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device, runtime: Runtime
@@ -257,7 +280,7 @@ class Peer:
         for router, roster in zip(routers, rosters, strict=True):
             router.set_peers(member.peer_id for member in roster)
         link = Link(
-            self.transport, self._tickets, routers, limits.call_timeout, self.events, self._copies, limits.stage_timeout
+            self._training, self._tickets, routers, limits.call_timeout, self.events, self._copies, limits.stage_timeout
         )
         Replayer(link, run, max_in_flight=limits.max_in_flight)
         widest = max(map(len, rosters))
@@ -276,7 +299,7 @@ class Peer:
             ),
         )
         steps = StepClient(
-            self.transport,
+            self._training,
             run,
             timeout=limits.call_timeout,
             patience_s=limits.stage_timeout,
@@ -309,6 +332,69 @@ class Peer:
         session.go_back(request)
         load()
         self.runtime.run(membership.hand_out(self.transport, self.run, self.stages, timeout=timeout))
+
+    # ------------------------------------------------------------------ going back further than servers can
+
+    @property
+    def has_survived(self) -> bool:
+        """Whether a run was begun here that was void in the end: the next one goes on with what is left of it."""
+        return self._survivors is not None
+
+    def what_is_lost(self, *, wait: bool) -> str:
+        """What the run cannot go on without, in words; with `wait` it is given time to come back."""
+        return self.runtime.run(self._what_is_lost(self._config.limits.revive_timeout if wait else 0.0))
+
+    async def _what_is_lost(self, timeout: float) -> str:
+        assert self.run is not None
+        silence_s = self._config.limits.silence_timeout
+        return await survivors.what_is_lost(
+            self.transport, self.run, self.num_known_dead, timeout=timeout, silence_s=silence_s
+        )
+
+    async def _lost_for_good(self) -> str:
+        """Returns when something is lost, and there is a snapshot to go back to."""
+        limits = self._config.limits
+        num_dead = 0
+        while True:
+            # Dead processes of this machine are looked at soon, others once they would have been found to be silent.
+            for _ in range(max(1, round(limits.silence_timeout / _LOOK_S))):
+                await asyncio.sleep(_LOOK_S)
+                if self.num_known_dead() > num_dead:
+                    break
+            num_dead = self.num_known_dead()
+            if self.run is None or not self.versions_kept():
+                continue
+            lost = await self._what_is_lost(limits.revive_timeout)
+            held = await ask_held(self.transport, self.run.servers, timeout=limits.silence_timeout) if lost else {}
+            if lost and newest_complete(held, len(self.run.rosters)) is not None:
+                return lost
+
+    def gather_snapshots(self, versions: Collection[int]) -> Whole | None:
+        """The newest of these versions that the servers keep among them."""
+        assert self.run is not None
+        limits = self._config.limits
+        return self.runtime.run(
+            gather_snapshots(
+                self.transport,
+                self.run,
+                versions,
+                timeout=limits.join_timeout,
+                max_bytes=limits.max_message_bytes,
+            )
+        )
+
+    def release(self) -> None:
+        """End the run that this peer began, but not its servers: those that answer are there for the next one."""
+        timeout = self._config.limits.call_timeout
+        self._training.end()
+        self.runtime.run(self._copies.clear())
+        before = self._survivors
+        if self.run is not None:
+            self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
+            before = self.runtime.run(survivors.release(self.transport, self.run, timeout=timeout))
+            self.run = None
+        alive = self.runtime.run(survivors.alive_among(self.transport, before or (), timeout=timeout))
+        self._survivors = {peer for peer in alive if peer != self.transport.peer_id or self._announced}
 
     # ------------------------------------------------------------------ the end
 

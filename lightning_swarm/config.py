@@ -28,7 +28,8 @@ class Limits:
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
             anew with each batch that it validates and each file that it saves.
         start_timeout: Seconds that the starter waits for its peers, imports included.
-        stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone; then the run ends.
+        stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone, where it has no snapshot to
+            go back to; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
         join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
         max_upload: Bytes a second, on the average, that a server sends to those who join: the state of its stages, and

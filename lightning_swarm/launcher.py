@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from lightning_swarm.assembly import Peer, hivemind_peer
 from lightning_swarm.config import Preemption, Role, SwarmConfig
-from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
+from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS, framework_of
 from lightning_swarm.network.addresses import Address, Place, widest
 from lightning_swarm.rules import check_data_module
@@ -79,6 +79,9 @@ class Launched(Protocol):
 
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead."""
+
+    def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
+        """Be ready to go on from a checkpoint after an error. None: there is none."""
 
 
 class SwarmLauncher(_Launcher):
@@ -130,7 +133,8 @@ class SwarmLauncher(_Launcher):
         if self.local_rank:
             self._follow(trainer, lambda: function(*args, **kwargs))
         self._start_peers(trainer)
-        return function(*args, **kwargs)  # whatever happens in it, Lightning tears the strategy down
+        # Whatever happens in it, Lightning tears the strategy down.
+        return run_through(self._strategy, trainer, function, args, kwargs)
 
     def _check_module(self, module: LightningModule) -> None:
         """Refuse a module that the children would not build: they run the script up to its first `fit`."""
@@ -226,6 +230,15 @@ class SwarmLauncher(_Launcher):
                     "run began. Its own error is above. Peers run this script again: it must reach `fit` without "
                     "input and without depending on what an earlier run left behind."
                 )
+
+    @property
+    def num_ended(self) -> int:
+        """How many children have ended."""
+        return sum(child.poll() is not None for child in self._children)
+
+    def forget_ended(self) -> None:
+        """Go on without the children that have ended."""
+        self._children = [child for child in self._children if child.poll() is None]
 
     def end_children(self, timeout: float, *, dismissed: bool) -> None:
         """End the children.
@@ -397,6 +410,23 @@ def _share_cores(num_peers: int) -> int | None:
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
     return before
+
+
+def run_through(
+    strategy: Launched, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a Trainer's function; and again, with a checkpoint, as often as its run goes back."""
+    while True:
+        try:
+            return function(*args, **kwargs)
+        except (PeerError, StepError) as error:
+            path = strategy.go_back(trainer, error)
+            if path is None:
+                raise
+        # After the handler: what the loop was at is free by now.
+        call = inspect.signature(function).bind(*args, **kwargs)
+        call.arguments["ckpt_path"] = path
+        args, kwargs = call.args, call.kwargs
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

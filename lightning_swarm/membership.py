@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
@@ -132,6 +132,7 @@ async def find_servers(
     num_servers: int,
     *,
     num_trainers: int = 0,
+    among: Collection[PeerId] | None = None,
     timeout: float,
     check: Callable[[], None],
 ) -> list[Member]:
@@ -143,6 +144,7 @@ async def find_servers(
         run_id: Of the run.
         num_servers: How many to wait for.
         num_trainers: How many of them must read data, too.
+        among: Take no others; None: there are no others.
         timeout: Seconds.
         check: Called again and again; raises when waiting has become pointless.
 
@@ -154,6 +156,8 @@ async def find_servers(
     while True:
         check()
         found = await _announced(directory, run_id)
+        if among is not None:
+            found = {peer: one for peer, one in found.items() if peer in among}
         if _suffice(found, num_servers, num_trainers):  # what is left of an earlier run may be among them
             found = await _connect(transport, found)
         if _suffice(found, num_servers, num_trainers):

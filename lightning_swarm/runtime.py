@@ -11,14 +11,16 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from typing_extensions import override
 
 from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.errors import PeerError, RunOver
+from lightning_swarm.errors import PeerError, RunOver, StageLost
 
 _T = TypeVar("_T")
+
+_MOMENT_S: Final = 1.0
 
 
 class Runtime(ABC):
@@ -138,6 +140,59 @@ class UntilOver(Runtime):
     @override
     def close(self) -> None:
         self._runtime.close()
+
+
+class UntilLost(Runtime):
+    """Of the lead: waiting for anything ends when the run has lost what it cannot go on without, and can go back.
+
+    Args:
+        runtime: Whose loop it is.
+        lost: Returns, in words, when that is so; called when something takes longer than a moment.
+    """
+
+    def __init__(self, runtime: Runtime, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        self._runtime = runtime
+        self._lost = lost
+
+    @override
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._runtime.run(self._first(work))
+
+    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task}, timeout=_MOMENT_S)
+            if task.done():
+                return task.result()
+        except BaseException:
+            await ended({task})
+            raise
+        lost = asyncio.ensure_future(self._lost())
+        try:
+            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise StageLost(f"the run cannot go on as it is: {lost.result()}")
+        finally:
+            await ended({task, lost})
+
+    @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._runtime.post(callback)
+
+    @override
+    def close(self) -> None:
+        self._runtime.close()
+
+
+async def ended(tasks: set[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and wait for it. What was raised meanwhile is of no interest any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

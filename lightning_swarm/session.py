@@ -54,7 +54,7 @@ class Session:
         self.is_lead = is_lead
         self.num_trainers = len(manifest.trainers)
         self._seen = pipeline.link.events.counts.copy()
-        pipeline.version = steps.version
+        pipeline.generation, pipeline.version = manifest.generation, steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
     @property

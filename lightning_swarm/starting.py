@@ -33,6 +33,7 @@ class RunSpec:
         max_steps: No step opens beyond it; None: the trainer ends the run.
         total_steps: For schedules that servers build.
         optimizer: Of which kind every peer must build it; see `server.model.kind_of`.
+        generation: Later than all that the servers were in with the lead.
     """
 
     ranges: Sequence[range]
@@ -46,6 +47,7 @@ class RunSpec:
     max_steps: int | None
     total_steps: int | None
     optimizer: str | None = None
+    generation: int = 0
 
 
 async def check_first(directory: Directory, transport: Transport, config: SwarmConfig) -> None:
@@ -101,7 +103,7 @@ def manifest(
     return Manifest(
         protocol_version=PROTOCOL_VERSION,
         run_id=config.run_id,
-        generation=0,
+        generation=spec.generation,
         seed=spec.seed,
         lead=me.peer_id,
         trainers=[member.peer_id for member in trainers],

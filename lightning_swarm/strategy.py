@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import following, rules, serving, settings
+from lightning_swarm import checkpoint, following, rules, serving, settings
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits, Preemption, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
+from lightning_swarm.going_back.lead import WayBack
 from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
@@ -147,6 +148,8 @@ class SwarmHooks(_Strategy):
         self.num_trainers = 1  # that are started together, on this machine
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
+        self._way_back = WayBack()
+        self._goes_back = False  # what is torn down goes on
 
     # ------------------------------------------------------------------ what Lightning asks
 
@@ -238,6 +241,8 @@ class SwarmHooks(_Strategy):
     def process_dataloader(self, dataloader: object) -> object:
         module = self.lightning_module
         assert module is not None
+        if module.trainer.training:
+            self._way_back.loader_made()
         if self.num_trainers > 1 and module.trainer.training:
             return following.share(module.trainer, dataloader, num_trainers=self.num_trainers)
         return dataloader
@@ -318,6 +323,10 @@ class SwarmHooks(_Strategy):
             most = self.config.limits.max_metric_bytes
             self._loop = SwarmOptimization(trainer, self._session, self.config.target_batch_size, max_metric_bytes=most)
             self._loop.take_over()
+            if self.is_global_zero and self.num_trainers == 1:
+                assert self.peer is not None
+                loop = self._loop
+                self._way_back.watch(trainer, self.peer, self._session, lambda: loop.pending_samples)
         if self.is_global_zero:
             assert self.peer is not None
             stale = self._weights is not None and self._weights.stale
@@ -332,7 +341,11 @@ class SwarmHooks(_Strategy):
             self._restore_dtype = following.settle_dtype(self.precision_plugin)
         if not self.is_global_zero:
             return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
-        self.peer.check_first()
+        launcher = self._launcher
+        if isinstance(launcher, SwarmLauncher):
+            self.peer.num_known_dead = lambda: launcher.num_ended
+        if not self.peer.has_survived:
+            self.peer.check_first()
         serves = self.config.role != "trainer"
         if serves:
             self.peer.serve(self._for_server(trainer, model), trains=True)
@@ -402,6 +415,9 @@ class SwarmHooks(_Strategy):
         if not self.is_global_zero:
             return {}  # the lead saves
         own: dict[str, Any] = self.lightning_module.state_dict()
+        states = self._way_back.states
+        if states is not None and states.taking:
+            return states.without_weights(own, checkpoint.first_names(self.lightning_module))
         if self._weights is not None:
             self._weights.complete(own)
         return own
@@ -410,13 +426,18 @@ class SwarmHooks(_Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         if not self.is_global_zero:
             return {}
+        states = self._way_back.states
+        if states is not None and states.taking:
+            return states.without_state(optimizer)
         if self._weights is not None and self._weights.stale:
             return self._weights.optimizer_state(optimizer)
         return super().optimizer_state(optimizer)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
+        restored = self._way_back.load(checkpoint_path)
+        if restored is None:
+            restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
         self._restored_step = restored.get("global_step")
         return restored
 
@@ -488,6 +509,34 @@ class SwarmHooks(_Strategy):
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
+    def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
+        """After an error: make ready to run the Trainer's function again, with what is left of the swarm.
+
+        Args:
+            trainer: Whose.
+            error: What broke the run off.
+
+        Returns:
+            The checkpoint to go on from. None: there is none, or nothing is lost that the run needs.
+        """
+        if self.peer is None or trainer.state.fn != TrainerFn.FITTING or not self.is_global_zero:
+            return None
+        launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
+        goal = self._way_back.find(self.peer, error)
+        if goal is None:
+            return None
+        self.peer.events.note("went_back", step=goal.version, reason=str(error.__cause__ or error))
+        trainer.training = True  # it may have been validating
+        self._goes_back = True
+        try:
+            trainer._teardown()
+        finally:
+            self._goes_back = False
+        if launcher is not None:
+            launcher.forget_ended()
+        trainer.training, trainer.should_stop = True, False
+        return str(goal.path)
+
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.
 
@@ -505,19 +554,36 @@ class SwarmHooks(_Strategy):
         try:
             super().teardown()
         finally:
-            self.leave()
+            if self._goes_back:
+                self._release()
+            else:
+                self.leave()
 
-    def leave(self) -> None:
-        """End the run and this machine's peers. Twice is fine."""
+    def _release(self) -> None:
+        """End the run, but none of the peers."""
+        assert self.peer is not None
+        self._end_run()
+        self._way_back.let_go()
+        self._weights = None
+        self.peer.release()
+
+    def _end_run(self) -> None:
+        """Leave module, loop and callbacks as they were."""
         if self._interception is not None:
             self._interception.remove()
         self._restore_dtype()
         if self._home is not None:
             self._home.close()
         self._interception, self._session, self._restored_step = None, None, None
-        self._home, self._compiler = None, None
+        self._home = None
         if self._weights is not None:
             self._weights.end()
+
+    def leave(self) -> None:
+        """End the run and this machine's peers. Twice is fine."""
+        self._end_run()
+        self._way_back.end()
+        self._compiler = None
         peer, self.peer = self.peer, None
         began = peer is not None and peer.run is not None
         try:

@@ -3,6 +3,7 @@
 ADMIT = "server.admit"
 LOAD = "server.load"
 RESTART = "server.restart"
+RELEASE = "server.release"
 FORWARD = "stage.forward"
 BACKWARD = "stage.backward"
 CANCEL = "stage.cancel"

@@ -22,7 +22,7 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.types.runs import Manifest, Member, RestartRequest
+from lightning_swarm.types.runs import Manifest, Member, ReleaseRequest, RestartRequest
 from lightning_swarm.types.state import StageState, StateRequest
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
@@ -59,7 +59,7 @@ class Admission:
     ) -> None:
         self._transport = transport
         self._executor = executor
-        self._model = model
+        self.model = model
         self._stepping = stepping
         self._boot_id = boot_id
         self._limits = limits
@@ -176,7 +176,7 @@ class Admission:
         if named - {me}:
             raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
         served = [index for index, stage in enumerate(manifest.stages) if me in stage.roster]
-        stages, _ = await self._executor.submit((-1,), lambda: self._model.build(manifest, served))
+        stages, _ = await self._executor.submit((-1,), lambda: self.model.build(manifest, served))
         await self._connect()
         self._run = RunState(manifest)
         self._stepping.begin(self._run, stages)
@@ -195,6 +195,12 @@ class Admission:
             check_selection(request.selection, manifest.stages)
         self.run.go_back(request)
         self.loaded.clear()
+
+    def check_release(self, caller: PeerId, request: ReleaseRequest) -> None:
+        """Refuse to leave a run on anybody's word but its lead's, which is not the run's end."""
+        if caller != self.run.manifest.lead:
+            raise ProtocolError(f"the lead {self.run.manifest.lead} releases its servers, not {caller}")
+        self.run.check_generation(request.generation)
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """The initial weights of a stage, from the starter. Nobody else's are ever used."""
@@ -237,7 +243,7 @@ class Admission:
         """What run this is and who is in it, for whoever asks: to join it, or to show it."""
         if body:
             raise ProtocolError(f"{VIEW} takes no arguments, got {len(body)} bytes")
-        if self._run is None:
+        if self._run is None or not self.ready.is_set():  # whoever asks could be one that is being admitted himself
             raise Busy("this peer was not admitted to a run yet")
         return encode(self._run.view())
 

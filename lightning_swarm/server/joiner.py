@@ -72,7 +72,7 @@ class Joiner:
         self._transport = transport
         self._tickets = tickets
         self._executor = executor
-        self._model = model
+        self.model = model
         self._admission = admission
         self._stepping = stepping
         self._limits = limits
@@ -156,7 +156,7 @@ class Joiner:
             coordinator = self._admission.run.coordinator
         view = await self._view(coordinator)
         if self._stage is None:
-            self._model.check(view.manifest)  # before anyone is asked for anything
+            self.model.check(view.manifest)  # before anyone is asked for anything
         request = JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             boot_id=self._admission.me.boot_id,
@@ -166,7 +166,7 @@ class Joiner:
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
         if self._stage is None:
             stages, _ = await self._executor.submit(
-                _FIRST, lambda: self._model.build(view.manifest, [reply.stage_index])
+                _FIRST, lambda: self.model.build(view.manifest, [reply.stage_index])
             )
             self._stage = stages[reply.stage_index]
         roster = [member.peer_id for member in reply.view.rosters[self._stage.index]]

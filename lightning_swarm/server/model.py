@@ -112,6 +112,7 @@ class Model:
             self._freeze(set(manifest.selection.frozen))
         if not self._keep:
             self._free([module for module in modules if module.spec.index not in served])
+            self._make_room([module for module in modules if module.spec.index in served])
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
@@ -153,6 +154,19 @@ class Model:
                     if id(parameter) not in replaced:
                         meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                         replaced[id(parameter)] = meta
+                    module._parameters[name] = replaced[id(parameter)]
+
+    def _make_room(self, served: Sequence[StageModule]) -> None:
+        """Give parameters memory again that were freed for an earlier run. Their values come with the run."""
+        own = {id(parameter) for stage in served for _, parameter in stage.named_stage_parameters()}
+        replaced: dict[int, nn.Parameter] = {}
+        for module in self._module.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta and id(parameter) in own:
+                    if id(parameter) not in replaced:
+                        nothing = float("nan") if parameter.is_floating_point() else 0
+                        empty = torch.full_like(parameter, nothing, device=self._device)
+                        replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     module._parameters[name] = replaced[id(parameter)]
 
 

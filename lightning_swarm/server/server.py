@@ -28,7 +28,7 @@ from lightning_swarm.errors import (
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.randomness import key_seed
-from lightning_swarm.server import BACKWARD, CANCEL, FORWARD, RESTART
+from lightning_swarm.server import BACKWARD, CANCEL, FORWARD, RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
 from lightning_swarm.server.donor import Donor
@@ -54,7 +54,7 @@ from lightning_swarm.types.calls import (
     Ticket,
 )
 from lightning_swarm.types.reports import ServerReport
-from lightning_swarm.types.runs import RestartRequest
+from lightning_swarm.types.runs import ReleaseRequest, RestartRequest
 from lightning_swarm.types.steps import ReceiptsReply, ReceiptsRequest, Record, StageReceipts
 from lightning_swarm.types.wire import decode, encode, to_bitmap
 
@@ -131,6 +131,7 @@ class Server:
         self.voter = Voter(boot_id)
         proposer.serve(self.voter, transport, self.admission.serves_with)
         transport.handle_call(RESTART, self._handle_restart)
+        transport.handle_call(RELEASE, self._handle_release)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
         transport.handle_call(FORWARD, self._handle_forward_call)
@@ -173,13 +174,32 @@ class Server:
 
     async def step_out(self) -> None:
         """A record has left this server out: nothing is left here of the run but a stage to join it with again."""
+        if not self.admission.has_run:
+            return
         holders = [len(roster) for roster in self.admission.run.rosters]
         await self.admission.step_out()  # what comes from now on is refused
         await self._end_calls()
         self._forget("g")
         stages = await self.stepping.step_out()
         self.donor.go_back()
+        self.snapshots.go_back()
         self.joiner.keep(stages, holders)
+
+    async def release(self) -> None:
+        """The run is void here: this server is as it was before, and may be admitted to one, or join one."""
+        await self.step_out()
+        self.voter.forget()
+
+    def serve_with(self, model: Model) -> None:
+        """Build stages of another copy of the model from now on. Not while there is a run."""
+        self.admission.model = self.joiner.model = model
+
+    async def _handle_release(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, ReleaseRequest)
+        if self.admission.has_run:  # else it was told twice
+            self.admission.check_release(caller, request)
+            await self.release()
+        return b""
 
     async def _end_calls(self) -> None:
         calls = set(self._calls.values())

@@ -94,6 +94,8 @@ class Stay:
             if admission.is_member and (report := self._server.report()) is not None:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
             how = await self._until_out(say)
+            if how == "released":  # its lead goes back with it, and begins again from an earlier step
+                continue
             if how != "left out":
                 say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.")
                 return
@@ -149,10 +151,12 @@ class Stay:
 
     # ------------------------------------------------------------------ along
 
-    async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out"]:
+    async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out", "released"]:
         admission = self._server.admission
         heard_s = _now_s()
         while not admission.left.is_set():
+            if not admission.has_run:
+                return "left" if self._leaving.is_set() else "released"
             if not admission.is_member:
                 return "left" if self._leaving.is_set() else "left out"
             if self._leaving.is_set():
@@ -160,7 +164,7 @@ class Stay:
                     return "left"
                 continue
             await first_of(admission.left.wait(), self._leaving.wait(), timeout=_LOOK_S)
-            if admission.left.is_set() or self._leaving.is_set():
+            if admission.left.is_set() or self._leaving.is_set() or not admission.has_run:
                 continue
             left_out = await self._is_left_out()
             if left_out:
@@ -180,7 +184,7 @@ class Stay:
         first = [run.coordinator] if run.coordinator in others else []
         views = await self._views(first) or await self._views([peer for peer in others if peer not in first])
         if not views:
-            return False if await self._lead_answers() else None
+            return False if await self._answers(run.manifest.lead) else None
         newest = max(views, key=lambda view: (view.manifest.generation, view.version))
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False
@@ -198,10 +202,10 @@ class Stay:
         found = await gather(ask(peer) for peer in peers[:_MAX_ASKED])
         return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
 
-    async def _lead_answers(self) -> bool:
+    async def _answers(self, lead: PeerId) -> bool:
         """The lead may hold no stage: then it shows no run, and says no more than that it lives."""
         try:
-            await hello.meet(self._transport, self._server.admission.run.manifest.lead, timeout=_LOOK_S)
+            await hello.meet(self._transport, lead, timeout=_LOOK_S)
         except SwarmError as error:
             _log.warning("The lead does not answer: %s", error)
             return False

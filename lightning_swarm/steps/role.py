@@ -16,9 +16,18 @@ class Role(Transport):
         transport: The peer's.
         calls: Methods that belong to the role, so that they are refused in words before it is played first.
         streams: Likewise, with the most bytes of a request's tensors.
+        idle: What is true of a peer that does not play it.
     """
 
-    def __init__(self, transport: Transport, calls: Iterable[str], streams: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        calls: Iterable[str],
+        streams: Mapping[str, int],
+        *,
+        idle: str = "does not coordinate",
+    ) -> None:
+        self._idle = idle
         self.traffic = transport.traffic
         self._transport = transport
         self._calls: dict[str, CallHandler | None] = {}
@@ -102,4 +111,4 @@ class Role(Transport):
         return await handler(caller, message)
 
     def _refusal(self, method: str) -> NotCoordinator:
-        return NotCoordinator(f"{self.peer_id} does not coordinate (now), so it does not answer {method}")
+        return NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")

@@ -36,6 +36,10 @@ class Voter:
 
     def __init__(self, boot_id: int) -> None:
         self._boot_id = boot_id
+        self.forget()
+
+    def forget(self) -> None:
+        """The run of all that was promised is void; the next one's slots are of a later generation."""
         self._term = NO_TERM
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
         self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead

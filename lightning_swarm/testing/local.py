@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_swarm.assembly import Peer
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import SwarmError
-from lightning_swarm.launcher import arguments_of
+from lightning_swarm.launcher import arguments_of, run_through
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.runtime import InlineRuntime
@@ -99,8 +99,9 @@ class InMemoryHooks(_SwarmHooks):
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
-        for peer, module in zip(self.peers[1:], self._copies, strict=True):
-            self._serve_copy(peer, module, trainer)
+        for peer, module in zip(self.peers[1:], self._copies, strict=False):
+            if peer.server is None:  # else the run went back, and it serves already
+                self._serve_copy(peer, module, trainer)
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
@@ -195,7 +196,7 @@ class _InlineLauncher(_Launcher):
         assert trainer is not None
         self._strategy.check(trainer, arguments_of(function, args, kwargs))
         self._strategy.prepare()
-        return function(*args, **kwargs)
+        return run_through(self._strategy, trainer, function, args, kwargs)
 
     @override
     def kill(self, signum: int) -> None:

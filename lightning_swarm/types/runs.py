@@ -72,6 +72,12 @@ class RunView(Wire, frozen=True):
     term: Term  # of who coordinates
 
 
+class ReleaseRequest(Wire, frozen=True):
+    """The run goes back further than its servers can: a server is in no run any more, and waits for the next."""
+
+    generation: Count  # which is void
+
+
 class RestartRequest(Wire, frozen=True):
     """The run goes back: the running generation is void, and the stages wait for weights of `first_step`."""
 

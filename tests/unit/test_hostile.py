@@ -29,6 +29,7 @@ from lightning_swarm.server import (
     LOAD,
     NEXT,
     PIECE,
+    RELEASE,
     RESTART,
     SNAPSHOT,
     STATE,
@@ -91,7 +92,15 @@ from lightning_swarm.types.joining import (
     PieceRequest,
     ReadyRequest,
 )
-from lightning_swarm.types.runs import Leading, Member, PullRequest, RestartRequest, Selection, WatchRequest
+from lightning_swarm.types.runs import (
+    Leading,
+    Member,
+    PullRequest,
+    ReleaseRequest,
+    RestartRequest,
+    Selection,
+    WatchRequest,
+)
 from lightning_swarm.types.snapshots import SnapshotRequest
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
@@ -354,6 +363,7 @@ SAMPLES = [
     Sample(STREAM, LOAD, momenta),
     Sample(STREAM, LEND, lent),
     Sample(CALL, LEAVE, lambda _: Message()),
+    Sample(CALL, RELEASE, plain(lambda _: ReleaseRequest(generation=0))),
     Sample(CALL, RESTART, plain(lambda s: RestartRequest(generation=1, first_step=3, selection=other_selection(s)))),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
     Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),

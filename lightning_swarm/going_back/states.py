@@ -1,0 +1,221 @@
+"""The lead's loop at the steps of which there are snapshots: a checkpoint but for weights and optimizer state."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.going_back.place import Place
+
+_log = logging.getLogger(__name__)
+
+_SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_LOGGING: Final = ("_first_loop_iter", "_current_fx")  # by which Lightning knows that an epoch's averages begin anew
+
+
+class _Awaited:
+    """In the place of what a snapshot has: a tensor by its name, or the optimizer's state."""
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Awaited:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """The loop after a step.
+
+    Args:
+        checkpoint: As Lightning would save it, with gaps.
+        gaps: In it, each once.
+        parameter_names: In the optimizer's order.
+        place: In the data.
+        metrics: What torchmetrics objects of the module had gathered, by their names in it.
+        results: What was logged in the epoch so far.
+        shown: What callbacks, loggers and progress bars find of it.
+        logging: Where in the epoch Lightning takes itself to be.
+    """
+
+    checkpoint: dict[str, Any]
+    gaps: Sequence[_Awaited]
+    parameter_names: Sequence[str]
+    place: Place
+    metrics: Mapping[str, Mapping[str, Any]]
+    results: Mapping[str, tuple[Metric, Mapping[str, Any]]]
+    shown: Mapping[str, dict[str, Any]]
+    logging: Mapping[str, Any]
+
+    def complete(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """An ordinary checkpoint.
+
+        Args:
+            weights: Of all stages, by their names.
+            optimizer: State of all stages, by parameter name.
+        """
+        by_index = {i: optimizer[name] for i, name in enumerate(self.parameter_names) if name in optimizer}
+        filled = {id(gap): by_index if gap.name is None else weights[gap.name] for gap in self.gaps}
+        complete: dict[str, Any] = _filled(self.checkpoint, filled)
+        return complete
+
+
+class LoopStates:
+    """Keeps the newest two.
+
+    Args:
+        trainer: Whose loop it is.
+        names: Of all tensors that the servers hold.
+    """
+
+    def __init__(self, trainer: Trainer, names: Collection[str]) -> None:
+        self._trainer = trainer
+        self._names = names
+        self._kept: dict[int, LoopState] = {}
+        self._stand_ins: dict[int, tuple[Any, _Awaited]] | None = None  # while a state is taken, by their `id`
+        self._warned = False
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Of the weights that each state goes with."""
+        return self._kept.keys()
+
+    def __getitem__(self, version: int) -> LoopState:
+        return self._kept[version]
+
+    @property
+    def taking(self) -> bool:
+        """Whether weights and optimizer state are asked for only to be left out."""
+        return self._stand_ins is not None
+
+    def take(self, version: int, keep: int | None, place: Place) -> None:
+        """Keep the loop's state, and of the older ones none but that of version `keep`.
+
+        Nothing of it comes from the servers. The hooks that a checkpoint's saving calls are called; those that work on
+        weights find tensors without values.
+        """
+        self._kept = {one: state for one, state in self._kept.items() if one == keep}
+        self._stand_ins = {}
+        try:
+            self._kept[version] = self._taken(place)
+        except Exception as error:  # noqa: BLE001 - what hooks raise; the run is in no need of it now
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "The loop's state cannot be kept in memory, so this run will break off if all servers of a stage "
+                    "die, and go on from a checkpoint file only: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+        finally:
+            self._stand_ins = None
+
+    def _taken(self, place: Place) -> LoopState:
+        assert self._stand_ins is not None
+        trainer = self._trainer
+        module = trainer.lightning_module
+        with torch.no_grad():
+            dumped = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        memo = {key: gap for key, (_, gap) in self._stand_ins.items()}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        kept = copy.deepcopy(dumped, dict(memo))
+        for name in _valueless(kept, ""):
+            raise ConfigError(
+                f"what a hook made of the weights when a checkpoint was asked for, {name}, has no values: they are on "
+                "the servers. Take weights as they are in `on_save_checkpoint`, and work on them when they are loaded."
+            )
+        return LoopState(
+            checkpoint=kept,
+            gaps=list(memo.values()),
+            parameter_names=[names[id(one)] for group in trainer.optimizers[0].param_groups for one in group["params"]],
+            place=place,
+            metrics={name: _gathered(one) for name, one in module.named_modules() if isinstance(one, Metric)},
+            logging={name: getattr(trainer._logger_connector, name) for name in _LOGGING},
+            shown={name: dict(getattr(trainer._logger_connector, name)) for name in _SHOWN},
+            results={name: (one, _gathered(one)) for name, one in trainer.fit_loop.epoch_loop._results.items()},
+        )
+
+    def without_weights(self, own: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+        """The module's state dict with gaps.
+
+        Args:
+            own: The module's own.
+            names: The first name of each tensor by all of its names.
+        """
+        return {
+            name: self._gap(names[name], tensor) if names.get(name) in self._names else tensor
+            for name, tensor in own.items()
+        }
+
+    def without_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state dict with a gap."""
+        assert self._stand_ins is not None
+        state: dict[int, Any] = {}
+        self._stand_ins[id(state)] = state, _Awaited(None)
+        return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+
+    def _gap(self, name: str, tensor: Tensor) -> Tensor:
+        assert self._stand_ins is not None
+        stand_in = tensor.detach().to("meta")
+        self._stand_ins[id(stand_in)] = stand_in, _Awaited(name)
+        return stand_in
+
+
+def restore_metrics(trainer: Trainer, state: LoopState) -> None:
+    """Let what was logged and measured in an epoch that goes on be what it was."""
+    modules = dict(trainer.lightning_module.named_modules())
+    for name, gathered in state.metrics.items():
+        if isinstance(modules.get(name), Metric):
+            modules[name].__dict__.update(copy.deepcopy(dict(gathered)))
+    for name, found in state.shown.items():
+        getattr(trainer._logger_connector, name).update(found)
+    for name, value in state.logging.items():
+        setattr(trainer._logger_connector, name, value)
+    results = trainer.fit_loop.epoch_loop._results
+    results.clear()
+    for name, (one, gathered) in state.results.items():
+        one.__dict__.update(copy.deepcopy(dict(gathered)))
+        results[name] = one
+
+
+def _gathered(metric: Metric) -> dict[str, Any]:
+    """Copies of all that updates of a metric change."""
+    # `has_reset`: Lightning's own, which hold what was logged as a number.
+    names = [*metric._defaults, "_update_count", "_computed", "_forward_cache", "has_reset"]
+    return copy.deepcopy({name: vars(metric)[name] for name in names if name in vars(metric)})
+
+
+def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
+    """A copy of nested containers, with gaps replaced."""
+    if isinstance(tree, _Awaited):
+        return filled[id(tree)]
+    if isinstance(tree, dict):
+        copied = copy.copy(tree)
+        for key, value in tree.items():
+            copied[key] = _filled(value, filled)
+        return copied
+    if type(tree) in (list, tuple):
+        return type(tree)(_filled(value, filled) for value in tree)
+    return tree
+
+
+def _valueless(tree: Any, name: str) -> Iterator[str]:
+    """The names of tensors that have no values."""
+    if isinstance(tree, Tensor) and tree.is_meta:
+        yield name
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _valueless(value, f"{name}[{key!r}]")
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from _valueless(value, f"{name}[{index}]")

@@ -1,0 +1,183 @@
+"""A run that cannot go on releases its servers: they are as before the first, and the next one begins with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+from msgspec import structs
+
+from lightning_swarm import membership, survivors
+from lightning_swarm.errors import Busy, ProtocolError, SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.run_state import RunState
+from lightning_swarm.server import RELEASE
+from lightning_swarm.steps import GRANT, VIEW
+from lightning_swarm.types.batches import GrantRequest
+from lightning_swarm.types.runs import Manifest, Member, ReleaseRequest
+from lightning_swarm.types.wire import encode
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import Swarm, make_module, plain_steps, rows
+from tests.unit.test_restart import step
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+def release(swarm: Swarm) -> list[PeerId]:
+    return swarm.run(survivors.release(swarm.trainer, swarm.steps.run, timeout=5.0))
+
+
+def next_manifest(swarm: Swarm, *rosters: Sequence[PeerId]) -> Manifest:
+    """Of a run of the same stages on other servers, in the next generation."""
+    members = [[swarm.members[name] for name in roster] for roster in rosters]
+    first = members[0][0]
+    return structs.replace(
+        swarm.manifest,
+        generation=swarm.manifest.generation + 1,
+        coordinator=first.peer_id,
+        voters=[first],
+        stages=[
+            structs.replace(stage, roster=roster) for stage, roster in zip(swarm.manifest.stages, members, strict=True)
+        ],
+    )
+
+
+def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
+    swarm.manifest = manifest = next_manifest(swarm, *rosters)
+    swarm.rosters = [list(roster) for roster in rosters]
+    swarm.run(membership.admit(swarm.trainer, manifest, swarm.stages, timeout=10.0))
+    swarm.steps.run, swarm.steps.newest = RunState(manifest), None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("a", "b"), ([A], [A])),
+        (("a", "b"), ([B], [A])),  # each has freed the memory of the stage that it gets
+        (("a", "b", "c"), ([A], [A], [C])),
+        (("a b", "b"), ([B], [A])),
+    ],
+)
+def test_the_next_run_begins_with_any_stages_on_any_of_them(
+    make_swarm: MakeSwarm, before: Sequence[str], after: Sequence[Sequence[PeerId]]
+) -> None:
+    swarm = make_swarm(*before)
+    for seed in (7, 8):
+        swarm.run(step(swarm, seed))
+    assert release(swarm) == sorted({PeerId(name) for roster in before for name in roster.split()})
+    begin_again(swarm, *after)
+    for seed in (1, 2, 3):
+        swarm.run(step(swarm, seed, seed + 10))
+    expected = make_module(len(before))
+    plain_steps(expected, [(rows(seed), rows(seed + 10)) for seed in (1, 2, 3)], divisors=[1.0] * 3)
+    found = swarm.weights()
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.0, atol=1e-12)
+
+
+def test_nothing_is_left_of_the_run(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(step(swarm, 1))
+    swarm.run(asyncio.sleep(1.0))
+    assert all(server.snapshots.store.held for server in swarm.servers.values())
+    assert release(swarm) == [A, B]
+    for server in swarm.servers.values():
+        assert not server.admission.has_run
+        assert not server.admission.left.is_set(), "it is not the run's end"
+        assert server.snapshots.store.held == []
+        assert server.stepping.stages == ()
+        assert server.cache.used_bytes == 0
+    with pytest.raises(Busy):
+        swarm.run(swarm.trainer.call(A, VIEW, b"", timeout=1.0))
+    asked = encode(GrantRequest(step=1, num_samples=2, generation=0, gradient_scale=1.0))
+    with pytest.raises(SwarmError):
+        swarm.run(swarm.trainer.call(A, GRANT, asked, timeout=1.0))
+    assert release(swarm) == [A, B], "told twice"
+
+
+def test_only_the_lead_releases_and_only_from_its_run(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    request = encode(ReleaseRequest(generation=0))
+    with pytest.raises(ProtocolError, match="the lead trainer releases"):
+        swarm.run(swarm.servers[A]._transport.call(B, RELEASE, request, timeout=1.0))
+    with pytest.raises(ProtocolError, match="generation"):
+        swarm.run(swarm.trainer.call(B, RELEASE, encode(ReleaseRequest(generation=1)), timeout=1.0))
+    assert swarm.servers[B].admission.has_run
+
+
+def test_who_is_gone_is_not_released(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", "c")
+    swarm.network.kill(B)
+    swarm.network.freeze(C)
+    assert release(swarm) == [A]
+    swarm.network.thaw(C)
+
+
+def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
+    """Who waits for a run would else ask to join the one that it is about to be admitted to."""
+    swarm = make_swarm("a", "b", admit=False)
+    swarm.run(swarm.trainer.call(A, "server.admit", encode(swarm.manifest), timeout=1.0))
+    with pytest.raises(Busy):
+        swarm.run(swarm.trainer.call(A, VIEW, b"", timeout=1.0))
+
+
+# ---------------------------------------------------------------------- what is lost
+
+
+def state(rosters: Sequence[str], voters: str, swarm: Swarm) -> RunState:
+    run = RunState(swarm.manifest)
+    run.rosters = [[Member(peer_id=PeerId(name), boot_id=0) for name in roster.split()] for roster in rosters]
+    run.voters = [Member(peer_id=PeerId(name), boot_id=0) for name in voters.split()]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("rosters", "voters", "alive", "lost"),
+    [
+        (("a", "b"), "a", "a b", ""),
+        (("a", "b"), "a", "a", "nobody of stage 1 answers"),
+        (("a", "b c", "b"), "a", "a", "nobody of stages 1, 2 answers"),
+        (("a", "b c"), "a", "a c", ""),
+        (("a b c", "a b c"), "a b c", "a", "only 1 of 3 voters answer"),
+        (("a b c", "a b c"), "a b c", "a c", ""),
+    ],
+)
+def test_what_a_run_cannot_go_on_without(
+    make_swarm: MakeSwarm, rosters: Sequence[str], voters: str, alive: str, lost: str
+) -> None:
+    run = state(rosters, voters, make_swarm("a"))
+    assert survivors.lost(run, {PeerId(name) for name in alive.split()}) == lost
+
+
+@pytest.mark.parametrize(("num_known_dead", "waited_s"), [(0, 20.0), (1, 0.0)])
+def test_who_is_silent_is_waited_for_unless_it_is_known_to_be_dead(
+    make_swarm: MakeSwarm, num_known_dead: int, waited_s: float
+) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.network.kill(B)
+    begin_s = swarm.loop.time()
+    lost = swarm.run(
+        survivors.what_is_lost(swarm.trainer, swarm.steps.run, lambda: num_known_dead, timeout=20.0, silence_s=1.0)
+    )
+    assert lost == "nobody of stage 1 answers"
+    assert waited_s <= swarm.loop.time() - begin_s < waited_s + 2.0
+
+
+def test_one_that_comes_back_is_not_lost(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.network.freeze(B)
+    swarm.loop.call_later(10.0, swarm.network.thaw, B)
+    asked = survivors.what_is_lost(swarm.trainer, swarm.steps.run, lambda: 0, timeout=60.0, silence_s=1.0)
+    assert swarm.run(asked) == ""
+    assert 10.0 <= swarm.loop.time() < 20.0
+
+
+def test_one_that_was_started_again_is_lost(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.network.kill(B)
+    swarm.servers[PeerId("b again")] = swarm._server(B, 999, swarm._optimizer)
+    swarm.run(swarm.servers[PeerId("b again")].start())
+    asked = survivors.what_is_lost(swarm.trainer, swarm.steps.run, lambda: 0, timeout=5.0, silence_s=1.0)
+    assert swarm.run(asked) == "nobody of stage 1 answers"
