@@ -15,6 +15,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import RELEASE
 from lightning_swarm.steps import GRANT, VIEW
+from lightning_swarm.steps.journal import Journal
 from lightning_swarm.types.batches import GrantRequest
 from lightning_swarm.types.runs import Manifest, Member, ReleaseRequest
 from lightning_swarm.types.wire import encode
@@ -48,7 +49,9 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     swarm.manifest = manifest = next_manifest(swarm, *rosters)
     swarm.rosters = [list(roster) for roster in rosters]
     swarm.run(membership.admit(swarm.trainer, manifest, swarm.stages, timeout=10.0))
+    # As a new session's client would be.
     swarm.steps.run, swarm.steps.newest = RunState(manifest), None
+    swarm.steps._registered, swarm.steps._journal = swarm.steps.run.term, Journal()
 
 
 @pytest.mark.parametrize(
