@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from tests.parity.harness import QUIET, WEIGHT_TOLERANCE, Run, quiet_warnings, r
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, digits, loader, sentences
 
 STEPS = 12
-SHORT = Limits(call_timeout=30.0, snapshot_interval=0.001, revive_timeout=5.0)
-"""A snapshot at every step at which the one before is through."""
+SHORT = Limits(call_timeout=30.0, snapshot_interval=0.001, revive_timeout=5.0, stage_timeout=60.0)
+"""A snapshot at every step at which the one before is through. What cannot go back is not waited for all day."""
 
 
 def make_digits() -> Net:
@@ -402,7 +403,7 @@ def broken_off(killing: Killing, **options: Any) -> tuple[StepError | PeerError,
 def test_without_a_snapshot_the_error_names_the_checkpoint(tmp_path: Path) -> None:
     _, notes = broken_off(
         Killing([5], [[1]]),
-        limits=Limits(call_timeout=30.0, snapshot_interval=None, revive_timeout=5.0),
+        limits=replace(SHORT, snapshot_interval=None),
         callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)],
         enable_checkpointing=True,
     )

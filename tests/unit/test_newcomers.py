@@ -236,7 +236,7 @@ def test_a_run_that_breaks_off_says_how_to_go_on(tmp_path: Path, saves: bool) ->
                 assert strategy.network is not None
                 strategy.network.kill(strategy.peers[1].transport.peer_id)
 
-    strategy = InMemoryStrategy(num_stages=2, limits=Limits(snapshot_interval=None))
+    strategy = InMemoryStrategy(num_stages=2, limits=Limits(snapshot_interval=None, stage_timeout=600.0))
     callbacks: list[L.Callback] = [Killer()]
     if saves:
         callbacks.append(ModelCheckpoint(tmp_path, every_n_train_steps=1))
