@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import StageLost, Unreachable
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps import ARMED
+from lightning_swarm.steps import ARMED, DONE
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, digits
@@ -41,8 +41,8 @@ def freeze(seen: Seen) -> None:
     seen.network.freeze(VICTIM)
 
 
-def freeze_when_armed(seen: Seen, *, is_heard: bool) -> None:
-    """When the victim says that its batch is armed: after it was heard, or before."""
+def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
+    """When the victim says that its batch is armed, or through: after it was heard, or before."""
     strategy = seen.trainers[RANK].strategy
     assert isinstance(strategy, trainers.ThreadStrategy)
     session = strategy._session
@@ -50,13 +50,13 @@ def freeze_when_armed(seen: Seen, *, is_heard: bool) -> None:
     for router in session.pipeline.link.routers:  # its own server freezes, too, and what that added is lost
         router.set_peers(peer for peer in router.peers if peer != VICTIM)
     handlers = seen.network.find(session._steps.run.manifest.coordinator)._call_handlers
-    handler = handlers[ARMED]
+    handler = handlers[method]
 
     async def freezing(caller: PeerId, body: bytes) -> bytes:
         if caller != VICTIM:
             return await handler(caller, body)
-        handlers[ARMED] = handler
-        seen.armed = True  # type: ignore[attr-defined]
+        handlers[method] = handler
+        seen.said = True  # type: ignore[attr-defined]
         if not is_heard:
             freeze(seen)
             raise Unreachable("it froze before it was heard")
@@ -64,7 +64,7 @@ def freeze_when_armed(seen: Seen, *, is_heard: bool) -> None:
         freeze(seen)
         return answer
 
-    handlers[ARMED] = freezing
+    handlers[method] = freezing
 
 
 class Faulty(DigitsMLP):
@@ -198,8 +198,10 @@ def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
 @pytest.mark.parametrize("num_records", [0, 2])
 def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> None:
     """And when it is back, it is not run again."""
-    seen, lead = run("before forward", lambda seen: freeze_when_armed(seen, is_heard=True), num_records=num_records)
-    assert seen.armed  # type: ignore[attr-defined]
+    seen, lead = run(
+        "before forward", lambda seen: freeze_when_it_says(seen, ARMED, is_heard=True), num_records=num_records
+    )
+    assert seen.said  # type: ignore[attr-defined]
     assert not seen.errors
     (place,) = places(seen)
     assert place in [one for step in seen.steps for one in step]
@@ -208,11 +210,22 @@ def test_an_armed_batch_counts_though_its_trainer_froze(num_records: int) -> Non
 
 def test_a_batch_is_struck_though_all_of_it_was_added() -> None:
     """Its trainer froze before it could say so: what was added is discarded, and the rest of those sums replayed."""
-    seen, lead = run("before forward", lambda seen: freeze_when_armed(seen, is_heard=False))
-    assert seen.armed  # type: ignore[attr-defined]
+    seen, lead = run("before forward", lambda seen: freeze_when_it_says(seen, ARMED, is_heard=False))
+    assert seen.said  # type: ignore[attr-defined]
     assert not seen.errors
     struck, _ = places(seen)
     assert struck not in [one for step in seen.steps for one in step]
+    assert_right(seen, lead)
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: bool) -> None:
+    """It was armed before, so it counts, once, whether that was heard or not."""
+    seen, lead = run("before forward", lambda seen: freeze_when_it_says(seen, DONE, is_heard=is_heard), num_records=2)
+    assert seen.said  # type: ignore[attr-defined]
+    assert not seen.errors
+    (place,) = places(seen)
+    assert place in [one for step in seen.steps for one in step]
     assert_right(seen, lead)
 
 
