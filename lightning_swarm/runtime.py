@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import PeerError, RunOver, StageLost
+from lightning_swarm.tasks import ended
 
 _T = TypeVar("_T")
 
@@ -98,7 +99,34 @@ class InlineRuntime(Runtime):
         """The loop belongs to whoever made it: other peers may live on it."""
 
 
-class UntilOver(Runtime):
+class _Within(Runtime):
+    """On another runtime's loop, with something else to look at meanwhile.
+
+    Args:
+        runtime: Whose loop it is.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @override
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._runtime.run(self._first(work))
+
+    @abstractmethod
+    async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await `work`, unless something else comes first."""
+
+    @override
+    def post(self, callback: Callable[[], None]) -> None:
+        self._runtime.post(callback)
+
+    @override
+    def close(self) -> None:
+        self._runtime.close()
+
+
+class UntilOver(_Within):
     """Of a trainer that the run may leave behind: waiting for anything ends when the run does.
 
     Args:
@@ -108,14 +136,11 @@ class UntilOver(Runtime):
     """
 
     def __init__(self, runtime: Runtime, over: asyncio.Event, *, grace_s: float) -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self._over = over
         self._grace_s = grace_s
 
     @override
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return self._runtime.run(self._first(work))
-
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.ensure_future(work)
         over = asyncio.ensure_future(self._over.wait())
@@ -127,22 +152,10 @@ class UntilOver(Runtime):
                 raise RunOver("the lead has ended the run")
             return task.result()
         finally:
-            task.cancel()
-            over.cancel()
-            await asyncio.wait({task, over})
-            if not task.cancelled():
-                task.exception()  # seen: it was raised, or the run's end was
-
-    @override
-    def post(self, callback: Callable[[], None]) -> None:
-        self._runtime.post(callback)
-
-    @override
-    def close(self) -> None:
-        self._runtime.close()
+            await ended([task, over])
 
 
-class UntilLost(Runtime):
+class UntilLost(_Within):
     """Of the lead: waiting for anything ends when the run has lost what it cannot go on without, and can go back.
 
     Args:
@@ -151,48 +164,23 @@ class UntilLost(Runtime):
     """
 
     def __init__(self, runtime: Runtime, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
-        self._runtime = runtime
+        super().__init__(runtime)
         self._lost = lost
 
     @override
-    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        return self._runtime.run(self._first(work))
-
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.ensure_future(work)
+        lost: asyncio.Task[str] | None = None
         try:
             await asyncio.wait({task}, timeout=_MOMENT_S)
-            if task.done():
-                return task.result()
-        except BaseException:
-            await ended({task})
-            raise
-        lost = asyncio.ensure_future(self._lost())
-        try:
-            await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
+            if not task.done():
+                lost = asyncio.ensure_future(self._lost())
+                await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if lost is None or task.done():
                 return task.result()
             raise StageLost(f"the run cannot go on as it is: {lost.result()}")
         finally:
-            await ended({task, lost})
-
-    @override
-    def post(self, callback: Callable[[], None]) -> None:
-        self._runtime.post(callback)
-
-    @override
-    def close(self) -> None:
-        self._runtime.close()
-
-
-async def ended(tasks: set[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait for it. What was raised meanwhile is of no interest any more."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
+            await ended([task] if lost is None else [task, lost])
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -58,18 +58,37 @@ class TaskOwner:
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run all at once; results in order. The first failure cancels the rest and is raised itself, not in a group."""
+    """Run all at once; results in order. The first failure cancels the rest and is raised.
+
+    It is no TaskGroup, for in one a failure wins over a cancellation: who was cancelled while the rest of a failure was
+    cleared away would go on with the failure, perhaps for ever.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as failures:
-        raise _first(failures) from None
-    return [task.result() for task in tasks]
+        if tasks:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failures = [one for one in tasks if one.done() and not one.cancelled() and one.exception() is not None]
+    finally:
+        await ended(tasks)
+    return [task.result() for task in failures or tasks]
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    error = failures.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel what still runs, and wait for it. What was raised meanwhile is of no interest any more."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    interrupted: asyncio.CancelledError | None = None
+    while left := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(left)
+        except asyncio.CancelledError as error:  # they have to end all the same
+            interrupted = error
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen, so that asyncio does not complain
+    if interrupted is not None:
+        raise interrupted
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
@@ -80,9 +99,7 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await ended(tasks)
 
 
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -> list[_T]:

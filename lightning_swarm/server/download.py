@@ -13,7 +13,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import FOLLOW, PIECE
 from lightning_swarm.server.pieces import Blank
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.tasks import gather
+from lightning_swarm.tasks import ended, gather
 from lightning_swarm.types.joining import FollowReply, FollowRequest, PieceRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -105,8 +105,7 @@ class Download:
         try:
             await gather(self._pull(donor, blank, to_the_end=True) for _ in range(_PULLS))
         finally:
-            helping.cancel()
-            await asyncio.wait({helping})
+            await ended([helping])
         if not helping.cancelled():
             helping.result()
         await gather(self._release(peer, blank) for peer in self.helpers)

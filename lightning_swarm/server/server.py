@@ -41,7 +41,7 @@ from lightning_swarm.server.stage import Forwarded, Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import RECEIPTS, proposer
 from lightning_swarm.steps.voting import Voter
-from lightning_swarm.tasks import TaskOwner
+from lightning_swarm.tasks import TaskOwner, ended
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import (
     BackwardRequest,
@@ -202,11 +202,7 @@ class Server:
         return b""
 
     async def _end_calls(self) -> None:
-        calls = set(self._calls.values())
-        for task in calls:
-            task.cancel()
-        if calls:
-            await asyncio.wait(calls)
+        await ended(self._calls.values())
 
     async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:
         """Nothing is left of the running generation when this returns."""
@@ -363,8 +359,7 @@ class Server:
         name = request.key.name(stage.index, request.direction)
         task = self._calls.get(name)
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await ended([task])
         self._tickets.withdraw(name)
         if request.direction == "forward":
             return encode(CancelReply(added=False))

@@ -18,7 +18,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.server import Server
 from lightning_swarm.steps import DRAIN, VIEW
-from lightning_swarm.tasks import first_of, gather
+from lightning_swarm.tasks import ended, first_of, gather
 from lightning_swarm.types.joining import DrainReply, DrainRequest
 from lightning_swarm.types.runs import RunView
 from lightning_swarm.types.wire import decode, encode
@@ -125,9 +125,7 @@ class Stay:
             entering.result()
             return True
         finally:
-            for task in (entering, told):
-                task.cancel()
-            await asyncio.wait({entering, told})
+            await ended([entering, told])
 
     async def _found(self) -> Sequence[PeerId]:
         """Coordinators to ask: whom others named last, before those that were announced when the run began."""

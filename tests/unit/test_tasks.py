@@ -68,6 +68,40 @@ def test_a_cancelled_gather_ends_its_works(loop: VirtualLoop) -> None:
     assert ended == [0, 1, 2]
 
 
+async def slow_to_end() -> None:
+    """Takes a second to end when it is cancelled."""
+    try:
+        await asyncio.sleep(1000.0)
+    finally:
+        await asyncio.sleep(1.0)
+
+
+def test_a_cancellation_wins_over_a_failure(loop: VirtualLoop) -> None:
+    async def go_on() -> None:
+        try:
+            await gather([slow_to_end(), fail(1.0, StepError("it would be tried again"))])
+        except StepError:
+            await asyncio.sleep(1000.0)
+
+    going = loop.create_task(go_on())
+    loop.run_until_complete(asyncio.sleep(1.5))  # the failure was, and what it ended is not through yet
+    going.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(going)
+    assert loop.time() == 2.0
+
+
+def test_a_failure_leaves_deadlines_around_it_as_they_were(loop: VirtualLoop) -> None:
+    async def late() -> None:
+        async with asyncio.timeout(5.0):
+            with pytest.raises(StepError):
+                await gather([slow_to_end(), fail(1.0, StepError("at once"))])
+            await asyncio.sleep(1000.0)
+
+    with pytest.raises(TimeoutError):
+        loop.run_until_complete(late())
+
+
 @pytest.mark.parametrize("limit", [1, 3, 100])
 def test_no_more_than_the_limit_are_under_way(loop: VirtualLoop, limit: int) -> None:
     under_way = most = 0

@@ -26,6 +26,7 @@ from lightning_swarm.network.hivemind._engine import (
 from lightning_swarm.network.hivemind._pending import steady
 from lightning_swarm.network.hivemind._process import exited
 from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool, to_peer_id
+from lightning_swarm.tasks import ended, gather
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"
@@ -70,13 +71,10 @@ class HivemindTransport(BaseTransport):
                 raise ProtocolError(f"A full address ends in /p2p/<peer id>, got {address!r}.")
             by_peer[PeerId(peer)].append(where)
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S), asyncio.TaskGroup() as dialing:
-                for peer, where_all in by_peer.items():
-                    dialing.create_task(self._daemon.connect(peer, where_all))
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await gather(self._daemon.connect(peer, where_all) for peer, where_all in by_peer.items())
         except TimeoutError as error:
             raise DeadlineExceeded(f"{', '.join(by_peer)} did not answer within {_CONNECT_TIMEOUT_S:g} s.") from error
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
     async def addresses(self) -> tuple[str, ...]:
         """See `Transport`."""
@@ -88,8 +86,7 @@ class HivemindTransport(BaseTransport):
         self._pool.close()
         await self._wait_until_served()
         if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait({self._watch})
+            await ended([self._watch])
         await self._stop_daemon()
 
     async def _stop_daemon(self) -> None:
@@ -106,13 +103,12 @@ class HivemindTransport(BaseTransport):
 
     async def _watch_daemon(self, reading: asyncio.Task[None]) -> None:
         # Without its daemon, or with nobody who reads from it, hivemind's client would wait for answers for ever.
-        ended = asyncio.create_task(exited(self.daemon_pid))
+        gone = asyncio.create_task(exited(self.daemon_pid))
         try:
-            await asyncio.wait({ended, reading}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({gone, reading}, return_when=asyncio.FIRST_COMPLETED)
             self._break_off()
         finally:
-            ended.cancel()
-            await asyncio.wait({ended})
+            await ended([gone])
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
         try:
