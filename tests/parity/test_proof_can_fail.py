@@ -61,8 +61,8 @@ def double_count(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
     planted: list[CallKey] = []
     backward = Passage.backward
 
-    async def twice(self: Passage, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        result = await backward(self, gradients)
+    async def twice(self: Passage, gradients: Sequence[Tensor | None], **rest: Any) -> list[Tensor | None] | None:
+        result = await backward(self, gradients, **rest)
         key = self.microbatch.key
         if key.step == STEP and not planted:
             planted.append(key)

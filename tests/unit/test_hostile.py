@@ -160,7 +160,10 @@ class Sample:
             return swarm
         if self.phase == "joining":
             swarm.join(C)
-            if self.method == PIECE:
+            if self.method == PIECE:  # in the place of the joiner, whose next request would end the download
+                for task in swarm.joining:
+                    task.cancel()
+                    swarm.run(asyncio.wait({task}))
                 body = encode(FollowRequest(stage_index=0, version=None, hold_s=0.0))
                 swarm.run(swarm.servers[C]._transport.stream(A, FOLLOW, Message(body), timeout=1.0))
         elif self.method in (JOIN, MEET):
