@@ -76,7 +76,7 @@ class BaseTransport(Transport):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._call_handlers: dict[str, CallHandler] = {}
         self._stream_handlers: dict[str, tuple[StreamHandler, int]] = {}
-        self._deadlines: set[asyncio.Timeout] = set()
+        self._deadlines: dict[asyncio.Timeout, None] = {}  # ordered, so that a run repeats exactly
         self._serving: set[asyncio.Task[Any]] = set()
         # 0 is the answer to what could not be understood.
         self._exchange_ids = itertools.count(1)
@@ -225,7 +225,7 @@ class BaseTransport(Transport):
         watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
         try:
             async with limit:
-                self._deadlines.add(limit)
+                self._deadlines[limit] = None
                 with watching:
                     yield
         except TimeoutError as error:
@@ -239,7 +239,7 @@ class BaseTransport(Transport):
                 ) from error
             raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
         finally:
-            self._deadlines.discard(limit)
+            self._deadlines.pop(limit, None)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Serve in a task that `close` ends."""

@@ -39,7 +39,7 @@ class _Watched:
     """A peer that owes somebody an answer."""
 
     def __init__(self) -> None:
-        self.exchanges: set[Exchange] = set()
+        self.exchanges: dict[Exchange, None] = {}  # ordered, so that a run repeats exactly
         self.channels: set[Channel] = set()
         self.pings: set[asyncio.Task[None]] = set()
         self.num_moved_bytes = 0
@@ -88,13 +88,13 @@ class Liveness:
         watched = self._watched.setdefault(peer, _Watched())
         if not watched.exchanges:
             watched.heard_s = loop.time()
-        watched.exchanges.add(exchange)
+        watched.exchanges[exchange] = None
         if watched.tick is None:
             self._arm(peer, watched)
         try:
             yield
         finally:
-            watched.exchanges.discard(exchange)
+            watched.exchanges.pop(exchange, None)
             if not watched.exchanges:
                 for ping in watched.pings:
                     ping.cancel()

@@ -374,7 +374,7 @@ class Leadership:
             except SwarmError as error:
                 _log.info("Server %s does not know yet who coordinates: %s", peer, error)
 
-        telling = {self._tasks.spawn(tell(peer)) for peer in {*run.servers, *newcomers} - {self._me.peer_id}}
+        telling = {self._tasks.spawn(tell(peer)) for peer in sorted({*run.servers, *newcomers} - {self._me.peer_id})}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
 
@@ -390,7 +390,7 @@ class Leadership:
 
         rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
         peers = {member.peer_id for roster in rosters for member in roster}
-        telling = {self._tasks.spawn(tell(peer)) for peer in peers - {self._me.peer_id}}
+        telling = {self._tasks.spawn(tell(peer)) for peer in sorted(peers - {self._me.peer_id})}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
         await self._take(run, record)  # last: who is left out cannot, and then another one coordinates those who can
