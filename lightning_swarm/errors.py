@@ -8,7 +8,7 @@
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   └── StageLost        nobody was left of a stage, for too long
-    ├── LeaseRevoked         a batch was struck from its step: run it again, in a place of its own
+    ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
         ├── Unreachable      no connection, or it broke
@@ -49,7 +49,7 @@ class StageLost(StepError):
 
 
 class LeaseRevoked(SwarmError):
-    """A batch was struck from its step while its trainer was not heard of. It counts nowhere: run it again."""
+    """A batch counts nowhere: run it again. It was struck, or its place was given by who coordinated no more."""
 
 
 class RunOver(SwarmError):

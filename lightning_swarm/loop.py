@@ -94,7 +94,7 @@ class SwarmOptimization:
                 return self._train_here(optimizer, batch_idx, kwargs, num_samples)
             except LeaseRevoked as error:
                 _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
-                self._session.drop_batch()
+                self._session.revoke_batch()
                 self._logs.revoke()
                 revoked = error
         raise StepError(

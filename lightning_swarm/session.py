@@ -125,17 +125,14 @@ class Session:
 
     def withdraw_batch(self) -> None:
         """The batch will not be trained on: nothing of it counts, and what was added of it is discarded."""
-        batch = self.drop_batch()
+        batch = self._taken()
         self._runtime.run(
             self._steps.done(batch.grant.lease, [], withdrawn=True, begun=batch.backward_begun),
         )
 
-    def drop_batch(self) -> BatchInHand:
-        """The batch in hand was struck: nothing of it counts."""
-        batch = self._taken()
-        if self.around is not None:
-            self.around.clear()
-        return batch
+    def revoke_batch(self) -> None:
+        """The batch in hand was struck: nothing of it counts, and it may run again in another place."""
+        self._runtime.run(self._steps.revoked(self._taken().grant.lease))
 
     def finish_batch(self, logs: Sequence[Logged] = (), metrics: Metrics = ((), ())) -> bool:
         """The batch is through. True when its step closes now: then `await_record`.
@@ -212,6 +209,8 @@ class Session:
 
     def _taken(self) -> BatchInHand:
         batch, self.pipeline.batch = self._in_hand(), None
+        if self.around is not None:
+            self.around.clear()
         return batch
 
     def _in_hand(self) -> BatchInHand:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lightning_swarm.errors import ProtocolError, StepError
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.passage import HolderGone, replay
@@ -60,6 +60,8 @@ class Replayer:
             await replay(self._link, copy, one.holders, frozenset(request.avoid))
         except HolderGone as error:
             unreached.add(error.peer)
+        except LeaseRevoked as error:  # the sums are frozen anew, or by another: it is asked for again, if it is missed
+            self._link.events.note("retry", step=request.step, reason=str(error))
         except StepError as error:  # no way leads through the stages above: it will not be in this step
             self._link.events.note("retry", step=request.step, reason=str(error))
             lost.add(one.receipt)

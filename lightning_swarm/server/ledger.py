@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import LeaseRevoked
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.wire import to_bitmap
 
@@ -44,12 +44,14 @@ class Ledger:
         """Enter a receipt; False when it is there already (then nothing may be added to the sum).
 
         Raises:
-            ProtocolError: The step is closing and its closing does not name the receipt.
+            LeaseRevoked: The step is closing and its closing does not name the receipt. Either it does not count the
+                batch, which was struck, or was granted by a peer that does not coordinate any more; or another
+                server's sum has the microbatch, or shall have it.
         """
         if receipt in self._receipts:
             return False
         if self._named is not None and receipt not in self._named:
-            raise ProtocolError(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
+            raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
         self._receipts.add(receipt)
         return True
 

@@ -8,6 +8,7 @@ books; from then on nothing that an older one answers counts, for the new one ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections import Counter
@@ -236,6 +237,15 @@ class StepClient:
             self._places.pop(lease, None)
         return closing
 
+    async def revoked(self, lease: int) -> None:
+        """A batch counts nowhere, as a server or the coordinator says: before it runs again, in a place of its own.
+
+        Who granted it may coordinate no more, and not know that; who does may wait for it.
+        """
+        await self._look()
+        with contextlib.suppress(LeaseRevoked):
+            await self.done(lease, [], withdrawn=True, begun=True)
+
     async def record(self, step: int) -> Record | None:
         """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.
 
@@ -332,12 +342,16 @@ class StepClient:
         return cast(_T, answer)
 
     async def _find(self) -> None:
-        """Follow the highest term that any server knows of; if it is none but the old one, wait a moment."""
+        """Look who coordinates; if it is the one that did, wait a moment."""
         before = self.run.term
-        for reply in (await look_around(self._transport, self.run, timeout=self._timeout)).values():
-            self._follow(reply.term)
+        await self._look()
         if self.run.term == before:
             await asyncio.sleep(_RETRY_S)
+
+    async def _look(self) -> None:
+        """Follow the highest term that any server knows of."""
+        for reply in (await look_around(self._transport, self.run, timeout=self._timeout)).values():
+            self._follow(reply.term)
 
     def _follow(self, term: Term) -> None:
         if self.run.follow(term):
@@ -351,8 +365,7 @@ class StepClient:
         if caller != request.term[1]:
             raise ProtocolError(f"who coordinates asks under its own term, {caller} asked under {request.term}")
         if caller not in self.run.servers and self.run.term != request.term:  # it may have joined since
-            for reply in (await look_around(self._transport, self.run, timeout=self._timeout)).values():
-                self._follow(reply.term)
+            await self._look()
         elif request.term >= self.run.term:
             self._follow(request.term)
         if self.run.term != request.term:

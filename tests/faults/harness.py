@@ -133,14 +133,15 @@ class Trainer:
 
     async def _batch(self, number: int) -> bool:
         """Train on a batch; False: it was struck, and the same samples are for another place."""
+        grant = await self.steps.grant(NUM_MICROBATCHES * ROWS)
         try:
-            await self._in_a_place(number)
+            await self._in_a_place(grant, number)
         except LeaseRevoked:
+            await self.steps.revoked(grant.lease)
             return False
         return True
 
-    async def _in_a_place(self, number: int) -> None:
-        grant = await self.steps.grant(NUM_MICROBATCHES * ROWS)
+    async def _in_a_place(self, grant: Grant, number: int) -> None:
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
         await gather(self._through(passage) for passage in passages)
         closing = await self.steps.done(grant.lease, [passage.microbatch.key.receipt for passage in passages])

@@ -485,7 +485,7 @@ def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: Ma
         async def late(caller: PeerId, body: bytes, handler: Any = handler) -> bytes:
             answer: bytes = await handler(caller, body)
             await swarm.send(C, BACKWARD, swarm.backward_request(key(), 1, [A, C], rows(1), recompute=again))
-            with pytest.raises(ProtocolError, match="its closing does not name"):
+            with pytest.raises(LeaseRevoked, match="its closing does not name"):
                 await swarm.tickets.wait(Ticket(peer_id=C, name=key().name(1, "backward")), timeout=1.0)
             refusals.append(caller)
             return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.wire import from_bitmap, to_bitmap
@@ -31,7 +31,7 @@ def test_none_is_added_after_a_closing_that_does_not_name_it() -> None:
     assert not ledger.frozen
     ledger.freeze([ONE, TWO])
     assert ledger.frozen
-    with pytest.raises(ProtocolError, match=r"step 3 is closed, .* microbatch \(4, 0, 0\)"):
+    with pytest.raises(LeaseRevoked, match=r"step 3 is closed, .* microbatch \(4, 0, 0\)"):
         ledger.add(THREE)
     assert not ledger.holds(THREE)
     assert ledger.add(TWO) is True
@@ -42,7 +42,7 @@ def test_a_frozen_ledger_adds_nothing_but_knows_what_it_holds() -> None:
     ledger = filled(ONE)
     ledger.freeze(())
     assert ledger.add(ONE) is False
-    with pytest.raises(ProtocolError):
+    with pytest.raises(LeaseRevoked):
         ledger.add(TWO)
 
 

@@ -475,6 +475,18 @@ def test_a_holder_that_is_gone_is_named(make_swarm: MakeSwarm) -> None:
     assert route.replay(work) == ReplayReply(lost=[], unreached=[PeerId("b2")])
 
 
+def test_what_a_holder_refuses_as_its_sum_is_frozen_is_not_lost(make_swarm: MakeSwarm) -> None:
+    """Whoever asked for it went on meanwhile: it sees what is missing, and asks again."""
+    swarm = make_swarm(*ROSTERS, limits=LIMITS)
+    route = Route(swarm)
+    route.run()
+    swarm.servers[PeerId("b2")].stepping._ledgers[1].freeze(())
+    work = [Replay(receipt=route.receipts[0], holders={1: PeerId("b2")})]
+    assert route.replay(work) == ReplayReply(lost=[], unreached=[])
+    assert "b2" not in route.holders(1, route.receipts[0])
+    assert "does not name" in route.events.newest[-1].reason
+
+
 def test_what_is_not_kept_is_lost(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import NotCoordinator
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import AVERAGE, GRANT
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.batches import GrantRequest, Logged
+from lightning_swarm.types.calls import Ticket
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode, from_bitmap
 from tests.unit.conftest import MakeSwarm
@@ -375,6 +377,53 @@ def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) 
 
     trial.swarm.run(go())
     assert trial.coordinators == [B]
+    trial.train(1)
+    trial.check()
+
+
+def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(make_swarm: MakeSwarm) -> None:
+    """It is cut off from all but a trainer, which has not heard of the other one and asks it for a place."""
+    trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
+    swarm = trial.swarm
+    trial.train(1)
+    other = swarm.client(swarm.network.transport(OTHER))
+    other.run.version = 1
+    swarm.network.cut(OTHER, B)
+    for peer in (LEAD, B, C, D):
+        swarm.network.cut(A, PeerId(peer))
+    trial.trainer.avoid.add(A)
+    held, go_on = asyncio.Event(), asyncio.Event()
+    handler = swarm.servers[D]._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+
+    async def slow(caller: PeerId, body: bytes) -> bytes:
+        held.set()
+        await go_on.wait()
+        answer: bytes = await handler(caller, body)
+        return answer
+
+    swarm.servers[D]._transport._call_handlers[AVERAGE] = slow  # type: ignore[attr-defined]
+
+    async def go() -> None:
+        closing = asyncio.ensure_future(trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
+        await held.wait()
+        grant = await other.grant(2)
+        assert (other.run.coordinator, grant.step) == (A, 1)
+        k, route = key(grant.first, step=1), [C, D]
+        output = await swarm.forward(k, rows(5), route=route)
+        await swarm.send(D, BACKWARD, swarm.backward_request(k, 1, route, output))
+        with pytest.raises(LeaseRevoked, match="its closing does not name"):
+            await swarm.tickets.wait(Ticket(peer_id=D, name=k.name(1, "backward")), timeout=1.0)
+        swarm.network.mend(OTHER, B)
+        await other.revoked(grant.lease)
+        assert other.run.coordinator == B
+        go_on.set()
+        trial.records.append(await closing)
+        again = await other.grant(2)
+        assert again.step == 2
+        await other.done(again.lease, [], withdrawn=True)
+
+    swarm.run(go())
+    assert trial.coordinators == [A, B], "it has not heard of it yet"
     trial.train(1)
     trial.check()
 

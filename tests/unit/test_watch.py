@@ -135,6 +135,26 @@ def test_a_trainer_that_thaws_in_the_step_may_run_its_batch_again(make_swarm: Ma
     run.check(run.swarm.run(go()))
 
 
+def test_what_a_server_refuses_does_not_keep_its_place(make_swarm: MakeSwarm) -> None:
+    """The coordinator has not heard that the batch counts nowhere, and would wait for it."""
+    run = Run(make_swarm)
+
+    async def go() -> Record:
+        grant, _ = await run.begin(1)
+        await run.lead(2, 3, 4)
+        await run.other.revoked(grant.lease)
+        again, output = await run.begin(1)
+        assert again.first == 10, "a place of its own"
+        await run.send_backward(again, output)
+        await asyncio.sleep(1.0)
+        await run.other.done(again.lease, [run.key_of(again).receipt])
+        record = await run.swarm.record(0)
+        assert run.loop.time() < 5.0
+        return record
+
+    run.check(run.swarm.run(go()))
+
+
 def test_a_trainer_that_thaws_after_the_step_may_run_its_batch_again(make_swarm: MakeSwarm) -> None:
     run = Run(make_swarm)
 
