@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("train.py")
@@ -20,6 +21,19 @@ COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else MODULE
 """What users type, where the project is installed."""
 
 _MARK = "LIGHTNING_SWARM_TEST_RUN"
+
+
+@contextlib.contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """What is started here heeds Ctrl-C, though a shell that has the tests in its background lets them ignore it.
+
+    A signal that is ignored stays so in a new program; one that is handled, here by Python, gets its default there.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Run:
@@ -33,14 +47,15 @@ class Run:
     ) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, _MARK: self.mark, "OMP_NUM_THREADS": "1", **(environment or {})}
-        self.process = subprocess.Popen(
-            [*program, *map(str, arguments)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # so that a Ctrl-C reaches this run's foreground group and not the tests
-        )
+        with _heeding_interrupts():
+            self.process = subprocess.Popen(
+                [*program, *map(str, arguments)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,  # so that a Ctrl-C reaches this run's foreground group and not the tests
+            )
         self.output: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
