@@ -27,6 +27,11 @@ class TaskOwner:
         self._root = asyncio.create_task(self._hold(started))
         await started.wait()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it accepts tasks."""
+        return self._group is not None
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` until it is done or the owner closes."""
         if self._group is None:

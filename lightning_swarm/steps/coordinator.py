@@ -137,21 +137,12 @@ class Coordinator:
             events=events,
         )
         self._warned_large = False
-        transport.handle_call(SELECT, self._handle_select)
-        transport.handle_call(GRANT, self._handle_grant)
-        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=limits.max_metric_bytes)
-        transport.handle_call(ARMED, self._handle_armed)
-        transport.handle_call(REGISTER, self._handle_register)
-        transport.handle_call(DONE, self._handle_done)
-        transport.handle_call(RECORD, self._handle_record)
-        transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
-        transport.handle_call(RENEW, self._handle_renew)
-        transport.handle_call(QUIT, self._handle_quit)
 
     async def start(self) -> None:
         """Begin to answer."""
         self._heard_s = _now_s()
         await self._tasks.start()
+        self._answer()
         if self._open.closing:
             self._closing_s = _now_s()
         for trainer in self._open.missing():
@@ -159,6 +150,20 @@ class Coordinator:
         if self._open.ready:
             self._finishing = True
             self._tasks.spawn(self._finish_guarded(self._open))
+
+    def _answer(self) -> None:
+        """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
+        transport = self._transport
+        transport.handle_call(SELECT, self._handle_select)
+        transport.handle_call(GRANT, self._handle_grant)
+        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=self._max_metric_bytes)
+        transport.handle_call(ARMED, self._handle_armed)
+        transport.handle_call(REGISTER, self._handle_register)
+        transport.handle_call(DONE, self._handle_done)
+        transport.handle_call(RECORD, self._handle_record)
+        transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
+        transport.handle_call(RENEW, self._handle_renew)
+        transport.handle_call(QUIT, self._handle_quit)
 
     async def retire(self) -> None:
         """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
@@ -174,6 +179,9 @@ class Coordinator:
             await self._tasks.close()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        if not self._tasks.is_running:  # a call that waited for something while this role ended
+            work.close()
+            raise NotCoordinator(f"{self._transport.peer_id} does not coordinate any more")
         return self._tasks.spawn(work)  # whose owner is another one after the run went back
 
     async def go_back(self) -> None:

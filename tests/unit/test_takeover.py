@@ -13,7 +13,9 @@ from lightning_swarm.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.server import BACKWARD
-from lightning_swarm.steps import AVERAGE, GRANT
+from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, coordinator
+from lightning_swarm.steps.role import Role
+from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.batches import GrantRequest, Logged
@@ -353,6 +355,41 @@ def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwar
     trial.check()
     assert trial.records[1].closing.counted[0][0] == 2 << 32
     assert trial.count("discard") >= 1
+
+
+def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the call began would have no owner yet."""
+    trial = Trial(make_swarm, FaultPlan())
+    refused: list[str] = []
+    refusal = Role._refusal
+
+    class Slow(TaskOwner):
+        async def start(self) -> None:
+            await asyncio.sleep(1.0)
+            await super().start()
+
+    def noted(role: Role, method: str) -> NotCoordinator:
+        refused.append(method)
+        return refusal(role, method)
+
+    trial.train(1)
+    monkeypatch.setattr(coordinator, "TaskOwner", Slow)
+    monkeypatch.setattr(Role, "_refusal", noted)
+
+    async def go() -> None:
+        grant = await trial.swarm.steps.grant(2)
+        handing_over = asyncio.ensure_future(trial.swarm.servers[A].admission.leadership.abdicate())
+        await asyncio.sleep(0.5)
+        await trial.swarm.steps.done(grant.lease, [], withdrawn=True)
+        await handing_over
+
+    trial.swarm.run(go())
+    assert REGISTER in refused
+    assert trial.coordinators == [B]
+    trial.train(1)
+    trial.check()
 
 
 def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) -> None:
