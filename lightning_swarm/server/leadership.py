@@ -52,6 +52,7 @@ class Leadership:
 
     Attributes:
         coordinator: The role, while this server plays it.
+        behind: Set when the others have a record that this server cannot have: it may be left out.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Leadership:
         self._taking = asyncio.Lock()
         self._number = 0  # the highest that any term is known to have had
         self.coordinator: Coordinator | None = None
+        self.behind = asyncio.Event()
         transport.handle_call(LEAD, self._handle_lead)
         transport.handle_call(WATCH, self._handle_watch)
         transport.handle_call(PULL, self._handle_pull)
@@ -283,6 +285,7 @@ class Leadership:
             await self._take(run, decode(body, Record))
         except SwarmError as error:
             _log.info("Record %d could not be had from %s: %s", request.step, peer, error)
+            self.behind.set()
             await asyncio.sleep(_RETRY_S)
 
     async def _take(self, run: RunState, record: Record) -> None:

@@ -26,7 +26,7 @@ from lightning_swarm.types.wire import decode, encode
 _log = logging.getLogger(__name__)
 
 _LOOK_S: Final = 20.0
-"""How often it looks whether the run goes on, and with it."""
+"""How often it looks whether the run goes on, and with it, if it has no reason to look at once."""
 
 _SILENCE_S: Final = 600.0
 """Nobody of the run answered for so long: it is over, and nobody said so."""
@@ -161,7 +161,9 @@ class Stay:
                 if await self._leave(say):
                     return "left"
                 continue
-            await first_of(admission.left.wait(), self._leaving.wait(), timeout=_LOOK_S)
+            behind = admission.leadership.behind
+            await first_of(admission.left.wait(), self._leaving.wait(), behind.wait(), timeout=_LOOK_S)
+            behind.clear()
             if admission.left.is_set() or self._leaving.is_set() or not admission.has_run:
                 continue
             left_out = await self._is_left_out()

@@ -351,6 +351,27 @@ def test_a_server_that_was_left_out_joins_again(
     swarm.run(asyncio.wait_for(b.task, 5.0))
 
 
+def test_a_server_that_was_frozen_finds_out_soon_that_it_was_left_out(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staying, "_LOOK_S", 1000.0)
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+
+    async def leave_out() -> None:
+        await step(swarm, 0, 1)
+        swarm.network.freeze(B)
+        assert names(await step(swarm, 2, among="a")) == ["a", "c"]
+        await step(swarm, 3, among="a")
+        swarm.network.thaw(B)
+        await asyncio.sleep(5.0)
+
+    swarm.run(leave_out())
+    assert b.events.counts["left"] == 1
+    assert names(swarm.run(step(swarm, 4, among="a"))) == ["ab", "c"]
+    assert_plain(swarm, [0, 1], [2], [3], [4])
+
+
 def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
