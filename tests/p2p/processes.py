@@ -80,7 +80,7 @@ class Run:
         """Ctrl-C: to the foreground group, as a terminal sends it."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def survivors(self, within_s: float = 10.0) -> list[str]:
+    def survivors(self, within_s: float = 60.0) -> list[str]:
         """Command lines of the run's processes that are still alive `within_s` seconds from now."""
         deadline = time.monotonic() + within_s
         while (alive := self.alive()) and time.monotonic() < deadline:

@@ -29,7 +29,7 @@ from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 
 NUM_STAGES = 3
 NUM_SERVERS = 6
-LIMITS: dict[str, Any] = {"silence_timeout": 3.0, "call_timeout": 60.0, "leave_timeout": 5.0}
+LIMITS: dict[str, Any] = {"silence_timeout": 5.0, "call_timeout": 60.0, "leave_timeout": 5.0}
 ROOT = Path(__file__).resolve().parents[2]
 _ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+:\d+/\w+")
 _PATIENCE_S = 120.0
