@@ -25,6 +25,7 @@ from lightning_swarm.types.wire import Wire, encode
 _log = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
+_CONNECT_AGAIN_S = 300.0  # rarely: a record may be held up by it
 _ACCEPT_TIMEOUT_S = 10.0
 _CHECK_TIMEOUT_S = 10.0
 _SLOWEST_BYTES_PER_S = 100e3
@@ -51,7 +52,8 @@ class Link:
 
     Attributes:
         count: What went another way than straight on.
-        unreached: Servers that no microbatch goes to from here.
+        unreached: Servers that no microbatch goes to from here while others of their stage are reached; when each was
+            tried last.
         num_under_way: Passages.
     """
 
@@ -64,7 +66,7 @@ class Link:
     stage_timeout: float = 0.0
     check: Callable[[], Awaitable[None]] = _nothing
     count: Counter[str] = field(default_factory=Counter)
-    unreached: set[PeerId] = field(default_factory=set)
+    unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     num_under_way: int = 0
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # who could not be reached the last time, and why
 
@@ -78,9 +80,24 @@ class Link:
         other one serves, too, and a server met all of them before they came in.
         """
         await self.copies.release(record.step)
-        await gather(self._meet(newcomer) for newcomer in record.newcomers)
-        for router, roster in zip(self.routers, record.next_roster, strict=False):  # none leads to a stage on trainers
-            router.set_peers(member.peer_id for member in roster if member.peer_id not in self.unreached)
+        rosters = [[member.peer_id for member in roster] for roster in record.next_roster]
+        again = self._due_again(rosters)
+        await gather(
+            self._meet(one) for one in (again | {one.member.peer_id: one for one in record.newcomers}).values()
+        )
+        for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
+            router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
+
+    def _due_again(self, rosters: Sequence[Sequence[PeerId]]) -> dict[PeerId, Candidate]:
+        """Whom to try to reach again: now and then each of them, and at once those whose stage has nobody else."""
+        present = {peer for roster in rosters for peer in roster}
+        self.unreached = {peer: tried for peer, tried in self.unreached.items() if peer in present}
+        needed = {peer for roster in rosters if self.unreached.keys() >= set(roster) for peer in roster}
+        return {
+            peer: candidate
+            for peer, (candidate, tried_s) in self.unreached.items()
+            if peer in needed or now_s() >= tried_s + _CONNECT_AGAIN_S
+        }
 
     async def go_back(self) -> None:
         """What the open step had is gone."""
@@ -88,13 +105,18 @@ class Link:
 
     async def _meet(self, newcomer: Candidate) -> None:
         peer = newcomer.member.peer_id
-        self.unreached.discard(peer)
+        self.unreached.pop(peer, None)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await self.transport.connect(newcomer.addresses)
         except (SwarmError, TimeoutError) as error:
-            self.unreached.add(peer)
-            _log.warning("Server %s joined and cannot be reached: no microbatch goes there from here: %r", peer, error)
+            self.unreached[peer] = newcomer, now_s()
+            _log.warning(
+                "Server %s joined and cannot be reached: no microbatch goes there from here while others of its stage "
+                "can be: %r",
+                peer,
+                error,
+            )
 
     async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
         """A small call where there are no tensors, a stream where there are.

@@ -7,11 +7,12 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import DeadlineExceeded, StageError
+from lightning_swarm.errors import DeadlineExceeded, StageError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
@@ -174,7 +175,7 @@ def test_a_trainer_that_passed_over_a_record_routes_to_those_who_joined_by_it(ma
 def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's next batch waits for it. They are left out until they join again."""
+    """The trainer's next batch waits for it. They are left out until they join again, or a while has passed."""
     swarm = make_swarm("a", "b")
     link = make_link(swarm)
     first, second = joined(swarm)
@@ -193,4 +194,47 @@ def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
     swarm.run(link.follow(second))
     assert [sorted(router.peers) for router in link.routers] == [["a"], ["b"]]
     swarm.run(link.follow(first))
+    assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
+
+
+def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[Link, Record, list[str]]:
+    """A trainer that did not reach the two that joined; the next record; and whom it tries to reach from then on."""
+    link = make_link(swarm)
+    first, second = joined(swarm)
+    tried: list[str] = []
+
+    async def refuse(addresses: Sequence[str]) -> None:
+        tried.extend(address.rpartition("/")[2] for address in addresses)
+        raise Unreachable("there is no way")
+
+    monkeypatch.setattr(swarm.trainer, "connect", refuse)
+    swarm.run(link.follow(first))
+    assert [list(router.peers) for router in link.routers] == [["a"], ["b"]]
+    tried.clear()
+    return link, second, tried
+
+
+def test_a_server_that_was_not_reached_is_tried_again_when_its_stage_has_nobody_else(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = make_swarm("a", "b")
+    link, second, tried = cut_off(swarm, monkeypatch)
+    without_b = msgspec.structs.replace(second, next_roster=[second.next_roster[0], second.next_roster[1][1:]])
+    swarm.run(link.follow(without_b))
+    assert tried == ["d"]
+    assert [list(router.peers) for router in link.routers] == [["a"], ["d"]]
+    assert link.routers[1].choose(1, now_s=0.0).peer == "d", "a last resort is better than none"
+
+
+def test_a_server_that_was_not_reached_is_tried_again_after_a_while(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = make_swarm("a", "b")
+    link, second, tried = cut_off(swarm, monkeypatch)
+    swarm.run(link.follow(second))
+    assert not tried, "not at every record, for each of them may wait for it"
+    monkeypatch.undo()
+    swarm.run(asyncio.sleep(301.0))
+    swarm.run(link.follow(second))
+    assert not link.unreached
     assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
