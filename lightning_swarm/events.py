@@ -6,31 +6,14 @@ One `EventLog` a peer. Whoever handles a fault notes it; nobody decides anything
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final
+
+from lightning_swarm.types.events import EventKind
 
 _log = logging.getLogger(__name__)
-
-EventKind: TypeAlias = Literal[
-    "retry",  # a call was sent again
-    "ban",  # no microbatch goes to a peer from here for a while
-    "replay",  # a microbatch is computed again, for what was added elsewhere is gone or not named
-    "discard",  # a server gave up a sum that is not what the closing names
-    "void",  # a step begins anew
-    "strike",  # a batch counts nowhere, and its places are free again
-    "round_repeated",  # of averaging
-    "gone",  # a peer died, or does not answer
-    "left",  # a peer left on its own account, or was left out of a roster
-    "joined",  # a peer is in a roster now
-    "takeover",  # another peer coordinates
-    "download",  # of a stage's weights
-    "pause",  # nothing goes on for now
-    "resume",  # it does again
-    "went_back",  # the run goes on from an earlier step
-]
-EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 
 _WARNED: Final = frozenset({"void", "strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
 _MAX_KEPT: Final = 256
@@ -63,20 +46,24 @@ class Event:
 
 
 class EventLog:
-    """What one peer saw.
-
-    Attributes:
-        counts: How often each kind was noted so far. It only grows: whoever wants what is new keeps what it has seen.
-    """
+    """What one peer saw. The swarm's loop and a trainer's own thread both note and read."""
 
     def __init__(self) -> None:
-        self.counts: Counter[EventKind] = Counter()
+        self._counts: Counter[EventKind] = Counter()
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
+        self._lock = threading.Lock()
+
+    @property
+    def counts(self) -> Counter[EventKind]:
+        """How often each kind was noted so far: a copy, to see later what is new."""
+        with self._lock:
+            return self._counts.copy()
 
     @property
     def newest(self) -> tuple[Event, ...]:
         """The last few hundred, oldest first; what was noted several times in a step is there once."""
-        return tuple(self._kept)
+        with self._lock:
+            return tuple(self._kept)
 
     def note(
         self,
@@ -88,13 +75,17 @@ class EventLog:
         reason: str = "",
     ) -> None:
         """Count it; say and keep it unless the same happened to the same before: one word about a thousand retries."""
-        self.counts[kind] += 1
-        if any((one.kind, one.peer, one.stage, one.step) == (kind, peer, stage, step) for one in self._kept):
-            return
         event = Event(kind, peer, stage, step, reason)
-        self._kept.append(event)
+        with self._lock:
+            self._counts[kind] += 1
+            if any((one.kind, one.peer, one.stage, one.step) == (kind, peer, stage, step) for one in self._kept):
+                return
+            self._kept.append(event)
         _log.log(logging.WARNING if kind in _WARNED else logging.INFO, "%s", event)
 
-    def since(self, seen: Mapping[EventKind, int]) -> Counter[EventKind]:
-        """What was noted since the counts were `seen`."""
-        return self.counts - Counter(seen)
+    def take(self, seen: Counter[EventKind]) -> Counter[EventKind]:
+        """What was noted since the counts were `seen`, which are brought up to date: no event is lost in between."""
+        counts = self.counts
+        new = counts - seen
+        seen.update(new)
+        return new

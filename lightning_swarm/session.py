@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from lightning_swarm.errors import PeerError, StepError
-from lightning_swarm.events import EventKind
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.runtime import Runtime
@@ -17,6 +16,7 @@ from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import Metrics, StepClient
 from lightning_swarm.types.batches import Logged
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
 
@@ -53,7 +53,7 @@ class Session:
         self.selection = manifest.selection
         self.is_lead = is_lead
         self.num_trainers = len(manifest.trainers)
-        self._seen = pipeline.link.events.counts.copy()
+        self._seen = pipeline.link.events.counts
         pipeline.generation, pipeline.version = manifest.generation, steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
@@ -176,8 +176,7 @@ class Session:
 
     def take_events(self) -> dict[EventKind, int]:
         """At the lead: what was noted since this was asked last, here and at the coordinator, and how often."""
-        events = self.pipeline.link.events
-        new, self._seen = events.since(self._seen), events.counts.copy()
+        new = self.pipeline.link.events.take(self._seen)
         noted, self._steps.events = self._steps.events, Counter()
         return dict(new + noted)
 

@@ -19,7 +19,6 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 from torch import Tensor
 
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
-from lightning_swarm.events import EventKind
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import (
@@ -58,6 +57,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.runs import RestartRequest, Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode

@@ -13,7 +13,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, ProtocolError, StageLost, StepError, SwarmError
-from lightning_swarm.events import EventKind, EventLog
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection, first_trained
@@ -43,6 +43,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
     Wait,
 )
+from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.steps import Record, SettleRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -101,7 +102,7 @@ class Coordinator:
         self._record = books.record
         self._logs = books.logs  # of the other trainers' batches in it
         self._metrics = books.metrics  # likewise
-        self._seen = events.counts.copy()  # until the newest record
+        self._seen = events.counts  # until the newest record
         self._noted: dict[EventKind, int] = {}  # between it and the one before
         self._max_metric_bytes = limits.max_metric_bytes
         self._failure: SwarmError | None = None
@@ -516,7 +517,7 @@ class Coordinator:
             return
         self._record, self._closing_s = record, None
         self._logs, self._metrics = step.logs_for(self._manifest.lead), step.metrics_for(self._manifest.lead)
-        self._noted, self._seen = dict(self._events.since(self._seen)), self._events.counts.copy()
+        self._noted = dict(self._events.take(self._seen))
         self._reselected = None
         self._open = self._opened(step.step + 1)
         await self._notify()

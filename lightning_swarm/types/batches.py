@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from lightning_swarm.events import EventKind
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.runs import Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import Count, NumSamples, Positive, SmallCount, Wire

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
-from lightning_swarm.events import EventKind, EventLog
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.pipeline.copies import Copies, Microbatch
@@ -37,6 +37,7 @@ from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
+from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode, from_bitmap
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer

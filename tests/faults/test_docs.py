@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 
 from lightning_swarm.config import Limits
-from lightning_swarm.events import EVENT_KINDS
 from lightning_swarm.testing import FaultPlan
 from lightning_swarm.testing.faults import Kind
+from lightning_swarm.types.events import EVENT_KINDS
 from tests.faults.test_local_swarm import Net, data
 
 pytest_plugins = ["lightning_swarm.testing.plugin"]

@@ -1,10 +1,14 @@
 """What a peer notes of faults: counted always, said once, and not kept for ever."""
 
 import logging
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_swarm.events import EVENT_KINDS, Event, EventLog
+from lightning_swarm.events import Event, EventLog
+from lightning_swarm.types.events import EVENT_KINDS, EventKind
 
 
 def test_what_happens_often_is_said_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,10 +47,30 @@ def test_a_long_run_keeps_the_newest() -> None:
 def test_each_reader_sees_what_is_new_to_it() -> None:
     events = EventLog()
     events.note("strike", peer="b")
-    seen = events.counts.copy()
-    assert not events.since(seen)
+    early, late = Counter[EventKind](), events.counts
+    assert not events.take(late)
     events.note("strike", peer="c")
     events.note("gone", peer="c")
-    assert events.since(seen) == {"strike": 1, "gone": 1}
-    assert events.since({}) == {"strike": 2, "gone": 1}
+    assert events.take(late) == {"strike": 1, "gone": 1}
+    assert events.take(early) == {"strike": 2, "gone": 1}
+    assert not events.take(early)
     assert set(events.counts) <= set(EVENT_KINDS)
+
+
+def test_two_threads_note_and_read() -> None:
+    """The loop's and a trainer's own, which give way to each other all the time."""
+    events = EventLog()
+    seen, found = Counter[EventKind](), Counter[EventKind]()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            noting = other.submit(lambda: [events.note("retry", step=step) for step in range(3000)])
+            for step in range(3000):
+                events.note("retry", step=-step)
+                found += events.take(seen)
+            noting.result()
+    finally:
+        sys.setswitchinterval(switch_s)
+    found += events.take(seen)
+    assert found == {"retry": 6000}
