@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -124,8 +125,7 @@ class WayBack:
         if whole is None or states is None:
             return
         state = states[whole.version]
-        path = Path(tempfile.mkdtemp(prefix="lightning-swarm-")) / f"step={whole.version}.ckpt"
-        torch.save(state.complete(whole.weights, whole.optimizer), path)
+        path = _written(state.complete(whole.weights, whole.optimizer), f"step={whole.version}.ckpt")
         self._forget_goal()
         self._goal = Goal(version=whole.version, path=path, state=state)
 
@@ -145,3 +145,23 @@ class WayBack:
         goal, self._goal = self._goal, None
         if goal is not None:
             shutil.rmtree(goal.path.parent, ignore_errors=True)
+
+
+def _written(checkpoint: Mapping[str, Any], name: str) -> Path:
+    """A file in a folder of its own.
+
+    Raises:
+        SwarmError: It cannot be written. Nothing is left of it.
+    """
+    with contextlib.ExitStack() as undone:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="lightning-swarm-"))
+            undone.callback(shutil.rmtree, folder, ignore_errors=True)
+            torch.save(checkpoint, folder / name)
+        except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+            raise SwarmError(
+                "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
+                f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
+            ) from error
+        undone.pop_all()
+    return folder / name

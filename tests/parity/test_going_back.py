@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -437,6 +439,27 @@ def test_a_hook_that_works_on_weights_keeps_the_run_from_going_back(caplog: pyte
     said = [record for record in caplog.records if "cannot be kept in memory" in record.message]
     assert len(said) == 1, "once, at the first snapshot"
     assert "['halves'][0]" in said[0].message
+
+
+@pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, "No space left"), RuntimeError("file write failed")])
+def test_a_full_disk_keeps_the_run_from_going_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failure: Exception
+) -> None:
+    """The error says both; and nothing is left on the disk."""
+    written: list[Path] = []
+
+    def save(checkpoint: object, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        written.append(path)
+        raise failure
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch, "save", save)
+    _, notes = broken_off(Killing([5], [[1]]))
+    assert len(written) == 1
+    assert "The run could not go back: the way back leads through a checkpoint" in notes
+    assert f"{failure}. Make room in {tmp_path}" in notes
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_error_of_another_kind_goes_up(monkeypatch: pytest.MonkeyPatch) -> None:
