@@ -453,6 +453,7 @@ class SwarmHooks(_Strategy):
                 f"{self._session.num_trainers}. Look for a learning rate with one trainer, and set what it finds."
             )
         assert self._weights is not None
+        self._way_back.weights_replaced()
         self._weights.go_back(checkpoint["global_step"], load)
         if self._loop is not None:
             self._loop.go_back()
@@ -522,7 +523,7 @@ class SwarmHooks(_Strategy):
         if self.peer is None or trainer.state.fn != TrainerFn.FITTING or not self.is_global_zero:
             return None
         launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
-        goal = self._way_back.find(self.peer, error)
+        goal = self._way_back.find(trainer, self.peer, error)
         if goal is None:
             return None
         self.peer.events.note("went_back", step=goal.version, reason=str(error.__cause__ or error))

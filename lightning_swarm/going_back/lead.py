@@ -15,12 +15,18 @@ from lightning.pytorch import Trainer
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.errors import StageLost, SwarmError
+from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back.place import DataPlace, RandomState, random_state
 from lightning_swarm.going_back.states import LoopState, LoopStates, restore_metrics
 from lightning_swarm.session import Session
 
 _MAX_TRIES: Final = 3
 """Runs that began at one step and came to no snapshot of their own."""
+
+_TRIAL: Final = (
+    "The run could not go back: `LearningRateFinder` was trying rates, and leaves the Trainer as its trial has it when "
+    "that breaks off. Start the run again, with a new Trainer."
+)
 
 
 @dataclass
@@ -49,6 +55,7 @@ class WayBack:
         self._arrived = True
         self._place: DataPlace | None = None
         self._made: RandomState | None = None
+        self._finders: list[Any] = []
 
     def watch(self, trainer: Trainer, peer: Peer, session: Session, num_pending: Callable[[], int]) -> None:
         """A run begins, or goes on at the goal.
@@ -62,6 +69,7 @@ class WayBack:
         names = {name for stage in peer.stages for name in stage.named_stage_tensors()}
         self.states = states = LoopStates(trainer, names)
         peer.versions_kept = lambda: states.versions
+        self._finders = [one for one in trainer.callbacks if isinstance(one, callbacks_named("LearningRateFinder"))]  # type: ignore[attr-defined]
 
         def batch_ended() -> None:
             record = session.newest_record
@@ -78,6 +86,11 @@ class WayBack:
         goes_on = None if self._arrived or self._goal is None else self._goal.state.place
         place = self._place = DataPlace(trainer, goes_on, batch_ended, arrived, made=lambda: self._made)
 
+    def weights_replaced(self) -> None:
+        """A checkpoint was loaded in the middle of the run: the servers forgot their snapshots."""
+        if self.states is not None:
+            self.states.clear()
+
     def loader_made(self) -> None:
         """Lightning makes the iterator of a training loader next."""
         self._made = random_state()
@@ -90,11 +103,12 @@ class WayBack:
         loaded: dict[str, Any] = torch.load(self._goal.path, map_location="cpu", weights_only=False)
         return loaded
 
-    def find(self, peer: Peer, error: SwarmError) -> Goal | None:
+    def find(self, trainer: Trainer, peer: Peer, error: SwarmError) -> Goal | None:
         """Where to go on after an error. None: nowhere; if it is for want of a snapshot, the error gets a note.
 
         Args:
-            peer: The lead's.
+            trainer: The lead's.
+            peer: Its own.
             error: What broke the run off.
         """
         if self.states is None and self._goal is None:
@@ -102,6 +116,9 @@ class WayBack:
         try:
             if peer.run is not None:  # else it was to go on from the goal, and did not come to begin
                 if not peer.what_is_lost(wait=not isinstance(error, StageLost)):
+                    return None
+                if any(one not in trainer.callbacks for one in self._finders):  # type: ignore[attr-defined]
+                    error.add_note(_TRIAL)
                     return None
                 self._aim(peer)
         except SwarmError as failure:
@@ -116,6 +133,8 @@ class WayBack:
             return None
         self._goal.num_tries += 1
         self._arrived = False
+        for finder in self._finders:  # it found a rate, which the run goes on with
+            finder.on_fit_start = lambda *_: None
         return self._goal
 
     def _aim(self, peer: Peer) -> None:
@@ -140,6 +159,9 @@ class WayBack:
         self.let_go()
         self._forget_goal()
         self._arrived = True
+        for finder in self._finders:
+            vars(finder).pop("on_fit_start", None)
+        self._finders = []
 
     def _forget_goal(self) -> None:
         goal, self._goal = self._goal, None

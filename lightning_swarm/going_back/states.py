@@ -98,6 +98,10 @@ class LoopStates:
         """Whether weights and optimizer state are asked for only to be left out."""
         return self._stand_ins is not None
 
+    def clear(self) -> None:
+        """Keep none of those that there are."""
+        self._kept.clear()
+
     def take(self, version: int, keep: int | None, place: Place) -> None:
         """Keep the loop's state, and of the older ones none but that of version `keep`.
 

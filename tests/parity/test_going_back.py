@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch import callbacks as lightning_callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
@@ -361,6 +361,71 @@ def test_what_is_on_the_trainer_goes_back_too(role: str) -> None:
     assert len(fit.went_back_to()) == 1
     one = plain(make, loader(sentences()))
     torch.testing.assert_close(fit.weights, one.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+class Tunable(Net):
+    """Has a learning rate to be found; kills peers in the steps of the finder's trial, which calls no other callback.
+
+    Args:
+        in_trial: Called at the beginning of each batch of it.
+    """
+
+    def __init__(self, in_trial: Callable[[L.Trainer], None] = lambda _: None) -> None:
+        super().__init__(DigitsMLP().net)
+        self.learning_rate = 1e-3
+        self.in_trial = in_trial
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not any(isinstance(one, LearningRateFinder) for one in self.trainer.callbacks):  # type: ignore[attr-defined]
+            self.in_trial(self.trainer)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+
+class Finder(LearningRateFinder):
+    """Counts its trials."""
+
+    num_trials = 0
+
+    @override
+    def lr_find(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.num_trials += 1
+        super().lr_find(trainer, pl_module)
+
+
+@pytest.mark.parametrize(("at", "interval_s"), [(9, 0.001), (5, 300.0)])
+def test_a_rate_that_was_found_is_not_looked_for_again(at: int, interval_s: float, tmp_path: Path) -> None:
+    """Nor does the run go back into the trial, whose steps have the numbers of the run's own."""
+    killing, found, expected = Killing([at], [[1]]), Finder(num_training_steps=10), Finder(num_training_steps=10)
+    limits = replace(SHORT, snapshot_interval=interval_s)
+    fit = Fit(killing, Tunable, callbacks=[found], limits=limits, default_root_dir=tmp_path)
+    one = plain(Tunable, callbacks=[expected], default_root_dir=tmp_path)
+    assert killing.num_killed == 1
+    assert len(fit.went_back_to()) == 1
+    assert found.num_trials == expected.num_trials == 1
+    assert_same(fit, killing, one)
+    assert "on_fit_start" not in vars(found), "it will look again in another fit"
+
+
+def test_a_trial_of_rates_cannot_go_back(tmp_path: Path) -> None:
+    killing = Killing([3], [[1]])
+    finder = Finder(num_training_steps=10)
+    _, notes = broken_off(
+        killing,
+        make=lambda: Tunable(killing.kill_those_due),
+        callbacks=[finder],
+        default_root_dir=tmp_path,
+    )
+    assert "`LearningRateFinder` was trying rates" in notes
+    assert finder.num_trials == 1
 
 
 class Stateful(torch.utils.data.DataLoader[Any]):
