@@ -170,11 +170,15 @@ class StepClient:
         self._journal.measured(self.version, lease, message)
         await self._repeat(METRICS, partial(self._stream, METRICS, message, max_bytes=0))
 
-    async def _take_metrics(self, step: int, index: int) -> Metrics:
-        request = Message(encode(MetricsRequest(generation=self.run.manifest.generation, step=step, index=index)))
+    async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
+        """What one batch added, if who coordinates has it: it may have come to do so since that was said."""
+        request = Message(encode(MetricsRequest(generation=self.run.manifest.generation, step=step, first=first)))
         take = partial(self._stream, TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         message = await self._repeat(TAKE_METRICS, take)
-        return decode(message.body, BatchMetrics).metrics, message.tensors
+        if not message.body:
+            _log.warning("What the batch at position %d of step %d added to metrics is lost.", first, step)
+            return []
+        return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
     async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
         """From now on the batch counts without this trainer, too. See `BatchArmed` for the arguments.
@@ -266,7 +270,8 @@ class StepClient:
                     self._journal.decided(reply.record.step)
                     self.logs += reply.logs
                     self.events.update(reply.events)
-                    self.metrics += [await self._take_metrics(reply.record.step, i) for i in range(reply.num_metrics)]
+                    for first in reply.measured:
+                        self.metrics += await self._take_metrics(reply.record.step, first)
                 return reply.record
             if not reply.closing:
                 return None

@@ -196,7 +196,7 @@ class Coordinator:
         self._closing_s = self._asked = self._record = self._failure = None
         self._finishing = False
         self._servers.go_back()
-        self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], []
+        self._waiting, self._reserved, self._logs, self._metrics = {}, {}, [], {}
         self.gate.go_back()
         self._snapshots.go_back()
         self._watch.go_back()
@@ -298,12 +298,9 @@ class Coordinator:
         request = decode(message.body, MetricsRequest)
         self._run.check_generation(request.generation)
         step = -1 if self._record is None else self._record.step
-        if request.step != step or request.index >= len(self._metrics):
-            raise ProtocolError(
-                f"the record of step {step} has metrics of {len(self._metrics)} batches, got a request for number "
-                f"{request.index} of step {request.step}"
-            )
-        return self._metrics[request.index]
+        if request.step != step:
+            raise ProtocolError(f"the newest record is that of step {step}, got a request for step {request.step}")
+        return self._metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
 
     async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
@@ -398,7 +395,7 @@ class Coordinator:
                 record=self._record,
                 closing=False,
                 logs=self._logs,
-                num_metrics=len(self._metrics),
+                measured=sorted(self._metrics),
                 events={} if caller == self._servers.own else self._noted,
             )
             return encode(reply)

@@ -238,10 +238,10 @@ class OpenStep:
         """What the other trainers logged of their batches."""
         return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
 
-    def metrics_for(self, lead: PeerId) -> list[Message]:
-        """What came with the batches of the other trainers, in their order."""
-        counted = sorted(self._batches.values(), key=lambda batch: batch.first)
-        return [batch.metrics for batch in counted if batch.trainer != lead and batch.metrics is not None]
+    def metrics_for(self, lead: PeerId) -> dict[int, Message]:
+        """What came with the batches of the other trainers, by their first positions."""
+        batches = self._batches.values()
+        return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
 
     def _told_before(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> bool:
         """Whether the same was said before: the answer may have been lost."""

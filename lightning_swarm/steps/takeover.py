@@ -35,7 +35,7 @@ class Books:
         reselected: What the step trains, if it is not what trained in the step before.
         record: The newest one; None: the run begins.
         logs: For the lead: what other trainers logged of the batches that the record counts.
-        metrics: Likewise, what they added to metrics.
+        metrics: Likewise, what they added to metrics, by the batches' first positions.
     """
 
     open: OpenStep
@@ -43,7 +43,7 @@ class Books:
     reselected: Selection | None = None
     record: Record | None = None
     logs: list[Logged] = field(default_factory=list)
-    metrics: list[Message] = field(default_factory=list)
+    metrics: dict[int, Message] = field(default_factory=dict)
 
 
 def first_lease(term: Term) -> int:
@@ -165,16 +165,17 @@ def _of_record(
     run: RunState,
     leases: Sequence[tuple[PeerId, Lease]],
     metrics: Mapping[tuple[int, int], Message],
-) -> tuple[list[Logged], list[Message]]:
+) -> tuple[list[Logged], dict[int, Message]]:
     """What the other trainers logged of the batches that the newest record counts."""
     record = run.newest
     if record is None:
-        return [], []
+        return [], {}
     counted = {first for first, _, _ in record.closing.batches}
     others = [
         lease
         for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first)
         if trainer != run.manifest.lead and lease.grant.step == record.step and lease.grant.first in counted
     ]
-    found = (metrics.get((record.step, lease.grant.lease)) for lease in others)
-    return fold(log for lease in others for log in lease.logs), [one for one in found if one is not None]
+    found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
+    logs = fold(log for lease in others for log in lease.logs)
+    return logs, {first: one for first, one in found.items() if one is not None}

@@ -95,7 +95,7 @@ class MetricsRequest(Wire, frozen=True):
 
     generation: Count
     step: Count
-    index: Count  # which of the batches that it came with
+    first: Count  # the batch, by its first position
 
 
 class BatchArmed(Wire, frozen=True):
@@ -157,7 +157,8 @@ class RecordReply(Wire, frozen=True):
     logs: list[Logged] = msgspec.field(default_factory=list)
     # To the lead, if the coordinator is another peer: what that noted since the record before.
     events: dict[EventKind, Count] = msgspec.field(default_factory=dict)
-    num_metrics: Count = 0  # to the lead: batches of other trainers in it that came with `BatchMetrics`
+    # To the lead: batches of other trainers in it that came with `BatchMetrics`, by their first positions.
+    measured: list[Count] = msgspec.field(default_factory=list)
 
 
 class ReportRequest(Wire, frozen=True):

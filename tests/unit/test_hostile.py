@@ -416,7 +416,7 @@ SAMPLES = [
     Sample(
         STREAM,
         TAKE_METRICS,
-        plain(lambda _: MetricsRequest(generation=0, step=0, index=0)),
+        plain(lambda _: MetricsRequest(generation=0, step=0, first=0)),
         target=A,
         phase="decided",
     ),

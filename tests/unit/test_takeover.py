@@ -10,15 +10,15 @@ import torch
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.server import BACKWARD
-from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, coordinator
+from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, TAKE_METRICS, coordinator
 from lightning_swarm.steps.role import Role
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.types.batches import GrantRequest, Logged
+from lightning_swarm.types.batches import GrantRequest, Logged, MetricState
 from lightning_swarm.types.calls import Ticket
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode, from_bitmap
@@ -333,6 +333,52 @@ def test_no_log_of_other_trainers_is_lost_or_counted_twice(
         swarm.steps.logs.clear()
     trial.plan.check()
     assert trial.count("takeover") == 1
+
+
+def measured(number: int) -> tuple[list[MetricState], list[torch.Tensor]]:
+    return [MetricState(name="accuracy", num_updates=number + 1, lengths=[1])], [rows(number)]
+
+
+def test_what_a_batch_added_to_metrics_is_lost_alone(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The coordinator, which had it, and its trainer both go when the record is out, and the lead asks for it next."""
+    trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other third")
+    swarm = trial.swarm
+    trial.train(1)
+    trial.trainer.avoid |= {A}
+    others = [swarm.client(swarm.network.transport(name)) for name in (OTHER, PeerId("third"))]
+    stream = swarm.trainer.stream
+
+    async def of_other(seed: int) -> None:
+        client = others[seed]
+        client.run.version = swarm.steps.version
+        grant = await client.grant(2)
+        k = key(grant.first, 0, step=grant.step)
+        await swarm.through(k, rows(seed), route=trial.trainer.route(0), weight=grant.weight)
+        await client.send_metrics(grant.lease, measured(seed))
+        await client.done(grant.lease, [k.receipt])
+
+    async def too_late(peer: PeerId, method: str, *args: Any, **kwargs: Any) -> Message:
+        if method == TAKE_METRICS and peer == A:
+            swarm.network.kill(A)
+            swarm.network.kill(OTHER)
+        return await stream(peer, method, *args, **kwargs)
+
+    async def step() -> Record:
+        await of_other(0)
+        await of_other(1)
+        return await trial.trainer.step(*batch_of(len(trial.records), NUM_MICROBATCHES))
+
+    monkeypatch.setattr(swarm.trainer, "stream", too_late)
+    record = swarm.run(step())
+    assert len(record.closing.batches) == 3
+    assert trial.count("takeover") == 1
+    assert [states for states, _ in swarm.steps.metrics] == [measured(1)[0]]
+    first = min(first for first, _, _ in record.closing.batches)
+    assert f"What the batch at position {first} of step 1 added to metrics is lost." in caplog.messages
+    trial.records.append(record)
+    trial.train(1)
 
 
 def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwarm) -> None:
