@@ -23,7 +23,7 @@ class RunState:
     Attributes:
         term: The highest by which somebody has come to coordinate, as far as it is known here.
         newest: The record that was applied last, if one was.
-        selection: What trains since then.
+        selection: What trains since then; of a run that was only `seen`, what trained at its beginning.
     """
 
     def __init__(self, manifest: Manifest) -> None:

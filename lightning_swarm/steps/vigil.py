@@ -1,4 +1,7 @@
-"""Waiting for a stage of which nobody is there: what is said meanwhile, and until when. Pure."""
+"""Waiting for a stage of which nobody is there: what is said meanwhile, and until when.
+
+The time comes with each call, so it asks no clock.
+"""
 
 from __future__ import annotations
 
