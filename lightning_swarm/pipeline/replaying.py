@@ -50,7 +50,7 @@ class Replayer:
 
     async def _replay(self, request: ReplayRequest, one: Replay, lost: set[Receipt], unreached: set[PeerId]) -> None:
         """Do one of them; note what cannot be done."""
-        copy = await self._link.copies.find(self._key(request, one))
+        copy = await self._link.copies.find(CallKey.of(request, one.receipt))
         if copy is None:
             lost.add(one.receipt)
             return
@@ -65,14 +65,3 @@ class Replayer:
         except StepError as error:  # no way leads through the stages above: it will not be in this step
             self._link.events.note("retry", step=request.step, reason=str(error))
             lost.add(one.receipt)
-
-    def _key(self, request: ReplayRequest, one: Replay) -> CallKey:
-        first, index, call = one.receipt
-        return CallKey(
-            generation=request.generation,
-            step=request.step,
-            attempt=request.attempt,
-            first=first,
-            index=index,
-            call=call,
-        )

@@ -372,17 +372,7 @@ class Server:
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)
         self.stepping.check(caller, request.generation, request.step, request.attempt)
-        keys = [
-            CallKey(
-                generation=request.generation,
-                step=request.step,
-                attempt=request.attempt,
-                first=first,
-                index=index,
-                call=call,
-            )
-            for first, index, call in request.receipts
-        ]
+        keys = [CallKey.of(request, receipt) for receipt in request.receipts]
         # First, for what is under way may be added meanwhile.
         pending = {
             index: [key.name(index, "backward") in self._calls for key in keys] for index in self.stepping.stages

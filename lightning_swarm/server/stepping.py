@@ -330,17 +330,7 @@ class Stepping:
             stage.zero_sum()
             ledger = self._ledgers[stage.index] = Ledger(ledger.step, ledger.attempt)
         ledger.freeze(named)
-        return [
-            CallKey(
-                generation=request.generation,
-                step=request.step,
-                attempt=request.attempt,
-                first=first,
-                index=index,
-                call=call,
-            ).name(stage.index, "backward")
-            for first, index, call in ledger.lacks(named)
-        ]
+        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in ledger.lacks(named)]
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         closing = decode(body, Closing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 
@@ -20,6 +20,17 @@ class Ticket(Wire, frozen=True):
     name: TicketName
 
 
+class _OfAttempt(Protocol):
+    """A request about an attempt of a step."""
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+
+
 class CallKey(Wire, frozen=True):
     """Names one microbatch's way through the pipeline; with a stage and a direction, one call.
 
@@ -35,6 +46,19 @@ class CallKey(Wire, frozen=True):
     call: Count  # which call of the pipeline within the training_step
     evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
     weights: Count = 0  # of an evaluation: which lent ones it means; 0: those of the step
+
+    @classmethod
+    def of(cls, request: _OfAttempt, receipt: Receipt) -> CallKey:
+        """Of a microbatch that a request for an attempt of a step names by its receipt."""
+        first, index, call = receipt
+        return cls(
+            generation=request.generation,
+            step=request.step,
+            attempt=request.attempt,
+            first=first,
+            index=index,
+            call=call,
+        )
 
     def name(self, stage_index: int, direction: Direction) -> str:
         """The ticket name of one call's result."""
