@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -22,6 +23,13 @@ from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
+
+
+@dataclass(frozen=True)
+class _Batch:
+    idx: int
+    kwargs: OrderedDict[str, Any]
+    num_samples: int
 
 
 class SwarmOptimization:
@@ -46,6 +54,8 @@ class SwarmOptimization:
         self._num_servers = session.num_servers
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
+        self._through: dict[int, _Batch] = {}  # likewise the batches, by their leases
+        self._lost: dict[int, _Batch] = {}  # they were through, count nowhere all the same, and are to run again
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
         module = trainer.lightning_module
@@ -71,7 +81,9 @@ class SwarmOptimization:
             )
         self.tell_selection(optimizer)
         try:
-            return self._train(optimizer, batch_idx, kwargs)
+            result = self._train(optimizer, batch_idx, kwargs)
+            self._train_again(optimizer)
+            return result
         except RunOver:
             # The lead was told that no step opens beyond `max_steps`, which it has just reached; the others that the
             # lead's loop has ended.
@@ -88,10 +100,10 @@ class SwarmOptimization:
         num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
-            self._begin(optimizer, num_samples)
-            self._logs.begin(num_samples)
+            lease = self._begin(optimizer, num_samples)
+            self._logs.begin(num_samples, lease)
             try:
-                return self._train_here(optimizer, batch_idx, kwargs, num_samples)
+                return self._train_here(optimizer, _Batch(batch_idx, kwargs, num_samples), lease)
             except LeaseRevoked as error:
                 _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
                 self._session.revoke_batch()
@@ -102,11 +114,16 @@ class SwarmOptimization:
             "trainer, or batches take too long. Look at the network between the two, or raise `Limits.call_timeout`."
         ) from revoked
 
-    def _train_here(
-        self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any], num_samples: int
-    ) -> dict[str, Any]:
+    def _train_again(self, optimizer: Optimizer) -> None:
+        """On batches before the one in hand that were through, and count nowhere all the same."""
+        while self._lost:
+            batch = self._lost.pop(next(iter(self._lost)))
+            self._train(optimizer, batch.idx, batch.kwargs)
+            self._logs.restore()  # in what is logged here it has its part since its first run
+
+    def _train_here(self, optimizer: Optimizer, batch: _Batch, lease: int) -> dict[str, Any]:
         """In the place that was got for it."""
-        closure = self._lightning._make_closure(kwargs, optimizer, batch_idx)
+        closure = self._lightning._make_closure(batch.kwargs, optimizer, batch.idx)
         try:
             closure()
             self._check_untouched(optimizer)
@@ -125,14 +142,13 @@ class SwarmOptimization:
             closing = False
         else:
             closing = self._session.finish_batch(logs, metrics)
-            self.pending_samples += num_samples
-        last = self._session.is_lead and self._is_last_batch()
-        if not closing and self._must_close(last=last):
-            self._close()
-            closing = True
-        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
-        if closing and not (self.stepped and self._session.is_lead and not last):
-            self._step(optimizer, last=last)
+            self._through[lease] = batch
+            self.pending_samples += batch.num_samples
+        self._end_step(optimizer, closing=closing)
+        if self._lost.pop(lease, None) is not None:
+            raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
+        if self._session.num_trainers == 1:
+            self._through.clear()  # it has all batches of a step, on its device: too much to keep for a double fault
         return {} if result.loss is None else result.asdict()
 
     def begin_backward(self) -> None:
@@ -145,13 +161,15 @@ class SwarmOptimization:
         """The run goes on from other weights; what the open step had is gone."""
         self.pending_samples = 0
         self.stepped = False
+        self._through, self._lost = {}, {}
 
-    def _begin(self, optimizer: Optimizer, num_samples: int) -> None:
+    def _begin(self, optimizer: Optimizer, num_samples: int) -> int:
         """Get a place. Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
         before = self._session.version
         try:
-            self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
+            return self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
         finally:
+            self._take_lost()
             for _ in range(self._session.version - before):
                 self._catch_up()
                 self._lightning.optim_progress.optimizer.step.increment_ready()
@@ -160,6 +178,31 @@ class SwarmOptimization:
     def _close(self) -> None:
         """Ask to close the open step with what it has."""
         self._session.close_step(window=1.0 if self._target_batch_size is None else None)
+
+    def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
+        """Have the step decided if it ends with this batch."""
+        last = self._session.is_lead and self._is_last_batch()
+        if not closing and self._must_close(last=last):
+            self._close()
+            closing = True
+        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
+        if closing and not (self.stepped and self._session.is_lead and not last):
+            self._step(optimizer, last=last)
+
+    def _take_lost(self) -> bool:
+        """Whether batches that were through count nowhere all the same. They are to run again."""
+        lost = self._session.take_lost()
+        for lease in lost:
+            batch = self._through.pop(lease, None)
+            if batch is None:
+                raise StepError(
+                    "a batch before the one in hand was struck from the open step, for what servers had added of it "
+                    "was lost and could not be computed again. Start again from a checkpoint."
+                )
+            self._lost[lease] = batch
+            self._logs.forget(lease)
+            self.pending_samples -= batch.num_samples
+        return bool(lost)
 
     def _step(self, optimizer: Optimizer, *, last: bool) -> None:
         """Wait for the record and count it."""
@@ -173,9 +216,11 @@ class SwarmOptimization:
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
             before = self._session.version
-            if self._session.await_record() is None and self._must_close(last=last):
+            decided = self._session.await_record() is not None
+            if not self._take_lost() and not decided and self._must_close(last=last):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
                 self._session.await_record()
+                self._take_lost()
         if self._session.version > before:
             self._count(optimizer)
         else:  # a batch was withdrawn: the step takes others in its place
@@ -186,6 +231,7 @@ class SwarmOptimization:
         """A record was applied."""
         self._lightning.optim_progress.optimizer.step.increment_completed()
         self.pending_samples = 0
+        self._through = {}
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]

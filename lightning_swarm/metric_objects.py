@@ -34,8 +34,8 @@ class SharedMetrics:
         self._max_bytes = max_bytes
         self._metrics: dict[str, Metric] = {}
         self._before: dict[str, Contents] | None = None  # what they held before the batch in hand
-        self._step: list[tuple[str, Contents]] = []  # of the lead's own batches in the open step
-        self._num_own = 0  # of them, before the batch in hand
+        self._lease = 0  # of the batch in hand
+        self._step: dict[int, list[tuple[str, Contents]]] = {}  # of the lead's own batches in the open step
         self._others: list[tuple[str, Contents]] = []
         self._decided: list[tuple[str, Contents]] = []  # of all batches of the newest step
 
@@ -71,9 +71,9 @@ class SharedMetrics:
         """Whether no metric was logged so far."""
         return not self._metrics
 
-    def begin(self) -> None:
+    def begin(self, lease: int) -> None:
         """A batch is in hand."""
-        self._num_own = len(self._step)
+        self._lease = lease
         self._before = {name: take(metric) for name, metric in self._metrics.items()}
 
     def end(self, *, counts: bool) -> Metrics:
@@ -86,7 +86,7 @@ class SharedMetrics:
             put(metric, together(metric, earlier, contents) if counts else earlier)
         added = [(name, contents) for name, contents in added if counts and contents.num_updates]
         if self._max_bytes is None:
-            self._step += added
+            self._step[self._lease] = added
             return [], []
         packed = [pack(name, contents) for name, contents in added]
         tensors = [tensor for _, part in packed for tensor in part]
@@ -99,15 +99,16 @@ class SharedMetrics:
             )
         return [state for state, _ in packed], tensors
 
-    def revoke(self) -> None:
-        """The batch that came to its end last counts nowhere. What the metrics hold is somebody else's to restore."""
-        del self._step[self._num_own :]
+    def forget(self, lease: int) -> None:
+        """A batch that came to its end counts nowhere. What the metrics hold is somebody else's to restore."""
+        self._step.pop(lease, None)
 
     def decide(self, others: Sequence[Metrics]) -> None:
         """At the lead: a record came, with what others' batches in it added."""
         came = [one for sent in others for one in self._unpacked(*sent)]
         self._others += came
-        self._decided, self._step = [*self._step, *came], []
+        own = [one for added in self._step.values() for one in added]
+        self._decided, self._step = [*own, *came], {}
 
     def _unpacked(self, states: Sequence[MetricState], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Contents]]:
         begin = 0

@@ -39,20 +39,19 @@ class SharedLogs:
         self._results = results
         self._metrics = metrics
         self._before: _Before | None = None
-        self._num_own = 0  # of this trainer's batches in the open step, before the one in hand
+        self._lease = 0  # of the batch in hand
         self._num_samples: int | None = None  # of the batch in hand
         self._batch: list[Logged] = []
-        self._step: list[Logged] = []  # of this trainer's batches in the open step
+        self._step: dict[int, list[Logged]] = {}  # of this trainer's batches in the open step, by their leases
         self._others: list[Logged] = []
         self._decided: list[Logged] = []  # of all batches of the newest step
         results.log = self._see
 
-    def begin(self, num_samples: int) -> None:
+    def begin(self, num_samples: int, lease: int) -> None:
         """A batch is in hand."""
-        self._num_samples, self._batch = num_samples, []
-        self._num_own = len(self._step)
+        self._num_samples, self._lease, self._batch = num_samples, lease, []
         self._before = _Before(self._module, self._results)
-        self._metrics.begin()
+        self._metrics.begin(lease)
 
     @property
     def so_far(self) -> list[Logged] | None:
@@ -64,8 +63,16 @@ class SharedLogs:
         """The batch counts nowhere, and runs again: what its first run logged is forgotten, by metrics, too."""
         if self._num_samples is not None:
             self.end(counts=False)
-        del self._step[self._num_own :]
-        self._metrics.revoke()
+        self.forget(self._lease)
+        self.restore()
+
+    def forget(self, lease: int) -> None:
+        """A batch that was through is not in the step. What the results and metrics hold is not changed."""
+        self._step.pop(lease, None)
+        self._metrics.forget(lease)
+
+    def restore(self) -> None:
+        """Leave the results and metrics as they were before the newest batch. What is shared of it is not changed."""
         assert self._before is not None
         self._before.restore()
 
@@ -79,14 +86,15 @@ class SharedLogs:
                 f"`sync_dist=True` takes at most {MAX_LOGS} names for a batch, got {len(logs)}. Log fewer with it."
             )
         if counts:
-            self._step += logs
+            self._step[self._lease] = logs
         return logs, metrics
 
     def decide(self, others: Sequence[Logged], metrics: Sequence[Metrics]) -> None:
         """At the lead: a record came, with what others logged of its batches, and added to metrics."""
         self._metrics.decide(metrics)
         self._others += others
-        self._decided, self._step = fold([*self._step, *others]), []
+        own = [one for logs in self._step.values() for one in logs]
+        self._decided, self._step = fold([*own, *others]), {}
 
     def replay(self) -> None:
         """At the lead, after its own batch and before Lightning logs the step: take in what others logged."""

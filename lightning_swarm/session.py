@@ -85,12 +85,15 @@ class Session:
         self.selection = selection
         self.pipeline.first_trained = first_trained(selection, self._stages)
 
-    def begin_batch(self, num_samples: int, *, gradient_scale: float) -> None:
+    def begin_batch(self, num_samples: int, *, gradient_scale: float) -> int:
         """Get a place in the open step for the batch in hand. While it waits for one, records may be applied.
 
         Args:
             num_samples: Of the batch.
             gradient_scale: What its loss will be multiplied by.
+
+        Returns:
+            The lease of the place.
 
         Raises:
             RunOver: There will be no place.
@@ -101,6 +104,7 @@ class Session:
             self.pipeline.version = self._steps.version
         self._refresh()
         self.pipeline.batch = BatchInHand(grant)
+        return grant.lease
 
     def begin_backward(self, logs: Sequence[Logged]) -> None:
         """Nothing but the backward of the batch in hand is to come: with it, servers have all that they need of it.
@@ -131,8 +135,9 @@ class Session:
         )
 
     def revoke_batch(self) -> None:
-        """The batch in hand was struck: nothing of it counts, and it may run again in another place."""
-        self._runtime.run(self._steps.revoked(self._taken().grant.lease))
+        """The batch was struck: nothing of it counts, and it may run again in another place."""
+        if self.pipeline.batch is not None:  # else it was through, and who coordinates knows
+            self._runtime.run(self._steps.revoked(self._taken().grant.lease))
 
     def finish_batch(self, logs: Sequence[Logged] = (), metrics: Metrics = ((), ())) -> bool:
         """The batch is through. True when its step closes now: then `await_record`.
@@ -163,6 +168,11 @@ class Session:
         self.pipeline.version = self._steps.version
         self._refresh()
         return record
+
+    def take_lost(self) -> list[int]:
+        """Leases of batches that were through, and that their steps do not count: they may run again."""
+        lost, self._steps.lost = self._steps.lost, []
+        return lost
 
     def take_logs(self) -> list[Logged]:
         """At the lead: what other trainers logged of the batches that new records count, folded step by step."""

@@ -35,7 +35,7 @@ from lightning_swarm.steps import (
     SELECT,
     TAKE_METRICS,
 )
-from lightning_swarm.steps.journal import Journal
+from lightning_swarm.steps.journal import Entry, Journal
 from lightning_swarm.steps.takeover import look_around
 from lightning_swarm.types.batches import (
     BatchArmed,
@@ -85,6 +85,8 @@ class StepClient:
         logs: What other trainers logged of the batches in records that came since these were taken; for the lead.
         metrics: Likewise, what their batches added to torchmetrics objects.
         events: Likewise, what the coordinator noted, if it is another peer.
+        lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
+            again takes them from here.
         hyperparameters: At the lead: tells with which ones to step.
     """
 
@@ -106,11 +108,11 @@ class StepClient:
         self._led_anew = asyncio.Event()  # set, and replaced, when a higher term is known
         self._on_record = on_record
         self.run = run
-        self._places: dict[int, int] = {}  # of the batches that are under way, by lease
         self.newest: Record | None = None
         self.logs: list[Logged] = []
         self.metrics: list[Metrics] = []
         self.events: Counter[EventKind] = Counter()
+        self.lost: list[int] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         transport.handle_call(REPORT, self._handle_report)
         transport.handle_stream(REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
@@ -123,8 +125,7 @@ class StepClient:
     def go_back(self, request: RestartRequest) -> None:
         """Take part in the run's next generation."""
         self.run.go_back(request)
-        self.newest, self.logs, self.metrics = None, [], []
-        self._places.clear()
+        self.newest, self.logs, self.metrics, self.lost = None, [], [], []
         self._journal = Journal()
 
     async def select(self, selection: Selection) -> None:
@@ -151,7 +152,6 @@ class StepClient:
             )
             reply = decode(await self._ask(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
-                self._places[reply.grant.lease] = reply.grant.first
                 self._journal.granted(reply.grant, request)
                 return reply.grant
             if reply.over:
@@ -220,7 +220,7 @@ class StepClient:
             close=close,
             total_weight=total_weight,
             generation=self.run.manifest.generation,
-            first=self._places.get(lease, 0) if lease is not None else 0,
+            first=self._journal.place(self.version, lease) if lease is not None else 0,
             begun=begun,
             logs=list(logs),
         )
@@ -232,14 +232,11 @@ class StepClient:
         if close:
             self._journal.closed(step, total_weight)
         try:
-            closing = decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
+            return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
         except LeaseRevoked:
             if lease is not None:
                 self._journal.withdrawn(step, lease)
             raise
-        if lease is not None:
-            self._places.pop(lease, None)
-        return closing
 
     async def revoked(self, lease: int) -> None:
         """A batch counts nowhere, as a server or the coordinator says: before it runs again, in a place of its own.
@@ -252,6 +249,9 @@ class StepClient:
 
     async def record(self, step: int) -> Record | None:
         """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.
+
+        What is through may be struck yet: what servers had added of it was lost with them, and could not be computed
+        again, or a new coordinator never heard of it. So with each answer `lost` is brought up to date.
 
         Raises:
             StepError: It could not be decided.
@@ -267,14 +267,44 @@ class StepClient:
                     self.run.check(reply.record)
                     await self._on_record(reply.record)
                     self.run.apply(reply.record)
-                    self._journal.decided(reply.record.step)
+                    counted = {first for first, _, _ in reply.record.closing.batches}
+                    lost, unknown = self._journal.decided(reply.record.step, counted)
+                    self._lose(lost)
+                    await self._confirm(unknown)
                     self.logs += reply.logs
                     self.events.update(reply.events)
                     for first in reply.measured:
                         self.metrics += await self._take_metrics(reply.record.step, first)
                 return reply.record
             if not reply.closing:
+                self._journal.reopened()
+                await self._confirm(self._journal.through(step))
                 return None
+
+    def _lose(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._journal.withdrawn(entry.grant.step, entry.grant.lease)
+            self.lost.append(entry.grant.lease)
+
+    async def _confirm(self, entries: Sequence[Entry]) -> None:
+        """Ask whether batches that are through count still, by saying so again."""
+        for entry in entries:
+            grant = entry.grant
+            request = BatchDone(
+                step=grant.step,
+                lease=grant.lease,
+                completed=entry.completed or [],
+                withdrawn=False,
+                close=False,
+                total_weight=None,
+                generation=grant.generation,
+                first=grant.first,
+                logs=list(entry.logs),
+            )
+            try:
+                await self._ask(DONE, encode(request))
+            except LeaseRevoked:
+                self._lose([entry])
 
     async def renew(self) -> None:
         """A sign of life. While the lead validates or saves, the record goes on waiting for it.

@@ -6,7 +6,7 @@ was logged of step ``k - 1``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lightning_swarm.errors import ProtocolError
@@ -16,7 +16,9 @@ from lightning_swarm.types.calls import Receipt
 
 
 @dataclass
-class _Entry:
+class Entry:
+    """A batch that was granted its place."""
+
     grant: Grant
     request: GrantRequest
     completed: list[Receipt] | None = None
@@ -30,16 +32,17 @@ class Journal:
     """One trainer's, in one generation of the run."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int], _Entry] = {}  # by step and lease
+        self._entries: dict[tuple[int, int], Entry] = {}  # by step and lease
         self._closed: tuple[int, float | None] | None = None  # the step that this trainer asked to close, its window
         self._begun = False
+        self._decided = -1  # the newest step whose record is known
 
     def granted(self, grant: Grant, request: GrantRequest) -> None:
         """A batch has its place."""
         self._begun = True
         for entry in self._entries.values():  # a trainer has one batch in hand: what is unfinished was struck
             entry.withdrawn |= entry.completed is None
-        self._entries[grant.step, grant.lease] = _Entry(grant, request)
+        self._entries[grant.step, grant.lease] = Entry(grant, request)
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:
         """What the batch added to metrics."""
@@ -65,9 +68,36 @@ class Journal:
         """This trainer asked to close the step."""
         self._closed = (step, total_weight)
 
-    def decided(self, step: int) -> None:
-        """The record of a step is known."""
+    def reopened(self) -> None:
+        """The step that this trainer asked to close takes batches again."""
+        self._closed = None
+
+    def place(self, step: int, lease: int) -> int:
+        """Where a batch begins; 0: that is not known any more."""
+        entry = self._entries.get((step, lease))
+        return 0 if entry is None else entry.grant.first
+
+    def through(self, step: int) -> list[Entry]:
+        """The batches of an open step that are through and count, as far as this trainer knows."""
+        return [entry for (of, _), entry in self._entries.items() if of == step and _is_through(entry)]
+
+    def decided(self, step: int, counted: Collection[int]) -> tuple[list[Entry], list[Entry]]:
+        """The record of a step is known.
+
+        Args:
+            step: It.
+            counted: The places of its batches.
+
+        Returns:
+            The batches that are through and that it does not count; and those of steps before it whose records were
+            passed over, of which nothing is known here.
+        """
+        found = [entry for entry in self._entries.values() if _is_through(entry) and entry.grant.step > self._decided]
+        lost = [entry for entry in found if entry.grant.step == step and entry.grant.first not in counted]
+        unknown = [entry for entry in found if entry.grant.step < step]
         self._entries = {key: entry for key, entry in self._entries.items() if key[0] >= step}
+        self._decided = step
+        return lost, unknown
 
     def report(self, step: int) -> ReportReply:
         """For a coordinator that has step `step` open."""
@@ -97,3 +127,7 @@ class Journal:
         if entry is None or entry.metrics is None:
             raise ProtocolError(f"this trainer keeps no metrics of lease {lease} of step {step}")
         return entry.metrics
+
+
+def _is_through(entry: Entry) -> bool:
+    return entry.completed is not None and not entry.withdrawn

@@ -199,10 +199,18 @@ class OpenStep:
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 
-    def closes_without(self, firsts: Collection[int]) -> bool:
-        """Whether the step would still grant nothing if these were struck."""
+    def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
+        """Whether the step would still grant nothing if these were struck.
+
+        Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
+        """
         left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in firsts)
-        return self.close_asked or (self.target_batch_size is not None and left >= self.target_batch_size)
+        full = self.target_batch_size is not None and left >= self.target_batch_size
+        return full or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
+
+    def reopen(self) -> None:
+        """Grant places again. The lead, which waits for the record, is told so, and may ask to close once more."""
+        self.close_asked, self._window = False, None
 
     def trainer_of(self, first: int) -> PeerId:
         """Whose batch it is that begins at this position."""

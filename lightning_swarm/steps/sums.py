@@ -350,11 +350,12 @@ class Sums:
         for first in sorted(firsts):
             reason = f"the batch at {first} cannot be computed again"
             self._events.note("strike", peer=self._step.trainer_of(first), step=self._step.step, reason=reason)
-        reopens = not self._step.closes_without(firsts)
+        reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
             # Before a place is free: what is granted must find open sums.
             peers = {member.peer_id for roster in self._rosters() for member in roster}
             await self._ask(dict.fromkeys(sorted(peers), self._request(next(self._rounds), reopens=True)))
+            self._step.reopen()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))
         return reopens

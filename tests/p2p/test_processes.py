@@ -142,9 +142,9 @@ def test_two_trainers_make_the_curve_of_the_batches_that_count(start: Start, tmp
     curve = Curve(weights=torch.load(tmp_path / "weights.pt"))
     for rank in range(2):
         notes = json.loads((tmp_path / f"notes-{rank}.json").read_text())
-        for place, ids, loss in notes["batches"]:
+        for place, number, ids, loss in notes["batches"]:
             curve.batches[tuple(place)] = rank, ids
-            curve.losses[tuple(place)] = loss
+            curve.losses[tuple(place)], curve.numbers[tuple(place)] = loss, tuple(number)
         if rank == 0:
             curve.steps = [[(step, first) for step, first in places] for places in notes["steps"]]
     assert [places[0][0] for places in curve.steps] == list(range(len(curve.steps)))

@@ -91,7 +91,7 @@ class Notes(L.Callback):
         self.out = out
         self.batches: list[Any] = []
         self.steps: list[Any] = []
-        watched(module, lambda place, ids, loss: self.batches.append([place, ids, loss]))
+        watched(module, lambda *noted: self.batches.append(noted))
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import StageLost, Unreachable
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps import ARMED, DONE
+from lightning_swarm.steps import ARMED, DONE, GRANT, RECORD
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, digits
@@ -41,8 +41,8 @@ def freeze(seen: Seen) -> None:
     seen.network.freeze(VICTIM)
 
 
-def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
-    """When the victim says that its batch is armed, or through: after it was heard, or before."""
+def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool, killed: PeerId | None = None) -> None:
+    """When the victim says that its batch is armed, or through: after it was heard, or before. With it dies another."""
     strategy = seen.trainers[RANK].strategy
     assert isinstance(strategy, trainers.ThreadStrategy)
     session = strategy._session
@@ -57,6 +57,8 @@ def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
             return await handler(caller, body)
         handlers[method] = handler
         seen.said = True  # type: ignore[attr-defined]
+        if killed is not None:
+            seen.network.kill(killed)
         if not is_heard:
             freeze(seen)
             raise Unreachable("it froze before it was heard")
@@ -140,7 +142,9 @@ class Lead(L.Callback):
             seen.runtime.run(thaw())
 
 
-def run(where: str, fault: Fault, *, num_records: int = 0, tracks: bool = False) -> tuple[Seen, Lead]:
+def run(
+    where: str, fault: Fault, *, num_records: int = 0, tracks: bool = False, target_batch_size: int = 12
+) -> tuple[Seen, Lead]:
     lead = Lead(num_records)
     loggers = iter([lead.lines, Lines(), Lines(), Lines()])
     seen = train(
@@ -151,7 +155,7 @@ def run(where: str, fault: Fault, *, num_records: int = 0, tracks: bool = False)
         max_steps=NUM_STEPS,
         log_every_n_steps=1,
         each={"logger": lambda: next(loggers)},
-        swarm={"limits": LIMITS},
+        swarm={"limits": LIMITS, "target_batch_size": target_batch_size},
     )
     return seen, lead
 
@@ -165,7 +169,7 @@ def places(seen: Seen) -> list[Any]:
 
 def assert_right(seen: Seen, lead: Lead, *, tracks: bool = False) -> None:
     """Losses and weights are those of what the records name, and so is what the lead logs of each step."""
-    trainers.assert_exact(seen, DigitsMLP, digits(), num_trainers=4)
+    trainers.assert_exact(seen, DigitsMLP, digits(), num_trainers=4, gone=seen.errors)
     assert len(seen.records) == NUM_STEPS
     num_samples = [record.closing.num_samples for record in seen.records]
     for name in ["samples", *(["tracked"] if tracks else [])]:
@@ -226,6 +230,21 @@ def test_a_trainer_freezes_while_it_says_that_its_batch_is_through(is_heard: boo
     assert not seen.errors
     (place,) = places(seen)
     assert place in [one for step in seen.steps for one in step]
+    assert_right(seen, lead)
+
+
+@pytest.mark.parametrize(("method", "target_batch_size"), [(RECORD, 12), (GRANT, 36)])
+def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_batch_size: int) -> None:
+    """Its trainer froze while it waited for the record, or for its next place; a server that had added of it died."""
+
+    def fault(seen: Seen) -> None:
+        freeze_when_it_says(seen, method, is_heard=False, killed=PeerId("peer-2"))
+
+    seen, lead = run("before forward", fault, num_records=2, target_batch_size=target_batch_size)
+    assert seen.said  # type: ignore[attr-defined]
+    assert set(seen.errors) == {2}
+    numbers = [seen.numbers[place] for place, (rank, _) in seen.batches.items() if rank == RANK]
+    assert len(numbers) > len(set(numbers)), "no batch ran again"
     assert_right(seen, lead)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,8 @@ from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer,
 LIMITS = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0)
 Place = tuple[int, int]
 """A batch's step, and the position of its first sample there."""
+Number = tuple[int, int]
+"""A batch's epoch and index, as its trainer counts. One that counts nowhere may run again in another place."""
 
 
 @dataclass
@@ -44,7 +46,9 @@ class Curve:
     """What the trainers of a run write down."""
 
     batches: dict[Place, tuple[int, list[int]]] = field(default_factory=dict)  # by whom, and the samples' numbers
+    numbers: dict[Place, Number] = field(default_factory=dict)
     losses: dict[Place, float] = field(default_factory=dict)
+    withdrawn: set[Place] = field(default_factory=set)
     steps: list[list[Place]] = field(default_factory=list)  # the batches of each record
     weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
 
@@ -57,7 +61,6 @@ class Seen(Curve):
     trainers: dict[int, L.Trainer] = field(default_factory=dict)
     modules: dict[int, Net | NanoGPT] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
-    withdrawn: set[Place] = field(default_factory=set)
     validated: list[int] = field(default_factory=list)  # by whom
     peers: list[Peer] = field(default_factory=list)  # of trainers
     servers: list[Peer] = field(default_factory=list)  # that are no trainers
@@ -67,8 +70,9 @@ class Seen(Curve):
     def note(self, rank: int) -> Note:
         """What a trainer calls for each batch."""
 
-        def note(place: Place, ids: list[int], loss: float) -> None:
+        def note(place: Place, number: Number, ids: list[int], loss: float) -> None:
             self.batches[place] = rank, ids
+            self.numbers[place] = number
             self.losses[place] = loss
 
         return note
@@ -99,7 +103,7 @@ def place_of(module: L.LightningModule) -> Place:
     return grant.step, grant.first
 
 
-Note = Callable[[Place, list[int], float], None]
+Note = Callable[[Place, Number, list[int], float], None]
 
 
 def watched(module: Net | NanoGPT, note: Note) -> None:
@@ -108,7 +112,8 @@ def watched(module: Net | NanoGPT, note: Note) -> None:
 
     def training_step(batch: list[Tensor], batch_idx: int) -> Any:
         loss = step(batch[:-1], batch_idx)
-        note(place_of(module), batch[-1].tolist(), 0.0 if loss is None else loss.item())
+        number = module.trainer.current_epoch, batch_idx
+        note(place_of(module), number, batch[-1].tolist(), 0.0 if loss is None else loss.item())
         return loss
 
     module.training_step = training_step  # type: ignore[method-assign]
@@ -299,8 +304,9 @@ def assert_exact(
     num_trainers: int,
     target_batch_size: int = 12,
     made_as: torch.dtype = torch.float64,
+    gone: Collection[int] = (),
 ) -> None:
-    """Losses and weights are those of plain torch on the batches that each record counts, and all took part.
+    """Losses and weights are those of plain torch on the batches that each record counts, and these are all batches.
 
     Args:
         curve: Of the swarm.
@@ -309,6 +315,7 @@ def assert_exact(
         num_trainers: Who must have brought batches that count.
         target_batch_size: What each step must have reached.
         made_as: The default dtype that the module was made under.
+        gone: The ranks of those who died: some of their batches count nowhere.
     """
     torch.manual_seed(0)
     with default_dtype(made_as):
@@ -338,6 +345,9 @@ def assert_exact(
     counted = [place for places in curve.steps for place in places]
     assert len(set(counted)) == len(counted) > 0
     assert {curve.batches[place][0] for place in counted} == set(range(num_trainers)), "some trainer brought nothing"
+    ran_last = {(rank, curve.numbers[place]): place for place, (rank, _) in curve.batches.items() if rank not in gone}
+    undecided = {place for place in curve.batches if place[0] > max(counted)[0]}
+    assert not set(ran_last.values()) - set(counted) - undecided - curve.withdrawn, "batches that ran count nowhere"
 
 
 @contextmanager

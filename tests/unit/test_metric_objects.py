@@ -23,7 +23,7 @@ class Module(nn.Module):
 
 
 def train(module: Module, shared: SharedMetrics, seed: int) -> None:
-    shared.begin()
+    shared.begin(seed)
     module.both.update(*batch(seed))
     shared.follow(module.both["recall"])
 
