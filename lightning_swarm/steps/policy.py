@@ -169,7 +169,12 @@ class OpenStep:
         return first
 
     def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
-        """Servers have all that they need: if the trainer goes, the batch counts when they have these receipts."""
+        """Servers have all that they need: if the trainer goes, the batch counts when they have these receipts.
+
+        Said again when they have, for no answer came, it changes nothing.
+        """
+        if self._told_before(lease, trainer, receipts):
+            return
         batch = self._leased(lease, trainer)
         self._check_reports(lease, batch, receipts, logs)
         batch.armed, batch.logs = tuple(receipts), tuple(logs)

@@ -206,6 +206,38 @@ def test_an_armed_batch_is_completed_without_its_trainer(make_swarm: MakeSwarm, 
     assert run.kinds() == [("gone", OTHER)]
 
 
+def test_an_armed_batch_may_be_said_again_after_servers_completed_it(make_swarm: MakeSwarm) -> None:
+    """It was heard, and the answer was lost with the link, which was down for so long that the trainer seemed gone."""
+    run = Run(make_swarm)
+    coordinator = run.servers[A]._transport
+    handler = coordinator._call_handlers[ARMED]
+    cut = []
+
+    async def cutting(caller: PeerId, body: bytes) -> bytes:
+        answer = await handler(caller, body)
+        if not cut:
+            cut.append(caller)
+            run.network.cut(OTHER, A)
+        return answer
+
+    async def go() -> Record:
+        coordinator._call_handlers[ARMED] = cutting
+        grant, output = await run.begin(1)
+        await run.send_backward(grant, output)
+        saying = asyncio.create_task(run.other.armed(grant.lease, [run.key_of(grant).receipt]))
+        await asyncio.sleep(30.0)
+        assert not run.coordinator._open.under_way(OTHER)
+        assert not saying.done()
+        run.network.mend(OTHER, A)
+        await saying
+        await run.other.done(grant.lease, [run.key_of(grant).receipt])
+        await run.lead(2, 3, 4)
+        return await run.swarm.record(0)
+
+    run.check(run.swarm.run(go()))
+    assert cut == [OTHER]
+
+
 def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeSwarm) -> None:
     """The first stage's server hears late that it may go on: what it has of the batch is under way, not lost."""
     run = Run(make_swarm)
