@@ -152,3 +152,31 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
     assert (1, grant.first) not in {(1, first) for first, _, _ in trial.records[1].closing.batches}
     assert other.lost == [grant.lease]
     trial.check()
+
+
+def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm: MakeSwarm) -> None:
+    """The new coordinator hears of it as under way, for its trainer does not know yet; then a server tells that one."""
+    trial = test_takeover.Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
+    swarm = trial.swarm
+    trial.train(1)
+    other = swarm.client(swarm.network.transport(OTHER))
+    other.run.version = 1
+
+    async def go() -> None:
+        grant = await other.grant(2)
+        books = swarm.coordinator
+        await books._watch.strike(books._open, [grant.first], "it was not heard of")
+        swarm.network.kill(A)
+        trial.trainer.avoid.add(A)
+        while B not in trial.coordinators:  # noqa: ASYNC110 - it tells nobody here
+            await asyncio.sleep(1.0)
+        open_step = swarm.servers[B].admission.coordinator._open  # type: ignore[union-attr]
+        assert list(open_step.under_way(OTHER)) == [grant.first]
+        await other.revoked(grant.lease)
+        assert not open_step.under_way(OTHER)
+
+    swarm.run(go())
+    begin_s = swarm.loop.time()
+    trial.train(1)
+    assert swarm.loop.time() < begin_s + 5.0
+    trial.check()
