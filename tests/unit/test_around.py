@@ -52,12 +52,15 @@ def granted(swarm: Swarm, *, microbatch: bool = True) -> Grant:
     return grant
 
 
-def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record | None:
+def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record:
     for grant in grants:
         completed = [key(grant.first).receipt] if microbatch else []
         swarm.run(swarm.steps.done(grant.lease, completed))
-    swarm.run(swarm.steps.done(None, [], close=True))
-    return swarm.run(swarm.steps.record(swarm.steps.version))
+    record = None
+    while record is None:  # its lead lost a batch, and might run it again before it asks to close once more
+        swarm.run(swarm.steps.done(None, [], close=True))
+        record = swarm.run(swarm.steps.record(swarm.steps.version))
+    return record
 
 
 def heads(swarm: Swarm) -> list[dict[str, Tensor]]:
@@ -74,7 +77,6 @@ def test_trainers_average_what_their_batches_gave(swarm: Swarm, microbatch: bool
         add(swarm, "b", second, 2)
         add(swarm, "b", second, 2)  # said twice, counted once
         record = close(swarm, first, second, microbatch=microbatch)
-        assert record is not None
         assert record.closing.batches == [(0, 0, 0), (2, 0, 0)]
         assert len(record.closing.counted) == (2 if microbatch else 0)
         for name, parameter in reference.named_parameters():
@@ -102,7 +104,6 @@ def test_a_batch_that_no_trainer_added_is_struck_from_every_stage(swarm: Swarm, 
     for name, place in adds:
         add(swarm, name, grants[place], seed=1)
     record = close(swarm, *grants)
-    assert record is not None
     assert (record.closing.batches, record.closing.counted) == ([(0, 0, 0)], [(0, 0, 0)])
     assert (record.closing.num_samples, record.closing.total_weight) == (2, 1.0)
     assert {one.receipt for one in trainer.replayed} == {(0, 0, 0)}, "the sums held the other one, too"
@@ -122,7 +123,6 @@ def test_a_trainer_that_is_gone_takes_its_batch_along(swarm: Swarm) -> None:
         add(swarm, name, grant, seed=1)
     swarm.network.kill(PeerId("t"))
     record = close(swarm, *grants)
-    assert record is not None
     assert record.closing.batches == [(0, 0, 0)]
     assert [member.peer_id for member in record.next_roster[AROUND]] == ["b"]
 
