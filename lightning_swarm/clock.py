@@ -20,6 +20,11 @@ _T = TypeVar("_T")
 _Args = TypeVarTuple("_Args")
 
 
+def now_s() -> float:
+    """On the running loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
 class Deadlock(SwarmError):
     """Under a virtual clock everything waits, and no timer will ever wake anything up."""
 

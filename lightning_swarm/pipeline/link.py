@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import PeerError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
@@ -193,8 +194,3 @@ class Link:
         banned = [router.ban(peer, now_s=now_s()) for router in self.routers]
         if any(banned):
             self.events.note("ban", peer=peer, stage=stage, step=step, reason=str(error))
-
-
-def now_s() -> float:
-    """On the loop's clock."""
-    return asyncio.get_running_loop().time()

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from torch import Tensor
 
 from lightning_swarm import trees
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, TicketGone
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.calls import Calls, Failed
 from lightning_swarm.pipeline.copies import Copy, Microbatch
-from lightning_swarm.pipeline.link import Link, now_s
+from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.recovery import BackwardRecovery, ForwardRecovery, HolderGone
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.calls import CallReport, Computed

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import (
     DeadlineExceeded,
     GradientGone,
@@ -27,7 +28,7 @@ from lightning_swarm.errors import (
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.calls import Calls, Failed
 from lightning_swarm.pipeline.copies import Microbatch
-from lightning_swarm.pipeline.link import Link, now_s
+from lightning_swarm.pipeline.link import Link
 
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal
 
 from lightning_swarm import hello
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, DeadlineExceeded, PeerError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
@@ -90,7 +91,7 @@ class Stay:
         """
         num_returns, admission = 0, self._server.admission
         while await self._entered():
-            begin_s = _now_s()
+            begin_s = now_s()
             if admission.is_member and (report := self._server.report()) is not None:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
             how = await self._until_out(say)
@@ -99,7 +100,7 @@ class Stay:
             if how != "left out":
                 say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.")
                 return
-            num_returns = num_returns + 1 if _now_s() < begin_s + _SOON_S else 1
+            num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
             reason = "a record left this peer out, which did not answer; it joins again"
             self._events.note("left", peer=self._transport.peer_id, step=admission.run.version, reason=reason)
             if num_returns > _MAX_RETURNS:
@@ -151,7 +152,7 @@ class Stay:
 
     async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out", "released"]:
         admission = self._server.admission
-        heard_s = _now_s()
+        heard_s = now_s()
         while not admission.left.is_set():
             if not admission.has_run:
                 return "left" if self._leaving.is_set() else "released"
@@ -169,8 +170,8 @@ class Stay:
             left_out = await self._is_left_out()
             if left_out:
                 return "left out"
-            heard_s = _now_s() if left_out is not None else heard_s
-            if _now_s() >= heard_s + _SILENCE_S:
+            heard_s = now_s() if left_out is not None else heard_s
+            if now_s() >= heard_s + _SILENCE_S:
                 raise Unreachable(
                     f"run {self._run_id!r} is over or broke off, and nobody said so: none of its "
                     f"peers answered for {_SILENCE_S:g} s. Start this peer again when the run goes on."
@@ -220,12 +221,12 @@ class Stay:
             DeadlineExceeded: No record let it go in time.
         """
         admission = self._server.admission
-        end_s = _now_s() + self._limits.drain_timeout
+        end_s = now_s() + self._limits.drain_timeout
         why = "no record came"
         said: list[int] = []
         say(f"Leaving run {self._run_id!r} with one of its next records, and serving until then.")
         while admission.is_member and not admission.left.is_set():
-            if _now_s() >= end_s:
+            if now_s() >= end_s:
                 raise DeadlineExceeded(
                     f"the run did not let this peer go within {self._limits.drain_timeout:g} s: {why}. It goes all the "
                     "same, as if it had died. Raise `Limits.drain_timeout` to wait longer."
@@ -242,7 +243,7 @@ class Stay:
                 if alone and alone != said:
                     say(f"This peer has the only copy of {_stages(alone)}: waiting for another one to join.")
                 said = alone
-            within_s = min(_ASK_S, max(end_s - _now_s(), 0.0))
+            within_s = min(_ASK_S, max(end_s - now_s(), 0.0))
             version = self._server.stepping.version
             await first_of(admission.left.wait(), self._server.stepping.passed(version, within_s=within_s))
         await first_of(admission.left.wait(), timeout=_LINGER_S)
@@ -258,7 +259,3 @@ class Stay:
 
 def _stages(held: Sequence[int]) -> str:
     return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.events import EventLog
@@ -133,13 +134,13 @@ class Closer:
         self, sums: Sums, closing: Closing, version_hashes: list[int], reselected: Selection | None
     ) -> float | None:
         """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
-        begin_s = _now_s()
+        begin_s = now_s()
         hearing = [self._spawn(one) for one in self._gate.listen(closing, reselected, version_hashes)]
         replies = await self._servers.average(closing)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in heard.values()):
-            await self._gate.heard(closing, hearing, averaging_s=_now_s() - begin_s)
+            await self._gate.heard(closing, hearing, averaging_s=now_s() - begin_s)
             # Summed in one order, so that a repeated round gives the same record.
             parts = sorted(
                 (part.stage_index, peer, part.squared_norm) for peer, reply in heard.items() for part in reply.parts
@@ -159,7 +160,3 @@ class Closer:
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
             )
         return None
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

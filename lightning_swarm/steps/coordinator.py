@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace as replaced
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, ProtocolError, StageLost, StepError, SwarmError
 from lightning_swarm.events import EventLog
@@ -141,11 +142,11 @@ class Coordinator:
 
     async def start(self) -> None:
         """Begin to answer."""
-        self._heard_s = _now_s()
+        self._heard_s = now_s()
         await self._tasks.start()
         self._answer()
         if self._open.closing:
-            self._closing_s = _now_s()
+            self._closing_s = now_s()
         for trainer in self._open.missing():
             self._watch.watch(trainer)
         if self._open.ready:
@@ -273,7 +274,7 @@ class Coordinator:
             first, weight = place
         generation = self._manifest.generation
         if step.closing:
-            self._closing_s = _now_s()
+            self._closing_s = now_s()
         self._watch.watch(trainer)
         return Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
 
@@ -335,7 +336,7 @@ class Coordinator:
                 self._watch.watch(caller)
         if request.report.close_asked and caller == self._manifest.lead and not step.close_asked:
             step.ask_to_close(request.report.total_weight)
-            self._closing_s = _now_s()
+            self._closing_s = now_s()
         await self._on_change(step)
         return b""
 
@@ -361,7 +362,7 @@ class Coordinator:
                 step.complete(request.lease, caller, request.completed, request.logs)
         if request.close and not step.close_asked:
             step.ask_to_close(request.total_weight)
-            self._closing_s = _now_s()
+            self._closing_s = now_s()
         await self._on_change(step)
         return encode(BatchDoneReply(closing=step.closing))
 
@@ -424,7 +425,7 @@ class Coordinator:
         """Whoever may ask is answered with what went wrong, if something did."""
         self._run.check_trainer(caller)
         if caller == self._manifest.lead:
-            self._heard_s = _now_s()
+            self._heard_s = now_s()
         if self._failure is not None:
             raise self._failure
 
@@ -447,8 +448,8 @@ class Coordinator:
     async def _check_overdue(self, step: OpenStep) -> None:
         """Do without batches that a closing step waits for for too long."""
         since_s = self._closing_s
-        if step.closing and not step.ready and since_s is not None and _now_s() >= since_s + self._timeout:
-            self._closing_s = _now_s()
+        if step.closing and not step.ready and since_s is not None and now_s() >= since_s + self._timeout:
+            self._closing_s = now_s()
             for trainer in step.missing() if await self._watch.is_whole() else ():
                 await self._watch.give_up(
                     step,
@@ -458,7 +459,7 @@ class Coordinator:
                 )
 
     def _check_lead(self) -> None:
-        if _now_s() >= self._heard_s + self._lead_timeout:
+        if now_s() >= self._heard_s + self._lead_timeout:
             raise StepError(
                 f"the lead {self._manifest.lead} was not heard of for {self._lead_timeout:g} s. Raise "
                 "`Limits.lead_timeout` if what it does between two batches takes longer."
@@ -531,7 +532,3 @@ class Coordinator:
         if self._failure is None:
             self._failure = kind(f"step {step.step} could not be decided: {reason}")
         await self._notify()
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

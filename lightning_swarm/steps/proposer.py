@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import NotCoordinator, ProtocolError, StepError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
@@ -147,25 +148,25 @@ class Proposer:
     ) -> None:
         """Ask the voters, again and again, until a majority has done what is asked."""
         step = ballot.slot[1]
-        deadline_s = _now_s() + self._patience_s
-        paused, said_s = False, _now_s()
+        deadline_s = now_s() + self._patience_s
+        paused, said_s = False, now_s()
         while not reached():
             await _ask_all(ballot, reached, ask)
             if reached():
                 break
             if ballot.lost:
                 raise NotCoordinator(f"step {step} is decided under another term than {self.term}: {ballot.rival}")
-            if _now_s() >= deadline_s:
+            if now_s() >= deadline_s:
                 raise StepError(
                     f"step {step}: a majority of its voters {[one.peer_id for one in ballot.voters]} must have {what} "
                     f"to decide it, and has not within {self._patience_s:g} s. See that they run and can be reached."
                 )
             if not paused:
                 self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")
-            elif _now_s() >= said_s + _SAY_S:
+            elif now_s() >= said_s + _SAY_S:
                 names = ", ".join(one.peer_id for one in ballot.voters)
                 _log.warning("Step %d waits for a majority of its voters: %s.", step, names)
-                said_s = _now_s()
+                said_s = now_s()
             paused = True
             await asyncio.sleep(_RETRY_S)
         if paused:
@@ -182,7 +183,3 @@ async def _ask_all(
             _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
         for one in asking:
             one.cancel()
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()
