@@ -15,7 +15,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server import ADMIT, LOAD, STATE
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.leadership import Leadership
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
@@ -176,7 +176,7 @@ class Admission:
         if named - {me}:
             raise ProtocolError(f"peer {me.peer_id} was restarted: its boot id is {me.boot_id}")
         served = [index for index, stage in enumerate(manifest.stages) if me in stage.roster]
-        stages, _ = await self._executor.submit((-1,), lambda: self.model.build(manifest, served))
+        stages, _ = await self._executor.submit(FIRST, lambda: self.model.build(manifest, served))
         await self._connect()
         self._run = RunState(manifest)
         self._stepping.begin(self._run, stages)
@@ -218,9 +218,9 @@ class Admission:
             )
         if state.optimizer:
             values = trees.unflatten(state.structure, list(message.tensors))
-            await self._executor.submit((-1,), lambda: stage.load_optimizer_state(named(state.names, values)))
+            await self._executor.submit(FIRST, lambda: stage.load_optimizer_state(named(state.names, values)))
         else:
-            await self._executor.submit((-1,), lambda: stage.load_weights(named(state.names, message.tensors)))
+            await self._executor.submit(FIRST, lambda: stage.load_weights(named(state.names, message.tensors)))
             self.run.check_generation(state.generation)  # it may have changed meanwhile
             self.loaded.add(stage.index)
             if self.loaded.issuperset(self._stepping.stages):
@@ -259,7 +259,7 @@ class Admission:
             return _state(stage, request)
 
         # On the compute thread, so that it falls between two records.
-        message, _ = await self._executor.submit((-1,), read)
+        message, _ = await self._executor.submit(FIRST, read)
         return message
 
 

@@ -14,7 +14,7 @@ from lightning_swarm.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import FOLLOW, NEXT, PIECE
 from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.pieces import Copy, Throttle
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
@@ -138,7 +138,7 @@ class Donor:
             self._followers[caller] = _Follower(stage.index, self._stepping.version, now_s)
         try:
             # On the compute thread, so that it falls between two records.
-            copy, _ = await self._executor.submit((-1,), lambda: self._copied(stage))
+            copy, _ = await self._executor.submit(FIRST, lambda: self._copied(stage))
             if request.version not in (None, copy.version):
                 raise TicketGone(f"stage {stage.index} is at version {copy.version} here")
         except BaseException:

@@ -11,14 +11,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from typing_extensions import override
+
+from lightning_swarm.types.calls import CallKey, Direction
 
 _T = TypeVar("_T")
 
 Priority = tuple[int, ...]
 """Smaller runs first."""
+
+FIRST: Final[Priority] = (-1,)
+"""What concerns a stage or a step as a whole goes before any microbatch."""
 
 NOMINAL_BUSY_S = 1e-3
 """What a job takes where no clock runs."""
@@ -30,6 +35,11 @@ class _Job:
     order: int  # first come, first served among equals
     run: Callable[[], Any] = field(compare=False)
     future: asyncio.Future[tuple[Any, float]] = field(compare=False)
+
+
+def priority_of(key: CallKey, direction: Direction) -> Priority:
+    """Of a microbatch's call: backward before forward, older before newer."""
+    return (0 if direction == "backward" else 1, key.step, key.first, key.call, key.index)
 
 
 class Executor(ABC):

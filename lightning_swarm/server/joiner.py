@@ -18,7 +18,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.server import NEXT
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.download import Download
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping, round_name
@@ -42,7 +42,6 @@ _POLL_S: Final = 1.0
 _HOLD_S: Final = 15.0
 _MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to leave out an earlier life first
 _FIRST_PAUSE_S: Final = 1.0
-_FIRST: Final = (-1,)  # before any microbatch
 
 
 class Joiner:
@@ -165,9 +164,7 @@ class Joiner:
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
         if self._stage is None:
-            stages, _ = await self._executor.submit(
-                _FIRST, lambda: self.model.build(view.manifest, [reply.stage_index])
-            )
+            stages, _ = await self._executor.submit(FIRST, lambda: self.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
         roster = [member.peer_id for member in reply.view.rosters[self._stage.index]]
         # Joiners of one stage go round its members, and so do the attempts of one: a member may be gone.
@@ -191,7 +188,7 @@ class Joiner:
             stage.load_optimizer_state(state)
             return stage.fingerprint()
 
-        version_hash, _ = await self._executor.submit(_FIRST, load)
+        version_hash, _ = await self._executor.submit(FIRST, load)
         if version_hash != snapshot.version_hash and download.helpers:
             self._alone = True
             raise PeerError(f"the state that {donor} and {download.helpers} sent in pieces is not that of one version")
@@ -256,7 +253,7 @@ class Joiner:
                 tickets=self._tickets,
                 timeout=self._limits.call_timeout,
             )
-        version_hash, _ = await self._executor.submit(_FIRST, stage.fingerprint)
+        version_hash, _ = await self._executor.submit(FIRST, stage.fingerprint)
         self._stepping.check(caller, closing.generation, closing.step, closing.attempt)
         if not held:
             self._stepping.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})

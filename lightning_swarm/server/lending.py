@@ -6,7 +6,7 @@ from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import LEND
 from lightning_swarm.server.admission import Admission, named
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.types.state import LentWeights
 from lightning_swarm.types.wire import decode
@@ -38,5 +38,5 @@ class Lending:
         self._admission.run.check_generation(lent.generation)
         stage = self._stepping.stage(lent.stage_index)
         weights = named(lent.names, message.tensors)
-        await self._executor.submit((-1,), lambda: stage.borrow(lent.number, weights))
+        await self._executor.submit(FIRST, lambda: stage.borrow(lent.number, weights))
         return Message()

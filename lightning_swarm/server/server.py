@@ -32,7 +32,7 @@ from lightning_swarm.server import BACKWARD, CANCEL, FORWARD, RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
 from lightning_swarm.server.donor import Donor
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor, priority_of
 from lightning_swarm.server.joiner import Joiner
 from lightning_swarm.server.lending import Lending
 from lightning_swarm.server.model import Model
@@ -251,7 +251,7 @@ class Server:
             with stage.holding(key.weights):
                 return stage.forward(inputs, extras, wants_grad, mode, seed)
 
-        result, busy_s = await self._compute(stage, (1, *_age(key)), compute)
+        result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += _num_samples(inputs)
         keep = mode.grad and request.keep
@@ -330,7 +330,7 @@ class Server:
                 receipt = self.stepping.add(stage, key, parameter_gradients, request.weight)
             return input_gradients
 
-        found, busy_s = await self._compute(stage, (0, *_age(key)), compute)
+        found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         computed = Computed(structure=None, flags=[gradient is not None for gradient in found])
         report = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt)
         present = tuple(gradient.cpu() for gradient in found if gradient is not None)
@@ -364,7 +364,7 @@ class Server:
         if request.direction == "forward":
             return encode(CancelReply(added=False))
         # On the compute thread: a job that runs there is not interrupted, and may be about to add.
-        added, _ = await self._executor.submit((-1,), lambda: self.stepping.holds(stage.index, request.key))
+        added, _ = await self._executor.submit(FIRST, lambda: self.stepping.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
     # ------------------------------------------------------------------ what a trainer left behind
@@ -388,7 +388,7 @@ class Server:
                 for index, flags in pending.items()
             ]
 
-        stages, _ = await self._executor.submit((-1,), look)
+        stages, _ = await self._executor.submit(FIRST, look)
         return encode(ReceiptsReply(stages=stages))
 
     # ------------------------------------------------------------------ parts
@@ -473,10 +473,6 @@ class Server:
     def _forget(self, prefix: str) -> None:
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
-
-
-def _age(key: CallKey) -> tuple[int, ...]:
-    return (key.step, key.first, key.call, key.index)
 
 
 def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> tuple[Any, dict[str, Any]]:

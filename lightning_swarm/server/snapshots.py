@@ -20,7 +20,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import KEEP, SNAPSHOT
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import num_bytes
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
@@ -178,7 +178,7 @@ class Snapshots:
         taken: dict[int, Message] = {}
         for index in self._stepping.stages:
             copy = partial(copied, self._stepping.stage(index), generation)
-            message, _ = await self._executor.submit((-1,), copy)
+            message, _ = await self._executor.submit(FIRST, copy)
             head = decode(message.body, Snapshot)
             if head.version == version and await self._put(head, message.tensors):  # else it is further by now
                 taken[index] = message

@@ -15,7 +15,7 @@ from lightning_swarm.errors import DeadlineExceeded, LeaseRevoked, NotMember, Pr
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import APPLY, AVERAGE, FENCE, FREEZE, SETTLE
@@ -38,7 +38,6 @@ from lightning_swarm.types.steps import (
 from lightning_swarm.types.wire import decode, encode, from_bitmap, to_bitmap
 
 _NO_FENCES: tuple[Term, frozenset[int]] = ((0, "", 0), frozenset())
-_FIRST = (-1,)  # work of a step goes before any microbatch
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Stepping:
             self._run, self._stages, self._ledgers = None, {}, {}
             self._averaged = self._reselected = None
 
-        await self._executor.submit(_FIRST, end)  # after what runs on the compute thread
+        await self._executor.submit(FIRST, end)  # after what runs on the compute thread
         async with self._applied:
             self.attempt = 0
             self._applied.notify_all()
@@ -123,7 +122,7 @@ class Stepping:
         """The run entered its next generation: nothing of the old one may change a stage any more."""
         self._averaged = self._reselected = None
         # After what runs on the compute thread; what comes later there looks at the generation first.
-        await self._executor.submit(_FIRST, self._reset)
+        await self._executor.submit(FIRST, self._reset)
         async with self._applied:
             self.attempt = self._round = 0
             self._applied.notify_all()
@@ -178,7 +177,7 @@ class Stepping:
         """
         stage = self.stage(index)
         found = [gradients.get(name) for name in stage.trainable_names]
-        await self._executor.submit(_FIRST, lambda: self.add(stage, key, found, weight))
+        await self._executor.submit(FIRST, lambda: self.add(stage, key, found, weight))
 
     async def copied_weights(self, index: int) -> tuple[int, dict[str, Tensor]]:
         """The newest version of a stage, and copies of its weights."""
@@ -187,7 +186,7 @@ class Stepping:
         def copy() -> tuple[int, dict[str, Tensor]]:
             return stage.version, {name: tensor.clone() for name, tensor in stage.weights().items()}
 
-        return (await self._executor.submit(_FIRST, copy))[0]
+        return (await self._executor.submit(FIRST, copy))[0]
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Whether the sum holds the microbatch."""
@@ -219,7 +218,7 @@ class Stepping:
     async def _handle_settle(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, SettleRequest)
         self.check(caller, request.generation, request.step, request.attempt)
-        await self._executor.submit(_FIRST, lambda: self._settle(request))
+        await self._executor.submit(FIRST, lambda: self._settle(request))
         return b""
 
     def _settle(self, request: SettleRequest) -> None:
@@ -241,7 +240,7 @@ class Stepping:
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, request.attempt, first))
         # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.
-        await self._executor.submit(_FIRST, lambda: None)
+        await self._executor.submit(FIRST, lambda: None)
         return b""
 
     @property
@@ -271,7 +270,7 @@ class Stepping:
         request = decode(body, FreezeRequest)
         self.check(caller, request.generation, request.step, request.attempt)
         # On the compute thread, so that it falls between two additions and never into one.
-        (ledgers, stale), _ = await self._executor.submit(_FIRST, lambda: self._freeze(request))
+        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self._freeze(request))
         for name in stale:
             self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers))
@@ -337,7 +336,7 @@ class Stepping:
         self.check(caller, closing.generation, closing.step, closing.attempt)
         assert self._run is not None
         # On the compute thread, so that it falls between two additions and never into one.
-        places, _ = await self._executor.submit(_FIRST, lambda: self._bind(closing))
+        places, _ = await self._executor.submit(FIRST, lambda: self._bind(closing))
         try:
             averages = await gather(self._average(closing, index, place) for index, place in places.items())
         except RoundFailed as error:
@@ -430,7 +429,7 @@ class Stepping:
             for ledger in self._ledgers.values():
                 ledger.thaw()
 
-        await self._executor.submit(_FIRST, reopen)
+        await self._executor.submit(FIRST, reopen)
 
     @property
     def reselected(self) -> Selection | None:
@@ -456,13 +455,13 @@ class Stepping:
                 if selection is not None and stage.version == step:
                     stage.select(selection)
 
-        await self._executor.submit(_FIRST, select)
+        await self._executor.submit(FIRST, select)
         if self.version == step:  # else its record was applied meanwhile
             self._reselected = selection
 
     async def commit(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record. Told twice at once, by whatever ways, it is applied once."""
-        await self._executor.submit(_FIRST, lambda: self._apply(record, gradients))
+        await self._executor.submit(FIRST, lambda: self._apply(record, gradients))
         self._check_generation(record.closing.generation)
         async with self._applied:
             if self._run is None or self.version > record.step:
