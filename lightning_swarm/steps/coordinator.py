@@ -282,10 +282,7 @@ class Coordinator:
         self._hear(caller)
         request = decode(message.body, BatchMetrics)
         self._run.check_generation(request.generation)
-        if request.step < self._open.step:
-            raise LeaseRevoked(f"the batch was struck from step {request.step}, which is decided")
-        if request.step > self._open.step:
-            raise ProtocolError(f"step {self._open.step} is open, got metrics of a batch of step {request.step}")
+        self._check_open(request.step, "metrics of a batch")
         num_tensors = sum(length for one in request.metrics for length in one.lengths)
         if num_tensors != len(message.tensors):
             raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
@@ -307,10 +304,7 @@ class Coordinator:
         self._hear(caller)
         request = decode(body, BatchArmed)
         self._run.check_generation(request.generation)
-        if request.step < self._open.step:
-            raise LeaseRevoked(f"the batch was struck from step {request.step}, which is decided")
-        if request.step > self._open.step:
-            raise ProtocolError(f"step {self._open.step} is open, got an armed batch of step {request.step}")
+        self._check_open(request.step, "an armed batch")
         self._open.arm(request.lease, caller, request.receipts, request.logs)
         return b""
 
@@ -428,6 +422,13 @@ class Coordinator:
             self._heard_s = now_s()
         if self._failure is not None:
             raise self._failure
+
+    def _check_open(self, step: int, what: str) -> None:
+        """Refuse what a trainer says of a batch in another step than the open one."""
+        if step < self._open.step:
+            raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
+        if step > self._open.step:
+            raise ProtocolError(f"step {self._open.step} is open, got {what} of step {step}")
 
     async def _notify(self) -> None:
         async with self._changed:

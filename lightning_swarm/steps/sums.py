@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.errors import (
@@ -41,7 +41,7 @@ from lightning_swarm.types.steps import (
     StageClosing,
     StageLedger,
 )
-from lightning_swarm.types.wire import from_bitmap, to_bitmap
+from lightning_swarm.types.wire import from_bitmap, to_bitmap, union
 
 _MAX_REPLAYS: Final = 16
 """Of one microbatch in one step. More is no fault of peers."""
@@ -239,7 +239,7 @@ class Sums:
                 StageClosing(
                     roster=list(stage),
                     holders=[ledger.held for ledger in stage.values()],
-                    touched=_union([ledger.touched for ledger in stage.values()]),
+                    touched=_touched(stage.values()),
                 )
                 for stage in ledgers
             ],
@@ -388,15 +388,8 @@ class Sums:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
-def _union(bitmaps: list[bytes]) -> bytes:
-    """Bitmaps of equal length, or-ed."""
-    if len({len(bitmap) for bitmap in bitmaps}) != 1:
+def _touched(ledgers: Iterable[StageLedger]) -> bytes:
+    bitmaps = [ledger.touched for ledger in ledgers]
+    if len(set(map(len, bitmaps))) != 1:
         raise StepError("the replicas of a stage disagree on its number of parameters")
-    return bytes(map(_or, *bitmaps)) if len(bitmaps) > 1 else bitmaps[0]
-
-
-def _or(*values: int) -> int:
-    result = 0
-    for value in values:
-        result |= value
-    return result
+    return union(bitmaps)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -68,3 +70,8 @@ def from_bitmap(packed: bytes, length: int) -> list[bool]:
     if len(packed) != (length + 7) // 8:
         raise ProtocolError(f"a bitmap of {length} flags must have {(length + 7) // 8} bytes, got {len(packed)}")
     return [bool(packed[i // 8] >> (i % 8) & 1) for i in range(length)]
+
+
+def union(bitmaps: Iterable[bytes]) -> bytes:
+    """The flags that any of these bitmaps has; they are of equal length."""
+    return bytes(reduce(or_, values) for values in zip(*bitmaps, strict=True))
