@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CACHE := $(CURDIR)/$(VENV)/.cache
 # Only the folders that exist: git keeps no empty ones.
-CODE := $(wildcard lightning_swarm tests examples benchmarks)
+CODE := $(wildcard lightning_swarm tests examples benchmarks) docs/conf.py
 
 export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
@@ -40,9 +40,10 @@ versions: $(STAMP) ## run the tests with older versions of Lightning (CI does no
 	done; test -z "$$failed" || { echo "Failures with Lightning$$failed: see docs/versions.md" >&2; exit 1; }
 
 # One after the other, also under -j: the cheap ones first, and their output apart.
-check: ## lint, type and test: what has to pass before a change is merged
+check: ## lint, type, build the docs and test: what has to pass before a change is merged
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory type
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
 
 fmt: $(STAMP) ## format the code and mend what can be mended safely
@@ -60,8 +61,9 @@ type: $(STAMP) ## check the types
 	@echo "== type"
 	@$(BIN)/mypy
 
-docs: ## build the documentation
-	@echo "There is no documentation to build yet; README.md is all there is."
+docs: $(STAMP) ## build the documentation into runs/docs
+	@echo "== docs"
+	@$(BIN)/sphinx-build -q -W --keep-going -d $(CACHE)/sphinx docs runs/docs
 
 # Those that together take less than 20 minutes.
 BENCHMARKS := recovery
