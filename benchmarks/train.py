@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_swarm import SwarmStrategy
+from lightning_swarm import Limits, SwarmStrategy
 
 SEQUENCE = 64
 
@@ -119,6 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--kill-after-s", type=float)
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--snapshot-interval", type=float, help="0: none are taken; left out: the default")
     return parser.parse_args()
 
 
@@ -130,8 +131,14 @@ def main() -> None:
     torch.manual_seed(0)
     strategy: Any = "auto"
     if not arguments.plain:
+        limits = Limits()
+        if arguments.snapshot_interval is not None:
+            limits = Limits(snapshot_interval=arguments.snapshot_interval or None)
         strategy = SwarmStrategy(
-            num_stages=arguments.num_stages, role=arguments.role, microbatch_size=arguments.microbatch_size
+            num_stages=arguments.num_stages,
+            role=arguments.role,
+            microbatch_size=arguments.microbatch_size,
+            limits=limits,
         )
     trainer = L.Trainer(
         accelerator="cpu",
