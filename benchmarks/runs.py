@@ -24,6 +24,8 @@ class Steps:
     at_s: Sequence[float]
     samples: Sequence[int]
     killed_s: float | None = None  # when a server was killed
+    trainer_bytes: int = 0  # the most memory that it had
+    server_bytes: int = 0  # the most of any
 
     def rate(self, begin_s: float, end_s: float) -> float:
         """Samples/s of the steps that began and ended between two times."""
@@ -64,10 +66,16 @@ def train(*options: object, seconds: float, module: str = "benchmarks.train") ->
     )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"at_s"')]
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"'))]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
-    return Steps([one["at_s"] for one in steps], [one["samples"] for one in steps], killed[0] if killed else None)
+    return Steps(
+        [one["at_s"] for one in steps],
+        [one["samples"] for one in steps],
+        killed_s=killed[0] if killed else None,
+        trainer_bytes=said[-1]["trainer_bytes"],
+        server_bytes=said[-1]["server_bytes"],
+    )
 
 
 def table(title: str, rows: Sequence[Sequence[object]]) -> str:

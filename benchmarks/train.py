@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import time
 import warnings
@@ -153,6 +154,9 @@ def main() -> None:
     )
     data = Noise(arguments.width, 64 * arguments.batch_size)
     trainer.fit(Blocks(arguments.width, arguments.num_blocks), DataLoader(data, batch_size=arguments.batch_size))
+    # In KiB, and of the children that have ended the largest one's.
+    own, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(json.dumps({"trainer_bytes": own << 10, "server_bytes": largest << 10}), flush=True)
 
 
 if __name__ == "__main__":
