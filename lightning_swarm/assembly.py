@@ -272,7 +272,7 @@ class Peer:
         self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device, runtime: Runtime
     ) -> Session:
         limits = self._config.limits
-        around = self._around(stages[-1])
+        around = self._around(stages[-1], run)
         rosters = [
             roster for roster, stage in zip(run.rosters, run.manifest.stages, strict=True) if not stage.on_trainers
         ]
@@ -309,11 +309,12 @@ class Peer:
         is_lead = self.transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
-    def _around(self, last: StageModule) -> Around | None:
+    def _around(self, last: StageModule, run: RunState) -> Around | None:
         if not last.spec.on_trainers:
             return None
         assert self.server is not None
-        return Around(last, self.server.stepping, self.runtime)
+        me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
+        return Around(last, self.server.stepping, self.runtime, lambda: me in run.rosters[last.spec.index])
 
     def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
         """Send the run back to `step`, with other weights, in its next generation.

@@ -7,7 +7,8 @@
     ├── ProtocolError        a malformed, oversized or out-of-place message; nothing was changed
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
-    │   └── StageLost        nobody was left of a stage, for too long
+    │   ├── StageLost        nobody was left of a stage, for too long
+    │   └── LeftOut          the run goes on without this trainer, which was silent for too long
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
@@ -46,6 +47,10 @@ class StepError(SwarmError):
 
 class StageLost(StepError):
     """Nobody is left of a stage, for as long as the swarm may wait. The run goes on from a checkpoint."""
+
+
+class LeftOut(StepError):
+    """The run goes on without this trainer, which was not heard of for a while, and cannot take part any more."""
 
 
 class LeaseRevoked(SwarmError):

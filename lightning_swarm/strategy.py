@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_swarm import checkpoint, following, rules, serving, settings
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits, Preemption, Role, SwarmConfig
-from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError
+from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.going_back.lead import WayBack
 from lightning_swarm.home import Home, writes_weights
@@ -499,7 +499,7 @@ class SwarmHooks(_Strategy):
         if isinstance(exception, StepError | PeerError) and self._loop is not None:
             exception.add_note(settings.how_to_go_on(self._loop.trainer))
         if not self.is_global_zero:
-            if self._session is not None:
+            if self._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
                 with contextlib.suppress(SwarmError):  # the run may be over
                     self._session.quit(f"{type(exception).__name__}: {exception}")
             return

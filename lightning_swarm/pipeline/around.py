@@ -8,10 +8,12 @@ are written between batches only, by the main thread: never under the user's cod
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from lightning_swarm.errors import LeftOut
 from lightning_swarm.partition import StageModule
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.stepping import Stepping
@@ -28,12 +30,14 @@ class Around:
         module: The stage that has them; its tensors are the user's own.
         stepping: Of this peer's server, which holds the copies.
         runtime: The way to the swarm's loop.
+        is_held: Whether the copies are the run's, as far as this trainer knows: whether it is in that stage's roster.
     """
 
-    def __init__(self, module: StageModule, stepping: Stepping, runtime: Runtime) -> None:
+    def __init__(self, module: StageModule, stepping: Stepping, runtime: Runtime, is_held: Callable[[], bool]) -> None:
         self._module = module
         self._stepping = stepping
         self._runtime = runtime
+        self._is_held = is_held
         self._version: int | None = None  # of the module's own
         self._looked = False
 
@@ -75,9 +79,21 @@ class Around:
         self.clear()
 
     def refresh(self, version: int) -> None:
-        """Bring the module's own to `version`, or a later one if there is one."""
+        """Bring the module's own to `version`, or a later one if there is one.
+
+        Raises:
+            LeftOut: A record has left this peer out, and with it the copies.
+        """
+        if not self._is_held():
+            raise LeftOut(
+                "this trainer was not heard of for `Limits.silence_timeout`, and the run goes on without its server. "
+                "What stands around the pipeline is trained on the trainers, and this one's copy is an old one, so it "
+                "ends here; other trainers go on. Raise `Limits.silence_timeout`, or have the whole module in "
+                "`pipeline`, if peers fall silent for longer."
+            )
         if self._version is not None and self._version >= version:
             return
+        self._runtime.run(self._stepping.reached(version))  # the record may have come to its server late
         self._version, weights = self._runtime.run(self._stepping.copied_weights(self._module.spec.index))
         with torch.no_grad():
             for name, parameter in self.parameters.items():

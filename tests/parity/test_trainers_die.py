@@ -13,17 +13,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import StageLost, Unreachable
+from lightning_swarm.errors import LeftOut, StageLost, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.steps import ARMED, DONE, GRANT, RECORD
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
-from tests.parity.models import DigitsMLP, digits
-from tests.parity.trainers import Seen, place_of, train
+from tests.parity.models import DigitsMLP, NanoGPT, digits, sentences
+from tests.parity.trainers import Seen, numbered, place_of, train
 
 LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)
 VICTIM, RANK = PeerId("peer-3"), 3
@@ -258,6 +259,42 @@ def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     if where != "after backward":  # then it may be armed, and need its trainer no more
         assert lead.lines.column("swarm/strike") == [1.0]
     assert lead.lines.column("swarm/peers")[-1] == 3.0
+
+
+def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> None:
+    """Its copy of what stands around the pipeline is an old one: nothing is trained on that, and the others go on."""
+
+    class Freezing(NanoGPT):
+        def __init__(self, seen: Seen) -> None:
+            super().__init__()
+            self.seen = seen
+
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if (self.trainer.global_rank, batch_idx) == (RANK, BATCH) and not self.seen.network.is_frozen(VICTIM):
+
+                async def act() -> None:
+                    freeze(self.seen)
+
+                self.seen.runtime.run(act())
+            return super().training_step(batch, batch_idx)
+
+    lead = Lead(1)
+    seen = train(
+        4,
+        Freezing,
+        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        callbacks=lambda rank: [lead] if rank == 0 else [],
+        raises=False,
+        max_steps=10,
+        swarm={"limits": LIMITS, "pipeline": "transformer.h"},
+    )
+    assert lead.due is not None, "it was not missed"
+    assert set(seen.errors) == {RANK}
+    assert isinstance(seen.errors[RANK], LeftOut)
+    assert "other trainers go on" in str(seen.errors[RANK])
+    assert len(seen.records) == 10
+    trainers.assert_exact(seen, NanoGPT, sentences(), num_trainers=4, gone=seen.errors)
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
