@@ -85,6 +85,7 @@ class Peer:
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
         self._stay: Stay | None = None
+        self._remaining: asyncio.Task[None] | None = None  # its server comes back whenever a record leaves it out
         self._tasks = TaskOwner()
         self.run: RunState | None = None  # that this peer began, as its trainer knows it
         self.stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
@@ -207,6 +208,7 @@ class Peer:
         runtime = UntilOver(self.runtime, admission.left, grace_s=limits.leave_timeout)
         runtime.run(_begun(admission.ready, timeout=limits.lead_timeout))
         run = RunState(admission.run.manifest)
+        self.runtime.run(self._remain(run))
         ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
         return self._session(run, model.cut(ranges), model.blocks, device, runtime)
 
@@ -258,13 +260,13 @@ class Peer:
         self.stages = stages = model.cut(spec.ranges)
         if not self._announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
-        me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
         # What is computed again draws the same random numbers.
         spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
-        manifest = starting.manifest(spec, self._config, model, me, servers, trainers)
+        manifest = starting.manifest(spec, self._config, model, self._me, servers, trainers)
         self.run = RunState(manifest)
         self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
         self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
+        self.runtime.run(self._remain(self.run))
         runtime = UntilLost(self.runtime, self._lost_for_good)
         return self._session(self.run, stages, model.blocks, device, runtime)
 
@@ -309,12 +311,27 @@ class Peer:
         is_lead = self.transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
+    async def _remain(self, run: RunState) -> None:
+        """While this peer trains, have its server join again when it was left out; not with layers on the trainers."""
+        serves = self._stay is not None and self._announced and run.manifest.selection is not None
+        if not serves or run.manifest.stages[-1].on_trainers:
+            return
+        if self._remaining is not None and not self._remaining.done():  # the run went back, and it is there still
+            return
+        assert self._stay is not None
+        await self._tasks.start()
+        self._remaining = self._tasks.spawn(self._stay.remain())
+
+    @property
+    def _me(self) -> Member:
+        return Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
+
     def _around(self, last: StageModule, run: RunState) -> Around | None:
         if not last.spec.on_trainers:
             return None
         assert self.server is not None
-        me = Member(peer_id=self.transport.peer_id, boot_id=self.boot_id)
-        return Around(last, self.server.stepping, self.runtime, lambda: me in run.rosters[last.spec.index])
+        index = last.spec.index
+        return Around(last, self.server.stepping, self.runtime, lambda: self._me in run.rosters[index])
 
     def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
         """Send the run back to `step`, with other weights, in its next generation.

@@ -22,7 +22,9 @@ class TaskOwner:
         self._stop = asyncio.Event()
 
     async def start(self) -> None:
-        """Begin to accept tasks."""
+        """Begin to accept tasks. Twice is fine."""
+        if self._root is not None:
+            return
         started = asyncio.Event()
         self._root = asyncio.create_task(self._hold(started))
         await started.wait()

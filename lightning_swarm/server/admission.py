@@ -69,6 +69,7 @@ class Admission:
         self._one_by_one = asyncio.Lock()
         self._run: RunState | None = None
         self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
+        self._former: tuple[PeerId, ...] = ()  # leads of runs that it was in before: they end it, too
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.left = asyncio.Event()
         self.leadership = Leadership(
@@ -144,6 +145,8 @@ class Admission:
 
     async def step_out(self) -> None:
         """Be in no run, as before the first."""
+        if self._run is not None:
+            self._former = (self._run.manifest.lead,)
         self._run = self._asked = None
         await self.leadership.step_out()
         self.loaded.clear()
@@ -231,7 +234,7 @@ class Admission:
         if self._run is not None:
             enders: Collection[PeerId] = (self._run.manifest.lead, self._run.coordinator)
         else:
-            enders = self._hosts if self._asked is None else (self._asked,)
+            enders = {*self._former, *(self._hosts if self._asked is None else (self._asked,))}
         if caller not in enders:
             raise ProtocolError(f"this peer is ended by one of {sorted(set(enders))}, not by {caller}")
         if body:

@@ -79,6 +79,13 @@ class Stay:
         """Be let go by one of the next records, then end. Twice is fine."""
         self._leaving.set()
 
+    async def remain(self) -> None:
+        """As `last`, of a peer that trains, too: its loop goes on whatever becomes of its server."""
+        try:
+            await self.last(_log.info)
+        except SwarmError as error:
+            _log.warning("This peer trains on, and serves no more: %s", error)
+
     async def last(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over, or when it let this server go.
 
@@ -185,7 +192,8 @@ class Stay:
         first = [run.coordinator] if run.coordinator in others else []
         views = await self._views(first) or await self._views([peer for peer in others if peer not in first])
         if not views:
-            return False if await self._answers(run.manifest.lead) else None
+            lead = run.manifest.lead
+            return False if lead == self._transport.peer_id or await self._answers(lead) else None
         newest = max(views, key=lambda view: (view.manifest.generation, view.version))
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False

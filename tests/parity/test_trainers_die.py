@@ -192,6 +192,16 @@ def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int)
     assert_right(seen, lead)
 
 
+def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
+    """By the ordinary way in, while its trainer trains."""
+    seen, lead = run("before forward", freeze, num_records=1)
+    assert not seen.errors
+    members = [{member.peer_id for roster in record.next_roster for member in roster} for record in seen.records]
+    assert any(VICTIM not in one for one in members)
+    assert VICTIM in members[-1]
+    assert_right(seen, lead)
+
+
 def test_what_a_batch_logged_is_forgotten_when_it_runs_again() -> None:
     """Numbers and metrics, of all trainers and of its own."""
     seen, lead = run("before backward", freeze, tracks=True)

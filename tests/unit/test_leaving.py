@@ -16,7 +16,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import staying
 from lightning_swarm.server.staying import Stay
-from lightning_swarm.steps import APPLY, DRAIN, closing
+from lightning_swarm.steps import APPLY, DRAIN, LEAVE, closing
 from lightning_swarm.types.joining import DrainReply, DrainRequest
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
@@ -370,6 +370,48 @@ def test_a_server_that_was_frozen_finds_out_soon_that_it_was_left_out(
     assert b.events.counts["left"] == 1
     assert names(swarm.run(step(swarm, 4, among="a"))) == ["ab", "c"]
     assert_plain(swarm, [0, 1], [2], [3], [4])
+
+
+def test_the_lead_ends_a_server_that_is_on_its_way_back(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer waits for that word, and its server may be in no run at the moment."""
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    handlers = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
+    apply = handlers[APPLY]
+
+    async def deaf(caller: PeerId, body: bytes) -> bytes:
+        return b""
+
+    async def go() -> None:
+        await step(swarm, 0, 1)
+        with leaving_out(monkeypatch, [B]):
+            handlers[APPLY] = deaf
+            assert names(await step(swarm, 2, 3)) == ["a", "c"]
+        handlers[APPLY] = apply
+        while not b.events.counts["left"]:  # noqa: ASYNC110 - it tells nobody here
+            await asyncio.sleep(0.5)
+        assert not swarm.servers[B].admission.is_member
+        await swarm.servers[B].step_out()  # the moment between two attempts
+        with pytest.raises(ProtocolError, match="is ended by"):
+            await swarm.servers[C]._transport.call(B, LEAVE, b"", timeout=1.0)
+        await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
+        await asyncio.wait_for(b.task, 30.0)
+
+    swarm.run(go())
+
+
+def test_a_trainer_goes_on_though_its_server_may_not_come_back(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    b.task.cancel()
+
+    async def last(say: object) -> None:
+        raise Unreachable("it was left out again and again")
+
+    monkeypatch.setattr(b.stay, "last", last)
+    swarm.run(b.stay.remain())
 
 
 def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
