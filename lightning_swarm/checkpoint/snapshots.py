@@ -57,8 +57,10 @@ async def gather_snapshots(
         return None
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
+    generation = run.manifest.generation  # versions of an older one come again
     fetched = await gather(
-        _fetch(transport, held, version, index, timeout=timeout, max_bytes=max_bytes) for index in range(num_stages)
+        _fetch(transport, held, generation, version, index, timeout=timeout, max_bytes=max_bytes)
+        for index in range(num_stages)
     )
     for own_weights, own_state in fetched:
         weights.update(own_weights)
@@ -67,27 +69,29 @@ async def gather_snapshots(
 
 
 async def _fetch(
-    transport: Transport, held: Held, version: int, stage_index: int, *, timeout: float, max_bytes: int
+    transport: Transport, held: Held, generation: int, version: int, stage_index: int, *, timeout: float, max_bytes: int
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     request = SnapshotRequest(stage_index=stage_index, version=version)
     holders = holders_of(held, version, stage_index)
     # Its own costs nothing.
     for peer in sorted(holders, key=lambda peer: peer != transport.peer_id):
         try:
-            return await _from(transport, peer, request, timeout=timeout, max_bytes=max_bytes)
+            return await _from(transport, peer, generation, request, timeout=timeout, max_bytes=max_bytes)
         except SwarmError as error:
             _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
     raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
 
 
 async def _from(
-    transport: Transport, peer: PeerId, request: SnapshotRequest, *, timeout: float, max_bytes: int
+    transport: Transport, peer: PeerId, generation: int, request: SnapshotRequest, *, timeout: float, max_bytes: int
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     message = await transport.stream(peer, SNAPSHOT, Message(encode(request)), timeout=timeout, max_bytes=max_bytes)
     head = decode(message.body, Snapshot)
-    asked = (request.stage_index, request.version)
-    if (head.stage_index, head.version) != asked or fingerprint(message.tensors) != head.version_hash:
-        raise ProtocolError(f"what {peer} sent is not the snapshot of stage and version {asked}, or came damaged")
+    asked = (generation, request.stage_index, request.version)
+    if (head.generation, head.stage_index, head.version) != asked or fingerprint(message.tensors) != head.version_hash:
+        raise ProtocolError(
+            f"what {peer} sent is not the snapshot of generation, stage and version {asked}, or came damaged"
+        )
     count = len(head.weights)
     weights = named(head.weights, message.tensors[:count])
     return weights, named(head.optimizer, trees.unflatten(head.structure, list(message.tensors[count:])))

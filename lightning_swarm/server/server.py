@@ -458,8 +458,8 @@ class Server:
     def _take_leave_of(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         self._forget(f"g{record.closing.generation}.s{record.step}.")
         self.donor.note(record, gradients)
-        if self.snapshots.note(record):
-            self._tasks.spawn(self.snapshots.take())
+        if (work := self.snapshots.note(record)) is not None:
+            self._tasks.spawn(work)
 
     def _give_up(self, prefix: str) -> None:
         """A batch was struck: its trainer, if it is still there, is told where it waits."""

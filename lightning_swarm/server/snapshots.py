@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import HELD
-from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotOrder, SnapshotRequest
+from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
@@ -57,6 +58,10 @@ class _Kept:
     file: IO[bytes] | None = None  # has the tensors, if they are not here
     num_bytes: int = 0  # in memory
 
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
 
 class Store:
     """Snapshots in memory, and beyond `max_bytes` in files that vanish with this process."""
@@ -78,8 +83,8 @@ class Store:
         """In memory."""
         return sum(one.num_bytes for one in self._kept.values())
 
-    async def put(self, head: Snapshot, tensors: Sequence[Tensor]) -> None:
-        """Keep a snapshot. The tensors must not change any more.
+    async def put(self, head: Snapshot, tensors: Sequence[Tensor], *, wanted: Callable[[], bool]) -> None:
+        """Keep a snapshot, if it is `wanted` still once it is written. The tensors must not change any more.
 
         Raises:
             OSError: There is no room for it on the disk.
@@ -88,6 +93,9 @@ class Store:
         kept = _Kept(head, tensors, num_bytes=size)
         if self.used_bytes + size > self._max_bytes:
             kept = _Kept(head, (), await asyncio.to_thread(_written, tensors))
+        if not wanted():
+            kept.close()
+            return
         self._drop(head.version, head.stage_index)
         self._kept[head.version, head.stage_index] = kept
 
@@ -102,7 +110,9 @@ class Store:
             raise TicketGone(f"stage {stage_index} at version {version} is not kept here (any more)")
         if kept.file is None:
             return kept.head, kept.tensors
-        return kept.head, await asyncio.to_thread(_read, kept.file)
+        # Mapped here and now, for it may be dropped while it is read; and each reader has a position of its own.
+        mapped = mmap.mmap(kept.file.fileno(), 0, access=mmap.ACCESS_READ)
+        return kept.head, await asyncio.to_thread(_read, mapped)
 
     def keep_only(self, version: int | None) -> None:
         """Drop what is of another version."""
@@ -111,24 +121,34 @@ class Store:
 
     def _drop(self, version: int, stage_index: int) -> None:
         kept = self._kept.pop((version, stage_index), None)
-        if kept is not None and kept.file is not None:
-            kept.file.close()
+        if kept is not None:
+            kept.close()
 
 
 def _written(tensors: Sequence[Tensor]) -> IO[bytes]:
     file = tempfile.TemporaryFile(prefix="lightning-swarm-")  # noqa: SIM115 - open for as long as it is kept
     try:
         torch.save(list(tensors), file)
+        file.flush()
     except BaseException:
         file.close()
         raise
     return file
 
 
-def _read(file: IO[bytes]) -> Sequence[Tensor]:
-    file.seek(0)
-    tensors: list[Tensor] = torch.load(file, weights_only=True)
+def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
+    with mapped:
+        tensors: list[Tensor] = torch.load(cast(IO[bytes], mapped), weights_only=True)
     return tensors
+
+
+@dataclass(frozen=True, eq=False)
+class _Order:
+    """What a record said."""
+
+    generation: int
+    version: int  # of the weights after it
+    keepers: Sequence[PeerId | None]
 
 
 class Snapshots:
@@ -150,7 +170,7 @@ class Snapshots:
         self._admission = admission
         self._stepping = stepping
         self._limits = limits
-        self._order: tuple[int, SnapshotOrder] | None = None  # the last one, and the version that it is of
+        self._order: _Order | None = None  # the last one
         self.store = Store(limits.snapshot_bytes)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
@@ -161,31 +181,31 @@ class Snapshots:
         self._order = None
         self.store.keep_only(None)
 
-    def note(self, record: Record) -> bool:
-        """A record was applied here. Whether to `take` a snapshot now."""
+    def note(self, record: Record) -> Coroutine[Any, Any, None] | None:
+        """A record was applied here. The work of taking a snapshot, if it says so."""
         if record.snapshot is None or not self._admission.is_member:
-            return False
-        self._order = (record.step + 1, record.snapshot)
+            return None
+        order = _Order(record.closing.generation, record.step + 1, record.snapshot.keepers)
+        self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
-        return True
+        first = {index for index, roster in enumerate(record.next_roster) if roster[0] == self._admission.me}
+        return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
 
-    async def take(self) -> None:
-        """Copy this server's stages as they are now, before the next record, and send those that it has to send."""
-        assert self._order is not None
-        version, order = self._order
-        generation = self._admission.run.manifest.generation
-        rosters = [list(roster) for roster in self._admission.run.rosters]
+    async def _take(self, order: _Order, stages: Sequence[Stage], first: Collection[int]) -> None:
+        """Copy stages as they are now, before the next record, and send those of which this server is the first.
+
+        The run may go back, or on without this server, at any moment: then nobody wants the rest.
+        """
         taken: dict[int, Message] = {}
-        for index in self._stepping.stages:
-            copy = partial(copied, self._stepping.stage(index), generation)
-            message, _ = await self._executor.submit(FIRST, copy)
+        for stage in stages:
+            message, _ = await self._executor.submit(FIRST, partial(copied, stage, order.generation))
             head = decode(message.body, Snapshot)
-            if head.version == version and await self._put(head, message.tensors):  # else it is further by now
-                taken[index] = message
-        for index, message in taken.items():
+            if head.version == order.version and await self._put(head, message.tensors, order):  # else it is further
+                taken[stage.index] = message
+        for index in sorted(first & taken.keys()):
             keeper = order.keepers[index] if index < len(order.keepers) else None
-            if keeper is not None and rosters[index][0].peer_id == self._transport.peer_id:
-                await self._send(keeper, message)
+            if keeper is not None and self._order is order:
+                await self._send(keeper, taken[index])
 
     async def _send(self, keeper: PeerId, message: Message) -> None:
         try:
@@ -193,13 +213,14 @@ class Snapshots:
         except SwarmError as error:
             _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
-    async def _put(self, head: Snapshot, tensors: Sequence[Tensor]) -> bool:
+    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _Order) -> bool:
+        """Whether it is kept: there is room, and no other order has come meanwhile."""
         try:
-            await self.store.put(head, tensors)
+            await self.store.put(head, tensors, wanted=lambda: self._order is order)
         except OSError as error:
             _log.warning("No room for a snapshot of stage %d: %s", head.stage_index, error)
             return False
-        return True
+        return self._order is order
 
     # ------------------------------------------------------------------ the others' calls
 
@@ -220,26 +241,28 @@ class Snapshots:
         self._check_ordered(caller, head)
         if await asyncio.to_thread(fingerprint, message.tensors) != head.version_hash:
             raise ProtocolError(f"the copy of stage {head.stage_index} is not what its sender took")
-        self._check_ordered(caller, head)  # there may be a newer one by now
-        if not await self._put(head, message.tensors):
-            raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here")
+        order = self._check_ordered(caller, head)  # there may be a newer one by now
+        if not await self._put(head, message.tensors, order):
+            raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
         return Message()
 
-    def _check_ordered(self, caller: PeerId, head: Snapshot) -> None:
+    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _Order:
         run = self._admission.run
         run.check_generation(head.generation)
-        version, order = self._order or (None, None)
-        keepers = order.keepers if order is not None else []
-        ordered = head.stage_index < min(len(keepers), len(run.rosters)) and (
-            keepers[head.stage_index] == self._transport.peer_id
-        )
-        if head.version != version or not ordered:
+        order = self._order
+        if (
+            order is None
+            or head.version != order.version
+            or head.stage_index >= min(len(order.keepers), len(run.rosters))
+            or order.keepers[head.stage_index] != self._transport.peer_id
+        ):
             raise ProtocolError(f"nobody said that stage {head.stage_index} at version {head.version} is kept here")
         if caller not in {member.peer_id for member in run.rosters[head.stage_index]}:
             raise ProtocolError(f"{caller} does not hold stage {head.stage_index}")
         names = [name for name, _, _ in run.manifest.stages[head.stage_index].parameters]
         if head.weights[: len(names)] != names:
             raise ProtocolError(f"stage {head.stage_index} has the weights {names[:5]}, got {head.weights[:5]}")
+        return order
 
     async def _handle_snapshot(self, caller: PeerId, message: Message) -> Message:
         self._admission.run.check_trainer(caller)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
+from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError, ProtocolError, TicketGone
+from lightning_swarm.errors import ConfigError, ProtocolError, TicketGone, Unreachable
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import KEEP, SNAPSHOT
 from lightning_swarm.server.fingerprint import fingerprint
-from lightning_swarm.server.snapshots import copied
+from lightning_swarm.server.snapshots import Store, copied
 from lightning_swarm.steps.snapshots import choose_keepers, newest_complete, newest_through
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import Swarm, rows
+from tests.unit.swarm import Swarm, make_module, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 INTERVAL_S = 1000.0
@@ -210,6 +214,98 @@ def test_going_back_drops_them(make_swarm: MakeSwarm) -> None:
     assert all(versions(swarm).values())
     go_back(swarm)
     assert not any(versions(swarm).values())
+
+
+# ---------------------------------------------------------------------- while a disk is slow
+
+
+def slow_disk(loop: VirtualLoop, seconds: float) -> None:
+    """What runs beside the loop ends so much later."""
+
+    def run_later(_executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = loop.create_future()
+        loop.call_later(seconds, lambda: future.cancelled() or future.set_result(func(*args)))
+        return future
+
+    loop.run_in_executor = run_later  # type: ignore[method-assign]
+
+
+ON_DISK = Limits(call_timeout=30.0, snapshot_interval=INTERVAL_S, snapshot_bytes=0)
+
+
+def test_a_server_that_is_released_while_it_takes_one_serves_the_next_run(make_swarm: MakeSwarm) -> None:
+    from tests.unit.test_restart import step
+    from tests.unit.test_survivors import begin_again, release
+
+    swarm = make_swarm("a", "a", "b", limits=ON_DISK)
+    slow_disk(swarm.loop, 10.0)
+    swarm.run(steps(swarm, 1))
+    assert versions(swarm)["a"] == [], "the first of two stages is being written"
+    assert release(swarm) == [A, B]
+    swarm.run(asyncio.sleep(100.0))
+    assert not any(versions(swarm).values())
+    begin_again(swarm, [A], [A], [B])
+    swarm.run(step(swarm, 1, 2))
+    swarm.run(asyncio.sleep(100.0))
+    assert versions(swarm)["a"] == [(1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("after_s", [5.0, 15.0, 25.0], ids=["own", "checked", "other's"])
+def test_what_is_written_while_the_run_goes_back_is_not_kept(make_swarm: MakeSwarm, after_s: float) -> None:
+    from tests.unit.test_restart import go_back
+
+    swarm = make_swarm("a", "b", limits=ON_DISK)
+    slow_disk(swarm.loop, 10.0)
+    swarm.run(steps(swarm, 1, apart_s=after_s))
+    go_back(swarm)
+    swarm.run(asyncio.sleep(100.0))
+    assert not any(versions(swarm).values())
+
+
+def test_one_that_is_dropped_while_it_is_read_is_read_to_its_end(loop: VirtualLoop) -> None:
+    stage = make_module(1)
+    tensors = [parameter.detach() for parameter in stage.parameters()]
+    head = Snapshot(
+        generation=0,
+        stage_index=0,
+        version=1,
+        version_hash=fingerprint(tensors),
+        weights=[],
+        optimizer=[],
+        structure=None,
+        selection=None,
+    )
+    store = Store(0)
+    loop.run_until_complete(store.put(head, tensors, wanted=lambda: True))
+    slow_disk(loop, 10.0)
+
+    async def read() -> Sequence[Tensor]:
+        reading = asyncio.create_task(store.get(0, 1))
+        await asyncio.sleep(5.0)
+        store.keep_only(None)
+        return (await reading)[1]
+
+    assert fingerprint(loop.run_until_complete(read())) == head.version_hash
+    with pytest.raises(TicketGone):
+        loop.run_until_complete(store.get(0, 1))
+
+
+def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -> None:
+    """Its version comes again."""
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+
+    def gather() -> Whole | None:
+        run = swarm.steps.run
+        return swarm.run(gather_snapshots(swarm.trainer, run, [1], timeout=5.0, max_bytes=1 << 20))
+
+    assert gather() is not None
+    for server in swarm.servers.values():
+        message = copied(swarm.servers[B].stepping.stage(1), 3)
+        put = server.snapshots.store.put(decode(message.body, Snapshot), message.tensors, wanted=lambda: True)
+        swarm.run(put)
+    with pytest.raises(Unreachable, match="the snapshot of stage 1"):
+        gather()
 
 
 def test_an_interval_is_a_time_or_nothing() -> None:
