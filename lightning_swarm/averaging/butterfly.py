@@ -75,10 +75,10 @@ async def average(
         tickets.offer(f"{prefix}/part{i}", Message(tensors=(vector[parts[i]].cpu(),)))
     try:
         pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
-    except SwarmError as error:
+    except BaseException as error:  # a cancellation, too: the round of another stage here failed, say
         # So that nobody waits for it, and takes this peer for the one that is gone.
         tickets.promise(f"{prefix}/reduced{place}")
-        tickets.fail(f"{prefix}/reduced{place}", TicketGone(f"the round failed: {error}"))
+        tickets.fail(f"{prefix}/reduced{place}", TicketGone(f"the round failed: {error!r}"))
         raise
     pieces[place] = vector[parts[place]]
     reduced = torch.zeros_like(pieces[place])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.averaging.butterfly import average
+from lightning_swarm.averaging.butterfly import RoundFailed, average
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import PeerError
 from lightning_swarm.network import Message, PeerId
@@ -122,6 +122,22 @@ def test_a_member_that_is_silent_makes_everyone_raise(loop: VirtualLoop) -> None
     failures = ring.failures(lambda: ring.network.freeze(ring.names[0]))
     assert [failure.missed for failure in failures] == 2 * [ring.names[0]], "who waits for it itself is not to blame"
     assert loop.time() < 100.0
+
+
+def test_a_member_that_gives_up_makes_everyone_raise_and_is_not_to_blame(loop: VirtualLoop) -> None:
+    """It has another stage, whose round failed."""
+    ring = Ring(loop, vectors(2, 100))
+
+    async def go() -> Any:
+        work = asyncio.create_task(ring.one(0))
+        await asyncio.sleep(1.0)
+        work.cancel()
+        return (await asyncio.gather(ring.one(1), return_exceptions=True))[0]
+
+    failure = loop.run_until_complete(go())
+    assert isinstance(failure, RoundFailed)
+    assert failure.missed is None
+    assert loop.time() < 2.0
 
 
 @pytest.mark.parametrize(
