@@ -7,6 +7,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -419,7 +420,11 @@ class Server:
         if self._tickets.promise(name):
             task = self._tasks.spawn(self._guarded(name, work))
             self._calls[name] = task
-            task.add_done_callback(lambda _: self._calls.pop(name, None))
+            task.add_done_callback(partial(self._ended, name))
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._calls.get(name) is task:  # else it was given up, and sent again
+            del self._calls[name]
 
     async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:

@@ -347,7 +347,7 @@ class Stepping:
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         self._check_generation(closing.generation)
         self._check_frozen(closing)
-        self.hold(closing, {index: mean for index, (mean, _) in zip(self._stages, averages, strict=True)})
+        self.hold(closing, {index: mean for index, (mean, _) in zip(places, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
     def _bind(self, closing: Closing) -> dict[int, int]:

@@ -280,6 +280,29 @@ def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_sw
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
 
 
+def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_swarm: MakeSwarm) -> None:
+    """The end of the first one, which comes a little later, is not taken for the second one's."""
+    swarm, x = make_swarm("a", "b"), rows(1)
+    server = swarm.servers[B]
+
+    async def go() -> None:
+        here = server._transport  # as above
+        request = swarm.forward_request(key(), 1, [A, B], x).body
+        await here.call(B, FORWARD, request, timeout=1.0)
+        (first,) = server._calls.values()
+        await asyncio.sleep(1.0)
+        server._give_up(key().name(1, "forward"))
+        await here.call(B, FORWARD, request, timeout=1.0)
+        assert not first.done()
+        await asyncio.sleep(1.0)
+        assert first.done()
+        (second,) = server._calls.values()
+        await here.call(B, CANCEL, encode(CancelRequest(key=key(), stage_index=1, direction="forward")), timeout=1.0)
+        assert second.cancelled()
+
+    swarm.run(go())
+
+
 # ---------------------------------------------------------------------- limits and failures
 
 
