@@ -81,6 +81,7 @@ class TrainerWatch:
             self._spawn(self._watch(trainer))
 
     async def _watch(self, trainer: PeerId) -> None:
+        there = True
         try:
             while True:
                 await asyncio.sleep(self._interval_s)
@@ -91,8 +92,12 @@ class TrainerWatch:
                 try:
                     await self._transport.ping(trainer)
                 except PeerError as error:
-                    self._events.note("gone", peer=trainer, step=self._open_step().step, reason=str(error))
+                    if there:  # else it is gone still, while servers complete what it left behind
+                        self._events.note("gone", peer=trainer, step=self._open_step().step, reason=str(error))
+                    there = False
                     await self.give_up(self._open_step(), trainer, str(error))
+                else:
+                    there = True
         finally:
             self._watched.discard(trainer)
 

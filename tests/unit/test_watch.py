@@ -258,6 +258,7 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
         run.network.kill(OTHER)
         await asyncio.sleep(10.0)
         assert run.kinds() == [("gone", OTHER)]
+        assert run.servers[A].events.counts["gone"] == 1, "each look finds it gone still"
         assert run.coordinator._open.under_way(OTHER)
         held.set()
         await asyncio.sleep(5.0)
