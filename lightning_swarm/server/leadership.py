@@ -361,6 +361,8 @@ class Leadership:
         await coordinator.start()
         self.coordinator, self._leads = coordinator, True
         self._notify()
+        if run.term != proposer.term:  # it was told so while there was no coordinator to step down
+            await self._step_down()
 
     async def _lead(self, run: RunState, term: Term, accepted: Record | None) -> None:
         """Say that this server leads, to itself first. Who does not hear of it now is told by the first one it asks."""

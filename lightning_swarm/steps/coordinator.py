@@ -151,7 +151,7 @@ class Coordinator:
             self._watch.watch(trainer)
         if self._open.ready:
             self._finishing = True
-            self._tasks.spawn(self._finish_guarded(self._open))
+            self._spawn(self._finish_guarded(self._open))
 
     def _answer(self) -> None:
         """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
@@ -364,7 +364,7 @@ class Coordinator:
         """A batch is through, or will not come: end the step if that was the last one it waited for."""
         if step.ready and step is self._open and not self._finishing:
             self._finishing = True
-            self._tasks.spawn(self._finish_guarded(step))
+            self._spawn(self._finish_guarded(step))
         if not step.closing:
             await self._notify()  # who waits for the record may have a place again
 

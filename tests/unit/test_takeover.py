@@ -14,11 +14,20 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, TAKE_METRICS, coordinator
+from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.role import Role
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.types.batches import GrantRequest, Logged, MetricState
+from lightning_swarm.types.batches import (
+    Grant,
+    GrantRequest,
+    Lease,
+    Logged,
+    MetricState,
+    RegisterRequest,
+    ReportReply,
+)
 from lightning_swarm.types.calls import Ticket
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode, from_bitmap
@@ -277,6 +286,55 @@ def test_who_does_not_coordinate_says_so(make_swarm: MakeSwarm) -> None:
     request = encode(GrantRequest(step=0, num_samples=2, generation=0))
     with pytest.raises(NotCoordinator, match="b does not coordinate"):
         swarm.run(swarm.trainer.call(B, GRANT, request, timeout=1.0))
+
+
+def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would do for it, the next one does."""
+    swarm = make_swarm("a", "b")
+    grant = Grant(lease=0, generation=0, step=0, attempt=0, first=0, weight=1.0)
+    request = GrantRequest(step=0, num_samples=2, generation=0)
+    report = ReportReply(begun=True, leases=[Lease(grant=grant, request=request)], close_asked=False, total_weight=None)
+
+    async def slow(*_: Any, **__: Any) -> dict[tuple[int, int], Message]:
+        await asyncio.sleep(5.0)
+        return {}
+
+    monkeypatch.setattr(coordinator, "fetch_metrics", slow)
+
+    async def go() -> None:
+        body = encode(RegisterRequest(generation=0, step=0, report=report))
+        registering = asyncio.ensure_future(swarm.trainer.call(A, REGISTER, body, timeout=30.0))
+        await asyncio.sleep(1.0)
+        await swarm.servers[A].admission.leadership.abdicate()
+        with pytest.raises(NotCoordinator, match="does not coordinate any more"):
+            await registering
+
+    swarm.run(go())
+
+
+def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(make_swarm, FaultPlan())
+    swarm = trial.swarm
+    trial.train(1)
+    start = Coordinator.start
+    other = swarm.servers[C].admission
+
+    async def slow(self: Coordinator) -> None:
+        monkeypatch.setattr(Coordinator, "start", start)
+        await other.leadership._take_over(other.run, "test")
+        await start(self)
+
+    monkeypatch.setattr(Coordinator, "start", slow)
+    swarm.network.kill(A)
+    swarm.settle()
+    assert trial.coordinators == [A, C], "A is dead and knows nothing"
+    assert trial.count("takeover") == 2
+    trial.train(2, avoid="a")
+    trial.check()
 
 
 # ---------------------------------------------------------------------- the books
