@@ -95,7 +95,10 @@ class Leading(Wire, frozen=True):
 
 
 class WatchRequest(Wire, frozen=True):
-    """Hold the answer while the one who is asked coordinates by this term and knows no later version."""
+    """Hold the answer while the one who is asked coordinates by this term, unless it knows a later version already.
+
+    A record that comes meanwhile ends no wait: nearly always who asks is told of it, too.
+    """
 
     term: Term
     version: Count
