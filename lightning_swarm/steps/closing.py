@@ -84,7 +84,8 @@ class Closer:
         Raises:
             SwarmError: It could not be decided.
         """
-        await self._proposer.begin()
+        begun = await self._proposer.begin()
+        assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
         sums = self._sums_of(step, selection)
         squared_norm: float | None = None
         while squared_norm is None:
