@@ -15,7 +15,7 @@ from lightning_swarm.types.events import EventKind
 
 _log = logging.getLogger(__name__)
 
-_WARNED: Final = frozenset({"void", "strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
+_WARNED: Final = frozenset({"strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
 _MAX_KEPT: Final = 256
 
 

@@ -54,10 +54,6 @@ class Traffic:
     sent_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
     received_bytes: Counter[tuple[PeerId, str]] = field(default_factory=Counter)
 
-    def total_sent_bytes(self, peer: PeerId | None = None) -> int:
-        """All bytes sent, or those sent to one peer."""
-        return sum(n for (to, _), n in self.sent_bytes.items() if peer in (None, to))
-
 
 class Transport(ABC):
     """Calls between peers. Lives on one asyncio loop; none of its methods may be called from another thread.

@@ -175,11 +175,6 @@ class Ballot:
             self._votes.add(voter)
 
     @property
-    def num_votes(self) -> int:
-        """Voters that accepted the record."""
-        return len(self._votes)
-
-    @property
     def decided(self) -> bool:
         """Whether a majority accepted the record."""
         return self._is_majority(self._votes)

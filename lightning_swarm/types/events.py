@@ -9,14 +9,12 @@ EventKind: TypeAlias = Literal[
     "ban",  # no microbatch goes to a peer from here for a while
     "replay",  # a microbatch is computed again, for what was added elsewhere is gone or not named
     "discard",  # a server gave up a sum that is not what the closing names
-    "void",  # a step begins anew
     "strike",  # a batch counts nowhere, and its places are free again
     "round_repeated",  # of averaging
     "gone",  # a peer died, or does not answer
     "left",  # a peer left on its own account, or was left out of a roster
     "joined",  # a peer is in a roster now
     "takeover",  # another peer coordinates
-    "download",  # of a stage's weights
     "pause",  # nothing goes on for now
     "resume",  # it does again
     "went_back",  # the run goes on from an earlier step
