@@ -21,6 +21,8 @@ PINGS_PER_SILENCE: Final = 4
 _ROUND_TRIPS: Final = 4
 _LONGEST: Final = 6
 _FADING: Final = 0.9
+_MAX_KNOWN: Final = 256
+"""Beyond so many peers, those with whom nothing is under way are forgotten, and how slow they were."""
 
 
 class Exchange:
@@ -47,6 +49,11 @@ class _Watched:
         self.round_trip_s = 0.0  # of late; the slowest ones fade
         self.due_s = 0.0
         self.tick: asyncio.TimerHandle | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether something is under way, or was a moment ago."""
+        return bool(self.exchanges or self.channels or self.tick is not None)
 
     def look_at_channels(self, now_s: float) -> None:
         """Bytes that move are a sign of life, too."""
@@ -85,7 +92,7 @@ class Liveness:
     def watching(self, peer: PeerId, exchange: Exchange) -> Iterator[None]:
         """Meanwhile, end `exchange` if `peer` falls silent."""
         loop = asyncio.get_running_loop()
-        watched = self._watched.setdefault(peer, _Watched())
+        watched = self._known(peer)
         if not watched.exchanges:
             watched.heard_s = loop.time()
         watched.exchanges[exchange] = None
@@ -102,7 +109,7 @@ class Liveness:
     @contextmanager
     def moving(self, peer: PeerId, channel: Channel) -> Iterator[None]:
         """Meanwhile, what moves over `channel` is a sign of life of `peer`."""
-        watched = self._watched.setdefault(peer, _Watched())
+        watched = self._known(peer)
         watched.channels.add(channel)
         try:
             yield
@@ -120,6 +127,13 @@ class Liveness:
             if watched.tick is not None:
                 watched.tick.cancel()
                 watched.tick = None
+
+    def _known(self, peer: PeerId) -> _Watched:
+        if peer not in self._watched:
+            if len(self._watched) >= _MAX_KNOWN:
+                self._watched = {one: watched for one, watched in self._watched.items() if watched.in_use}
+            self._watched[peer] = _Watched()
+        return self._watched[peer]
 
     def _arm(self, peer: PeerId, watched: _Watched) -> None:
         loop = asyncio.get_running_loop()

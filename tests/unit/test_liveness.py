@@ -110,6 +110,23 @@ def test_silence_is_found_after_ten_seconds(two: Two, after_s: float) -> None:
     assert two.run(two.nap(1.0)) == b"awake"
 
 
+def test_of_many_that_come_and_go_few_are_remembered(two: Two) -> None:
+    """Those with whom something is under way are watched all the same."""
+
+    async def go() -> None:
+        napping = asyncio.create_task(two.nap(3000.0))
+        for number in range(600):
+            await two.network.transport(PeerId(f"peer-{number}")).ping(A)
+            await two.a.ping(PeerId(f"peer-{number}"))
+            await asyncio.sleep(4.0)
+        assert len(two.a._liveness._watched) <= 256
+        two.network.freeze(B)
+        with pytest.raises(Unreachable, match="no sign of life"):
+            await napping
+
+    two.run(go())
+
+
 def test_a_deadline_that_is_nearer_is_met(two: Two) -> None:
     two.network.freeze(B)
     with pytest.raises(DeadlineExceeded):
