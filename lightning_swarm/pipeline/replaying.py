@@ -42,7 +42,9 @@ class Replayer:
                 raise ProtocolError(
                     f"a replay must name holders in some of the {len(self._link.routers)} stages, got {one.holders}"
                 )
-        async with self._one_by_one:  # a request that is repeated finds all done
+        # Over whole passages: a request that is repeated then finds all done, where two passages of one microbatch at
+        # once would give up each other's calls. Each has its deadline, and nothing that it waits for asks for a replay.
+        async with self._one_by_one:
             lost, unreached = set[Receipt](), set[PeerId]()
             works = [self._replay(request, one, lost, unreached) for one in request.work]
             await gather_bounded(works, self._max_in_flight)
