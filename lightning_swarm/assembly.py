@@ -19,6 +19,7 @@ from lightning_swarm.config import Preemption, SwarmConfig
 from lightning_swarm.errors import DeadlineExceeded
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.network.addresses import host_of
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.copies import Copies
@@ -262,7 +263,9 @@ class Peer:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
         # What is computed again draws the same random numbers.
         spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
-        manifest = starting.manifest(spec, self._config, model, self._me, servers, trainers)
+        announced = self.runtime.run(membership.known_servers(self._directory, self._config.run_id))
+        hosts = {peer: host_of(addresses) for peer, addresses in announced.items() if addresses}
+        manifest = starting.manifest(spec, self._config, model, self._me, servers, trainers, hosts)
         self.run = RunState(manifest)
         self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
         self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_swarm import membership, survey
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
-from lightning_swarm.network import Directory, Transport
+from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.server.model import Model
 from lightning_swarm.steps import VIEW
 from lightning_swarm.steps.planning import choose_voters
@@ -84,7 +84,13 @@ async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
 
 
 def manifest(
-    spec: RunSpec, config: SwarmConfig, model: Model, me: Member, servers: Sequence[Member], others: Sequence[Member]
+    spec: RunSpec,
+    config: SwarmConfig,
+    model: Model,
+    me: Member,
+    servers: Sequence[Member],
+    others: Sequence[Member],
+    hosts: Mapping[PeerId, str],
 ) -> Manifest:
     """Record 0 of a run.
 
@@ -95,6 +101,7 @@ def manifest(
         me: The starter, which leads.
         servers: Those that it begins with.
         others: Who trains beside it.
+        hosts: On which machines the servers are, where that is known.
     """
     # The starter's own server coordinates: its trainer's control calls then cross no network.
     servers = sorted(servers, key=lambda member: member.peer_id != me.peer_id)
@@ -108,7 +115,7 @@ def manifest(
         lead=me.peer_id,
         trainers=[member.peer_id for member in trainers],
         coordinator=servers[0].peer_id,
-        voters=choose_voters(rosters, servers[:1]),
+        voters=choose_voters(rosters, servers[:1], hosts),
         target_batch_size=config.target_batch_size,
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,

@@ -130,6 +130,12 @@ def widest(addresses: Sequence[Address]) -> Address:
     return min(addresses, key=lambda address: address.place.is_loopback)
 
 
+def host_of(maddrs: Sequence[str]) -> str:
+    """The machine that a peer's full addresses lead to, as other machines know it if they do; "" if that is unknown."""
+    hosts = [parts[2] for parts in (maddr.split("/") for maddr in maddrs) if len(parts) > 2]
+    return min(hosts, key=lambda host: Place(host, 0).is_loopback, default="")
+
+
 def _ip_version(host: str) -> int | None:
     try:
         return ipaddress.ip_address(host).version

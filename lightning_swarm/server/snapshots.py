@@ -18,6 +18,7 @@ from lightning_swarm import trees
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network.addresses import host_of
 from lightning_swarm.server import KEEP, SNAPSHOT
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import num_bytes
@@ -231,7 +232,7 @@ class Snapshots:
         if caller not in (*run.trainers, *run.servers):
             raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
         addresses = await self._transport.addresses()
-        return encode(HeldSnapshots(host=_host(addresses)[:100], snapshots=self.store.held))
+        return encode(HeldSnapshots(host=host_of(addresses)[:100], snapshots=self.store.held))
 
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         """A copy of another server's stage, as the record of its version told both."""
@@ -269,9 +270,3 @@ class Snapshots:
         request = decode(message.body, SnapshotRequest)
         head, tensors = await self.store.get(request.stage_index, request.version)
         return Message(encode(head), tuple(tensors))
-
-
-def _host(addresses: Sequence[str]) -> str:
-    """The machine that full addresses lead to."""
-    parts: list[Any] = addresses[0].split("/") if addresses else []
-    return str(parts[2]) if len(parts) > 2 else ""

@@ -15,6 +15,7 @@ from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.events import EventLog
+from lightning_swarm.network.addresses import host_of
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.planning import choose_blamed, choose_voters
@@ -98,6 +99,8 @@ class Closer:
         newcomers = await self._gate.newcomers(closing)
         num_stages = sum(not stage.on_trainers for stage in self._run.manifest.stages)
         next_roster = next_rosters(self._run.rosters, gone=sums.gone, leaving=self._gate.leaving, newcomers=newcomers)
+        snapshot = await self._snapshots.order(closing.step, next_roster)
+        hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         record = Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
@@ -106,10 +109,10 @@ class Closer:
             hyperparameters=hyperparameters,
             selection=reselected,
             next_roster=next_roster,
-            next_voters=choose_voters(next_roster[:num_stages], self._run.voters),
+            next_voters=choose_voters(next_roster[:num_stages], self._run.voters, hosts),
             next_trainers=self._run.trainers,
             newcomers=newcomers,
-            snapshot=await self._snapshots.order(closing.step, next_roster),
+            snapshot=snapshot,
         )
         await self._proposer.decide(record)
         await self._servers.apply(record)

@@ -149,7 +149,7 @@ def choose_blamed(
 
 
 def choose_voters(
-    rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str] | None = None
+    rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
 ) -> list[Member]:
     """Who votes on the next record: an odd number, at most `MAX_VOTERS`.
 
@@ -161,12 +161,11 @@ def choose_voters(
     members = list(dict.fromkeys(member for roster in rosters for member in roster))
     number = min(len(members), MAX_VOTERS)
     number -= 1 - number % 2
-    machines = hosts or {}
     chosen = [voter for voter in voters if voter in members][:number]
     others = [member for member in members if member not in chosen]
     while len(chosen) < number:
-        there = Counter(machines.get(member.peer_id, member.peer_id) for member in chosen)
-        best = min(others, key=lambda member: there[machines.get(member.peer_id, member.peer_id)])
+        there = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
+        best = min(others, key=lambda member: there[hosts.get(member.peer_id, member.peer_id)])
         others.remove(best)
         chosen.append(best)
     return chosen

@@ -107,6 +107,9 @@ class SnapshotOrders:
         run: As its server knows it.
         interval_s: Between two snapshots at least; None: there are none.
         timeout: Seconds to answer.
+
+    Attributes:
+        hosts: On which machines the servers are, as far as they were asked.
     """
 
     def __init__(self, transport: Transport, run: RunState, *, interval_s: float | None, timeout: float) -> None:
@@ -115,6 +118,7 @@ class SnapshotOrders:
         self._interval_s = interval_s
         self._timeout = min(timeout, _ASK_TIMEOUT_S)
         self._last: tuple[int, float] | None = None  # its version, and when it was ordered
+        self.hosts: dict[PeerId, str] = {}
 
     def go_back(self) -> None:
         """The run entered its next generation: what was kept is of the old one."""
@@ -136,5 +140,5 @@ class SnapshotOrders:
                 return None  # it is on its way still, and what is on its way takes bandwidth
             _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
         self._last = (step + 1, now_s)
-        hosts = {peer: one.host for peer, one in held.items() if one.host}
-        return SnapshotOrder(keep=through, keepers=choose_keepers(next_roster, on_trainers, hosts))
+        self.hosts = {peer: one.host for peer, one in held.items() if one.host}
+        return SnapshotOrder(keep=through, keepers=choose_keepers(next_roster, on_trainers, self.hosts))

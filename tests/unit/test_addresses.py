@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.network.addresses import Address, Place, widest
+from lightning_swarm.network.addresses import Address, Place, host_of, widest
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
@@ -98,3 +98,17 @@ def test_the_address_that_other_machines_can_use_comes_first() -> None:
     own, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
     assert widest([own, outer]) == outer
     assert widest([own]) == own
+
+
+@pytest.mark.parametrize(
+    ("maddrs", "host"),
+    [
+        (["/ip4/127.0.0.1/tcp/1/p2p/a", "/ip4/10.0.0.2/tcp/1/p2p/a"], "10.0.0.2"),
+        (["/ip6/::1/tcp/1/p2p/a"], "::1"),
+        (["/dns/peer.example/tcp/1/p2p/a"], "peer.example"),
+        (["nowhere"], ""),
+        ([], ""),
+    ],
+)
+def test_a_host_is_what_other_machines_call_it(maddrs: list[str], host: str) -> None:
+    assert host_of(maddrs) == host

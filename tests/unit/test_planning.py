@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from lightning_swarm import starting
 from lightning_swarm.network import PeerId
+from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.planning import MAX_VOTERS, Plan, Sum, choose_blamed, choose_voters, plan_replays
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import rows
+from tests.unit.test_config import config
 
 COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
 A, B, C, D = map(PeerId, "abcd")
@@ -183,3 +188,29 @@ def test_votes_go_to_different_hosts_first() -> None:
     assert voters("abc", "de", hosts=hosts) == "adebc"
     assert voters("abcd", hosts=hosts) == "adb"
     assert voters("abc", hosts=hosts) == "abc"
+
+
+def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", admit=False)
+    spec = RunSpec(
+        ranges=swarm.ranges,
+        num_servers=4,
+        num_trainers=1,
+        seed=0,
+        gradient_clip_norm=None,
+        gradient_clip_value=None,
+        first_step=0,
+        selection=swarm.manifest.selection,
+        max_steps=None,
+        total_steps=None,
+    )
+    hosts = {PeerId(name): host for name, host in zip("abcd", "xxxy", strict=True)}
+    manifest = starting.manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], hosts)
+    assert manifest.voters == members("adb")
+
+
+def test_a_record_names_voters_on_different_hosts(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c d")
+    swarm.servers[PeerId("d")]._transport._address = "/ip4/10.0.0.2/tcp/1/p2p/d"  # type: ignore[attr-defined]
+    record = swarm.run(swarm.step(rows(1)))
+    assert [voter.peer_id for voter in record.next_voters] == ["a", "d", "b"]
