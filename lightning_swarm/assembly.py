@@ -214,9 +214,15 @@ class Peer:
         return self._session(run, model.cut(ranges), model.blocks, device, runtime)
 
     def wait_until_dismissed(self) -> None:
-        """Serve until the run is over."""
+        """Serve until the run is over. A peer whose server would join again notices, too, if nobody says so."""
+        self.runtime.run(self._until_dismissed())
+
+    async def _until_dismissed(self) -> None:
         assert self.server is not None
-        self.runtime.run(self.server.admission.left.wait())
+        if self._remaining is None:
+            await self.server.admission.left.wait()
+        else:
+            await asyncio.wait({self._remaining})
 
     # ------------------------------------------------------------------ the starter
 
