@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_swarm.errors import LeaseRevoked, PeerError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
-from lightning_swarm.steps import ARMED, DONE
+from lightning_swarm.steps import ARMED, DONE, FENCE
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant, Logged
 from lightning_swarm.types.calls import CallKey, Ticket
@@ -153,6 +153,35 @@ def test_what_a_server_refuses_does_not_keep_its_place(make_swarm: MakeSwarm) ->
         return record
 
     run.check(run.swarm.run(go()))
+
+
+def test_a_trainer_that_thaws_while_the_step_closes_hears_it_of_a_server_that_does_not_know_it(
+    make_swarm: MakeSwarm,
+) -> None:
+    """The server was not told that the batch is struck, for that is said once; its sums are frozen all the same."""
+    run = Run(make_swarm)
+    lost = []
+
+    async def lose(caller: PeerId, body: bytes) -> bytes:
+        lost.append(caller)
+        raise Unreachable("lost")
+
+    async def go() -> None:
+        run.servers[B]._transport._call_handlers[FENCE] = lose
+        grant, output = await run.begin(1)
+        run.network.freeze(OTHER)
+        await run.lead(2, 3, 4)
+        assert await run.steps.record(0) is None
+        await run.lead(5)
+        await asyncio.sleep(1.0)
+        assert lost == [A]
+        run.network.thaw(OTHER)
+        await run.swarm.send(B, BACKWARD, run.swarm.backward_request(run.key_of(grant), 1, [A, B], output))
+        with pytest.raises(LeaseRevoked, match="its closing does not name"):
+            await run.tickets.wait(Ticket(peer_id=B, name=run.key_of(grant).name(1, "backward")), timeout=5.0)
+
+    run.swarm.run(go())
+    run.check(run.swarm.run(run.swarm.record(0)))
 
 
 def test_a_trainer_that_thaws_after_the_step_may_run_its_batch_again(make_swarm: MakeSwarm) -> None:
