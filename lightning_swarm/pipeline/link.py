@@ -86,6 +86,8 @@ class Link:
         await gather(
             self._meet(one) for one in (again | {one.member.peer_id: one for one in record.newcomers}).values()
         )
+        present = {peer for roster in rosters for peer in roster}
+        self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
         for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
 

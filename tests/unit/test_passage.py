@@ -164,6 +164,24 @@ def joined(swarm: Swarm) -> tuple[Record, Record]:
     return first, swarm.run(swarm.step(rows(2), rows(3)))
 
 
+def test_who_is_in_no_roster_any_more_is_forgotten(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    link = make_link(swarm)
+    _, record = joined(swarm)
+    rosters = [[one for one in roster if one.peer_id != "a"] for roster in record.next_roster]
+
+    async def go() -> None:
+        for peer in map(PeerId, "ac"):
+            swarm.network.kill(peer)
+            await link.look(peer)
+        await link.follow(record)
+        assert link._silent.keys() == {"a", "c"}
+        await link.follow(msgspec.structs.replace(record, next_roster=rosters))
+        assert link._silent.keys() == {"c"}
+
+    swarm.run(go())
+
+
 def test_a_trainer_that_passed_over_a_record_routes_to_those_who_joined_by_it(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     link = make_link(swarm)
