@@ -318,18 +318,23 @@ class Stepping:
 
     def _bound(self, stage: Stage, named: list[Receipt] | None, request: FreezeRequest) -> list[str]:
         """Say what may be added to a stage's sum from now on; returns tickets of earlier results, now stale."""
-        ledger = self._ledgers[stage.index]
-        if named is None:
-            if request.reopens:
-                ledger.thaw()
-            else:
-                ledger.freeze(())
+        if request.reopens:
+            self._bounded(stage, self._expected(stage.index, request)).thaw()
             return []
+        if named is None:
+            self._ledgers[stage.index].freeze(())
+            return []
+        ledger = self._bounded(stage, named)
+        ledger.freeze(named)
+        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in ledger.lacks(named)]
+
+    def _bounded(self, stage: Stage, named: Sequence[Receipt]) -> Ledger:
+        """A stage's ledger, begun anew with its sum if that holds more than what is named."""
+        ledger = self._ledgers[stage.index]
         if ledger.goes_beyond(named):
             stage.zero_sum()
             ledger = self._ledgers[stage.index] = Ledger(ledger.step, ledger.attempt)
-        ledger.freeze(named)
-        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in ledger.lacks(named)]
+        return ledger
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         closing = decode(body, Closing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.errors import (
@@ -131,7 +131,7 @@ class Sums:
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
-            if lost and await self._strike(lost):
+            if lost and await self._strike(self._with_their_sums(lost, ledgers)):
                 return None
 
     def lose(self, peer: PeerId, error: SwarmError) -> None:
@@ -168,13 +168,20 @@ class Sums:
         """Who is there."""
         return [[member for member in roster if member.peer_id not in self.gone] for roster in self._run.rosters]
 
-    def _request(self, round_: int, *, named: list[Named] | None = None, reopens: bool = False) -> FreezeRequest:
+    def _request(
+        self,
+        round_: int,
+        *,
+        named: list[Named] | None = None,
+        reopens: bool = False,
+        without: Collection[int] = (),
+    ) -> FreezeRequest:
         return FreezeRequest(
             generation=self._run.manifest.generation,
             step=self._step.step,
             attempt=0,
-            counted=self._step.counted,
-            batches=self._step.batches,
+            counted=[receipt for receipt in self._step.counted if receipt[0] not in without],
+            batches=[receipt for receipt in self._step.batches if receipt[0] not in without],
             round=round_,
             named=named,
             reopens=reopens,
@@ -345,6 +352,19 @@ class Sums:
             lost |= {first for first, _, _ in reply.lost}
         return lost
 
+    def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
+        """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
+        with_them = set(lost)
+        for index, stage in enumerate(ledgers):
+            if not self._run.manifest.stages[index].on_trainers:
+                continue
+            for ledger in stage.values():
+                flags = from_bitmap(ledger.held, len(self._step.batches))
+                held = {first for (first, _, _), flag in zip(self._step.batches, flags, strict=True) if flag}
+                if held & lost:
+                    with_them |= held
+        return with_them
+
     async def _strike(self, firsts: set[int]) -> bool:
         """Batches count nowhere; whether the step takes others."""
         for first in sorted(firsts):
@@ -354,7 +374,8 @@ class Sums:
         if reopens:
             # Before a place is free: what is granted must find open sums.
             peers = {member.peer_id for roster in self._rosters() for member in roster}
-            await self._ask(dict.fromkeys(sorted(peers), self._request(next(self._rounds), reopens=True)))
+            request = self._request(next(self._rounds), reopens=True, without=firsts)
+            await self._ask(dict.fromkeys(sorted(peers), request))
             self._step.reopen()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))

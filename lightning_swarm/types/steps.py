@@ -43,7 +43,7 @@ class FreezeRequest(Wire, frozen=True):
     batches: list[Receipt]  # as in `Closing`
     round: Count = 0  # rises with each request of a step: what comes late is refused
     named: list[Named] | None = None  # for each stage of this server
-    reopens: bool = False  # batches were struck, and the step takes others: all may be added again
+    reopens: bool = False  # batches were struck, and the step takes others: sums that hold struck ones begin anew
 
 
 class FenceRequest(Wire, frozen=True):

@@ -392,10 +392,12 @@ def test_a_batch_that_its_trainer_did_not_add_fails_the_step(planted: list[CallK
 
 @pytest.mark.parametrize("planted", ["twice"], indirect=True)
 def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], caplog: pytest.LogCaptureFixture) -> None:
-    """Nor is any other batch that is in it: nobody can run the user's code again."""
-    run_swarm(scheduled, loader(sentences()), max_steps=STEPS, **LIST)
+    """The sum begins anew, and the batch that was in it runs again."""
+    plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
+    swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1
     assert f"strike: step {PLANTED_AT}" in caplog.text
+    assert_exact(swarm, plain)
 
 
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from lightning_swarm.steps import FREEZE
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.batches import Grant
+from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.steps import FreezeReply, FreezeRequest, Named, Record
 from lightning_swarm.types.wire import decode, encode, from_bitmap
 from tests.unit.conftest import MakeSwarm
@@ -432,6 +433,25 @@ def test_a_step_that_lost_a_batch_takes_another(make_swarm: MakeSwarm) -> None:
         (2 / 4 * swarm.module(x).square().sum() / 2).backward()
     optimizer.step()
     trial.check_weights(record)
+
+
+def test_a_sum_that_holds_a_struck_batch_begins_anew_when_the_step_takes_others(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.through(key(), rows(1)))
+    coordinator, stage = swarm.servers[A]._transport, swarm.servers[B].stepping.stage(1)
+
+    def reopen(round_: int, batches: list[Receipt]) -> None:
+        request = FreezeRequest(
+            generation=0, step=0, attempt=0, counted=batches, batches=batches, round=round_, reopens=True
+        )
+        swarm.run(coordinator.call(B, FREEZE, encode(request), timeout=1.0))
+
+    reopen(1, [key().receipt])
+    assert stage.gradient_sum.any(), "it counts"
+    reopen(2, [])
+    assert not stage.gradient_sum.any()
+    swarm.run(swarm.through(key(4), rows(2)))
+    assert stage.gradient_sum.any(), "others may be added"
 
 
 # ---------------------------------------------------------------------- what comes late
