@@ -1,41 +1,60 @@
-"""`benchmarks.train` without what a swarm does against faults: nothing can die here without loss.
+"""`benchmarks.train`, in which every other `BLOCK` steps go without what a swarm does against faults.
 
-Every peer of the swarm runs this module, so all of them go without.
+A machine's speed changes from minute to minute by more than what is to be found out, so both ways take turns within one
+run. Every peer of the swarm runs this module and counts the steps by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from benchmarks import train
-from lightning_swarm import starting
-from lightning_swarm.network.liveness import Liveness
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.liveness import Liveness, _Watched
 from lightning_swarm.pipeline.copies import Copies, Copy
-from lightning_swarm.steps import closing
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps import closing, planning
 from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Record
+
+BLOCK = 4
 
 
-async def keep_none(self: Copies, copy: Copy) -> None:
-    """Trainers keep nothing of the microbatches of the open step."""
+def is_bare(step: int) -> bool:
+    """Whether `step` goes without."""
+    return step // BLOCK % 2 == 1
 
 
-def never_ping(*_: object) -> None:
-    """Nobody looks whether a peer is alive that owes an answer."""
+def take_turns() -> None:
+    """In the bare steps: no copies of microbatches, no pings, and nobody votes but the coordinator."""
+    keep, arm, apply = Copies.keep, Liveness._arm, RunState.apply
+    step = 0  # that is open
 
+    async def keep_by_turns(self: Copies, copy: Copy) -> None:
+        if not is_bare(copy.microbatch.key.step):
+            await keep(self, copy)
 
-def one_voter(_rosters: object, voters: Sequence[Member], *_: object) -> list[Member]:
-    """The coordinator decides by itself."""
-    return list(voters[:1])
+    def arm_by_turns(self: Liveness, peer: PeerId, watched: _Watched) -> None:
+        if not is_bare(step):
+            arm(self, peer, watched)
 
+    def count(self: RunState, record: Record) -> None:
+        nonlocal step
+        apply(self, record)
+        step = record.step + 1
 
-def strip() -> None:
-    """Take it all out. Snapshots are an option of the strategy."""
-    Copies.keep = keep_none  # type: ignore[method-assign]
-    Liveness._arm = never_ping  # type: ignore[method-assign]
-    starting.choose_voters = one_voter  # type: ignore[assignment]
-    closing.choose_voters = one_voter  # type: ignore[assignment]
+    def choose(
+        rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str] | None = None
+    ) -> list[Member]:
+        chosen = planning.choose_voters(rosters, voters, hosts)
+        return chosen[:1] if is_bare(step + 1) else chosen  # for the step after the one that closes
+
+    Copies.keep = keep_by_turns  # type: ignore[method-assign]
+    Liveness._arm = arm_by_turns  # type: ignore[method-assign]
+    RunState.apply = count  # type: ignore[method-assign]
+    closing.choose_voters = choose
 
 
 if __name__ == "__main__":
-    strip()
+    take_turns()
     train.main()

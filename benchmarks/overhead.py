@@ -1,8 +1,7 @@
 """What it costs that any peer may die, in a swarm in which none does.
 
-The same training in turns: in the way of `benchmarks.bare`, without copies of microbatches, pings, votes and snapshots;
-as it is; and with a snapshot every `OFTEN_S` seconds in place of the default's five minutes. A trainer that holds no
-stage, and two stages of two servers, so that three of them vote.
+A trainer that holds no stage, and two stages of two servers, so that three of them vote. `benchmarks.bare` has blocks
+of steps as they are and blocks without safeguards take turns. Then the memory that snapshots take, with one a second.
 """
 
 from __future__ import annotations
@@ -10,48 +9,52 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from benchmarks.bare import BLOCK, is_bare
 from benchmarks.runs import Steps, table, train, write
 
-OFTEN_S = 5.0
-WAYS = {
-    "bare": ("benchmarks.bare", ["--snapshot-interval", 0.0]),
-    "safe": ("benchmarks.train", []),
-    "often": ("benchmarks.train", ["--snapshot-interval", OFTEN_S]),
-}
+SWARM = ("--role", "trainer", "--devices", 5, "--num-stages", 2)
 
 
-def row(name: object, ratios: list[float], more: list[float]) -> list[object]:
-    """Of the table."""
-    return [name, *(f"{one:.3f}" for one in ratios), *(f"{one / 1e6:+.0f} MB" for one in more)]
+def ratios(steps: Steps) -> list[float]:
+    """For each two blocks that follow each other, the time of a bare step over that of a safe one."""
+    seconds: dict[int, list[float]] = {}
+    for i in range(1, len(steps.at_s)):
+        step = i + 1  # the first one began before the clock did
+        if step % BLOCK:  # the turn changes in the first of a block
+            seconds.setdefault(step // BLOCK, []).append(steps.at_s[i] - steps.at_s[i - 1])
+    whole = [block for block, found in sorted(seconds.items()) if len(found) == BLOCK - 1]
+    means = {block: statistics.mean(seconds[block]) for block in whole}
+    pairs = [(block, block + 1) for block in whole if block + 1 in means]
+    return [means[one] / means[other] if is_bare(one * BLOCK) else means[other] / means[one] for one, other in pairs]
 
 
 def main() -> None:
-    """Run all as often as asked, and print the table."""
+    """Run it as often as asked, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=90.0)
     arguments = parser.parse_args()
-
-    def run(way: str) -> Steps:
-        module, options = WAYS[way]
-        return train(
-            "--role", "trainer", "--devices", 5, "--num-stages", 2, *options, seconds=arguments.seconds, module=module
-        )  # fmt: skip
-
-    head = ["round", "safe / bare", "often / bare", "memory: trainer", "largest server"]
-    rows: list[list[object]] = [list(head)]
-    ratios, more = [], []
+    rows: list[list[object]] = [["run", "pairs of blocks", "samples/s, safe / bare", "quartiles"]]
+    found: list[float] = []
     for number in range(1, arguments.repeats + 1):
-        found = {way: run(way) for way in (list(WAYS) if number % 2 else reversed(WAYS))}
-        rates = {way: steps.rate(0.0, steps.at_s[-1]) for way, steps in found.items()}
-        bare, often = found["bare"], found["often"]
-        ratios.append([rates[way] / rates["bare"] for way in ("safe", "often")])
-        more.append([often.trainer_bytes - bare.trainer_bytes, often.server_bytes - bare.server_bytes])
-        rows.append(row(number, ratios[-1], more[-1]))
-    medians = [[statistics.median(column) for column in zip(*of, strict=True)] for of in (ratios, more)]
-    rows.append(row("median", *medians))
-    title = f"What it costs that any peer may die, when none does: samples/s; memory with snapshots every {OFTEN_S:g} s"
-    write("overhead", table(title, rows))
+        steps = train(*SWARM, "--snapshot-interval", 0.0, seconds=arguments.seconds, module="benchmarks.bare")
+        here = ratios(steps)
+        found += here
+        rows.append(row(number, here))
+    rows.append(row("all", found))
+    without, often = (train(*SWARM, "--snapshot-interval", each, seconds=10.0) for each in (0.0, 1.0))
+    more = [(often.trainer_bytes - without.trainer_bytes) / 1e6, (often.server_bytes - without.server_bytes) / 1e6]
+    text = table("What it costs that any peer may die, when none does", rows)
+    write(
+        "overhead",
+        f"{text}\nsnapshots take {more[1]:.0f} MB of the largest server's memory, {more[0]:.0f} of the trainer's",
+    )
+
+
+def row(name: object, found: list[float]) -> list[object]:
+    """Of the table."""
+    low, median, high = statistics.quantiles(found, n=4)
+    return [name, len(found), f"{median:.3f}", f"{low:.3f} to {high:.3f}"]
 
 
 if __name__ == "__main__":
