@@ -172,20 +172,19 @@ def test_of_two_that_leave_a_stage_of_two_the_first_to_ask_goes(make_swarm: Make
     swarm.run(go())
 
 
-def test_who_leaves_goes_though_the_record_is_not_told_to_it(make_swarm: MakeSwarm) -> None:
+def test_who_leaves_goes_though_the_record_is_not_told_to_it(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It died for the others, say, while they decided: there is nothing to wait for."""
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
 
-    async def deaf(caller: PeerId, body: bytes) -> bytes:
-        return b""
-
     async def go() -> None:
         b.stay.leave()
         await asyncio.sleep(1.0)
-        swarm.servers[B]._transport._call_handlers[APPLY] = deaf  # type: ignore[attr-defined]
-        assert names(await step(swarm, 0, 1)) == ["a", "c"]
-        await asyncio.wait_for(b.task, 10.0)
+        with deaf(swarm, monkeypatch, B):
+            assert names(await step(swarm, 0, 1)) == ["a", "c"]
+            await asyncio.wait_for(b.task, 10.0)
 
     swarm.run(go())
     assert swarm.servers[B].stepping.version == 0
@@ -306,24 +305,29 @@ def leaving_out(monkeypatch: pytest.MonkeyPatch, gone: Sequence[PeerId]) -> Iter
         yield
 
 
+@contextlib.contextmanager
+def deaf(swarm: Swarm, monkeypatch: pytest.MonkeyPatch, peer: PeerId) -> Iterator[None]:
+    """Records meanwhile pass a server over, though it answers."""
+
+    async def ignore(caller: PeerId, body: bytes) -> bytes:
+        return b""
+
+    with monkeypatch.context() as patch:
+        patch.setitem(swarm.servers[peer]._transport._call_handlers, APPLY, ignore)  # type: ignore[attr-defined]
+        yield
+
+
 @pytest.mark.parametrize("knows", [True, False], ids=["it has the record", "the record passed it over"])
 def test_a_server_that_was_left_out_joins_again(
     make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, knows: bool
 ) -> None:
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
-    handlers = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
-    apply = handlers[APPLY]
-
-    async def deaf(caller: PeerId, body: bytes) -> bytes:
-        return b""
 
     async def leave_out() -> None:
         await step(swarm, 0, 1)
-        with leaving_out(monkeypatch, [B]):
-            handlers[APPLY] = apply if knows else deaf
+        with leaving_out(monkeypatch, [B]), contextlib.nullcontext() if knows else deaf(swarm, monkeypatch, B):
             assert names(await step(swarm, 2, 3)) == ["a", "c"]
-        handlers[APPLY] = apply
         assert names(await step(swarm, 4, 5, among="a")) == ["a", "c"]
         assert swarm.servers[B].stepping.version == (2 if knows else 1)
         with pytest.raises(SwarmError):  # it computes nothing more of the run
@@ -376,18 +380,11 @@ def test_the_lead_ends_a_server_that_is_on_its_way_back(make_swarm: MakeSwarm, m
     """A trainer waits for that word, and its server may be in no run at the moment."""
     swarm = make_swarm("a b", "c")
     b = Staying(swarm, B)
-    handlers = swarm.servers[B]._transport._call_handlers  # type: ignore[attr-defined]
-    apply = handlers[APPLY]
-
-    async def deaf(caller: PeerId, body: bytes) -> bytes:
-        return b""
 
     async def go() -> None:
         await step(swarm, 0, 1)
-        with leaving_out(monkeypatch, [B]):
-            handlers[APPLY] = deaf
+        with leaving_out(monkeypatch, [B]), deaf(swarm, monkeypatch, B):
             assert names(await step(swarm, 2, 3)) == ["a", "c"]
-        handlers[APPLY] = apply
         while not b.events.counts["left"]:  # noqa: ASYNC110 - it tells nobody here
             await asyncio.sleep(0.5)
         assert not swarm.servers[B].admission.is_member

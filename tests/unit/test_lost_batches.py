@@ -116,8 +116,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
     trial = test_takeover.Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
-    other = swarm.client(swarm.network.transport(OTHER))
-    other.run.version = 1
+    other = trial.second()
     held, go_on = asyncio.Event(), asyncio.Event()
     handler = swarm.servers[PeerId("d")]._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
 
@@ -159,8 +158,7 @@ def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm
     trial = test_takeover.Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
-    other = swarm.client(swarm.network.transport(OTHER))
-    other.run.version = 1
+    other = trial.second()
 
     async def go() -> None:
         grant = await other.grant(2)

@@ -14,6 +14,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, TAKE_METRICS, coordinator
+from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.role import Role
 from lightning_swarm.tasks import TaskOwner
@@ -64,6 +65,12 @@ class Trial:
         for _ in range(num_steps):
             step = len(self.records)
             self.records.append(self.swarm.run(self.trainer.step(*batch_of(step, NUM_MICROBATCHES))))
+
+    def second(self) -> StepClient:
+        """Of another trainer, which knows of what was decided so far."""
+        other = self.swarm.client(self.swarm.network.transport(OTHER))
+        other.run.version = len(self.records)
+        return other
 
     @property
     def coordinators(self) -> list[PeerId]:
@@ -444,8 +451,7 @@ def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwar
     trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
-    other = swarm.client(swarm.network.transport(OTHER))
-    other.run.version = 1
+    other = trial.second()
 
     async def go() -> None:
         grant = await other.grant(2)
@@ -527,8 +533,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
     trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")
     swarm = trial.swarm
     trial.train(1)
-    other = swarm.client(swarm.network.transport(OTHER))
-    other.run.version = 1
+    other = trial.second()
     swarm.network.cut(OTHER, B)
     for peer in (LEAD, B, C, D):
         swarm.network.cut(A, PeerId(peer))
