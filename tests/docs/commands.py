@@ -1,0 +1,200 @@
+"""Whether a command that a page names would be understood: by the parsers that it meets, and in the files it names."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from lightning_swarm import _bootstrap, cli
+from lightning_swarm.cli import commands, joining
+from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
+from lightning_swarm.cli.swarm_cli import SwarmCLI
+from lightning_swarm.launcher import SwarmLauncher
+from tests.docs import my_project
+from tests.docs.pages import ROOT
+
+PEER_ID = "12D3KooWLBAcdeFGhijkmnPQRStuvwxyz123456789ABCDEFGHJK"
+_MAKEFILE = (ROOT / "Makefile").read_text()
+_TARGETS = set(re.findall(r"^([a-z]+):", _MAKEFILE, flags=re.MULTILINE))
+_EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+COMMANDS = ("lightning-swarm", "make", "pip", "python")
+
+
+class NotUnderstood(AssertionError):
+    """A command would fail."""
+
+
+def lines(text: str) -> Iterator[list[str]]:
+    """The commands of a block, in words. Comments are left out, continued lines are put together."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words
+
+
+def check(words: list[str]) -> None:
+    """Try a command, up to where it would do something. The current folder has the files that its page shows.
+
+    Raises:
+        NotUnderstood: It would fail.
+    """
+    words = [re.sub(r"12D3\w*\.\.\.", PEER_ID, word) for word in words]
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        _check_variable(words.pop(0).partition("=")[0])
+    known = {
+        "lightning-swarm": _check_ours,
+        "make": _check_make,
+        "pip": _check_pip,
+        "python": _check_python,
+        "cd": _check_cd,
+        "patch": _check_patch,
+        "source": _check_source,
+    }
+    if words[0] not in known:
+        raise NotUnderstood(f"no rule for the command {words[0]!r}")
+    known[words[0]](words[1:])
+
+
+def check_span(text: str) -> None:
+    """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
+    words = shlex.split(text)
+    names = {*commands.TRAINER_COMMANDS, *joining.COMMANDS, "doctor", "status", "export"}
+    if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
+        check(words)
+
+
+def _check_variable(name: str) -> None:
+    sources = [*(ROOT / "lightning_swarm").rglob("*.py"), *(ROOT / "tests" / "p2p").glob("*.py")]
+    if name != "OMP_NUM_THREADS" and not any(f'"{name}"' in path.read_text() for path in sources):
+        raise NotUnderstood(f"nothing reads the variable {name}")
+
+
+def _check_make(words: list[str]) -> None:
+    for word in words:
+        name, is_setting, value = word.partition("=")
+        if is_setting and not (re.search(rf"\$[({{]{name}[)}}]", _MAKEFILE) or re.search(rf"^{name} ", _MAKEFILE)):
+            raise NotUnderstood(f"the Makefile has no variable {name}")
+        for path in re.findall(r"tests/[\w/.]+", value):
+            if not (ROOT / path).exists():
+                raise NotUnderstood(f"there is no {path}")
+        if not is_setting and word not in _TARGETS:
+            raise NotUnderstood(f"the Makefile has no target {word}")
+
+
+def _check_pip(words: list[str]) -> None:
+    what = [word for word in words[1:] if not word.startswith("-")]
+    if words[0] != "install" or len(what) != 1:
+        raise NotUnderstood(f"`pip install` takes one thing here, got {words}")
+    found = re.fullmatch(r"(?:\.|lightning-swarm)(?:\[([\w,]+)\])?", what[0])
+    if found is None or not set(filter(None, (found[1] or "").split(","))) <= _EXTRAS:
+        raise NotUnderstood(f"{what[0]} is neither this package nor one of its extras {sorted(_EXTRAS)}")
+
+
+def _check_cd(words: list[str]) -> None:
+    os.chdir(words[0])
+
+
+def _check_source(words: list[str]) -> None:
+    if words != [".venv/bin/activate"]:
+        raise NotUnderstood(f"what is {words}?")
+
+
+def _check_patch(words: list[str]) -> None:
+    if words[:2] not in (["-p1", "<"], ["-Rp1", "<"]) or not Path(words[2]).is_file():
+        raise NotUnderstood(f"{words} is no patch of a file that is there")
+
+
+def _check_python(words: list[str]) -> None:
+    if words == ["-m", "venv", ".venv"]:
+        return
+    if ">" in words:  # what it writes is compared with the file by a test of its own
+        words = words[: words.index(">")]
+    if words[0] == "-m":
+        if importlib.util.find_spec(words[1]) is None:
+            raise NotUnderstood(f"there is no module {words[1]}")
+        if words[2:]:
+            _check_options(words[1:], lambda: runpy.run_module(words[1], run_name="__main__", alter_sys=True))
+    else:
+        if not Path(words[0]).is_file():
+            raise NotUnderstood(f"the page shows no {words[0]}, and it is in no examples")
+        if words[1:]:
+            _check_options(words, lambda: runpy.run_path(words[0], run_name="__main__"))
+
+
+class _ParsedError(Exception):
+    """The options of a program were read."""
+
+
+def _check_options(argv: list[str], run: Any) -> None:
+    """Run a program until it has read its options."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self: argparse.ArgumentParser, *given: Any) -> None:
+        parse(self, *given)
+        raise _ParsedError
+
+    path = [str(Path(argv[0]).resolve().parent), *sys.path]
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch.object(sys, "path", path),
+        mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
+    ):
+        try:
+            run()
+        except _ParsedError:
+            return
+        except SystemExit as error:
+            raise NotUnderstood(f"{shlex.join(argv)}: its parser refuses that") from error
+    raise NotUnderstood(f"{argv[0]} reads no options")
+
+
+# ---------------------------------------------------------------------- lightning-swarm
+
+
+def _check_ours(words: list[str]) -> None:
+    told: list[object] = []
+    with _nothing_is_done(told), mock.patch.object(sys, "argv", ["lightning-swarm", *words]):
+        try:
+            status = cli.main()
+        except SystemExit as error:
+            status = 0 if error.code in (0, None) else 1
+            told.append("help")
+    if status != 0 or not told:
+        raise NotUnderstood(f"lightning-swarm {shlex.join(words)}: exit status {status}, and its error is above")
+
+
+@contextmanager
+def _nothing_is_done(told: list[object]) -> Iterator[None]:
+    """The commands parse, find their files, and make all objects; then they stop, having told what they would do."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        addresses = [*getattr(arguments, "peer", ()), *filter(None, [getattr(arguments, "address", None)])]
+        told.append([commands.Address.parse(address) for address in addresses])
+        return 0
+
+    def run_subcommand(_cli: object, name: str) -> None:
+        told.append(name)
+
+    with (
+        mock.patch.dict(os.environ),
+        mock.patch.object(sys, "path", [*sys.path]),
+        mock.patch.dict(sys.modules, {"my_project": my_project, "my_project.train": ModuleType("train")}),
+        mock.patch.object(commands, "_run", run),
+        mock.patch.object(SwarmCLI, "_run_subcommand", run_subcommand),
+        mock.patch.object(OtherSwarmCLI, "_run_subcommand", run_subcommand),
+        mock.patch.object(_bootstrap, "run", told.append),
+        mock.patch.object(SwarmLauncher, "launched", True),
+    ):
+        yield

@@ -1,0 +1,176 @@
+"""Every block of code on the pages is run, and what a page says of its outcome is compared with it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+import lightning_swarm
+from lightning_swarm.cli import SwarmCLI
+from lightning_swarm.launcher import SwarmLauncher, _invitation
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.testing import InMemoryStrategy
+from tests.docs import my_project
+from tests.docs.commands import PEER_ID
+from tests.docs.pages import PAGES, ROOT, Block, blocks
+
+pytest_plugins = ["lightning_swarm.testing.plugin"]
+
+RULES = {
+    "python": "run here, all of a page in order",
+    "sh": "test_commands.py",
+    "yaml": "read here by SwarmCLI",
+    "diff": "compared here with the file of examples/ that a test applies",
+    "text": "compared here with what is really said",
+    "{toctree}": "Sphinx",
+    "{eval-rst}": "Sphinx",
+    "{image}": "Sphinx",
+}
+"""What becomes of each kind of block."""
+
+NUM_SWARMS = {
+    "README.md": 1,
+    "docs/quickstart.md": 1,
+    "docs/faults.md": 5,
+}
+"""How many runs the blocks of a page make; its tests included."""
+
+COMPLETE = ("docs/quickstart.md", "docs/checkpoints.md")
+"""Their runs are as long as they say; others end after a few steps."""
+
+
+def quick(page: str) -> Callable[..., L.Trainer]:
+    """A Trainer of few steps, that says and writes little."""
+    real = L.Trainer
+
+    def make(**given: Any) -> L.Trainer:
+        if page not in COMPLETE:
+            given["max_steps"] = min(given.get("max_steps", 3), 3)
+        given = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, **given}
+        return real(**{**given, "logger": False, "enable_checkpointing": False})
+
+    return make
+
+
+@pytest.fixture
+def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts run here, in a folder of their own, on swarms in memory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "my_project", my_project)
+    monkeypatch.setattr(SwarmLauncher, "_first_module", None)
+    monkeypatch.setattr(lightning_swarm, "SwarmStrategy", InMemoryStrategy)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
+def preamble(page: str) -> dict[str, Any]:
+    """What the blocks of a page take for granted."""
+    names: dict[str, Any] = {"__name__": "__main__", "MyModel": my_project.MyModel, "my_data": my_project.my_data}
+    if page == "docs/checkpoints.md":
+        trainer = L.Trainer(max_epochs=1)
+        trainer.fit(my_project.MyModel(), my_project.MyData())
+        trainer.save_checkpoint("last.ckpt")
+        names.update(model=my_project.MyModel(), data=my_project.MyData(), trainer=L.Trainer(max_epochs=2))
+    return names
+
+
+def run(page: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Run a page's blocks; then the tests that they define."""
+    names = preamble(page)
+    for block in blocks(page):
+        if block.kind == "python":
+            text = block.text.replace("12D3KooW...", PEER_ID)
+            exec(compile("\n" * block.line + text, ROOT / page, "exec"), names)
+    for name in [name for name in names if name.startswith("test_")]:
+        arguments = names[name].__code__.co_varnames[: names[name].__code__.co_argcount]
+        names[name](*map(request.getfixturevalue, arguments))
+    return names
+
+
+WITH_PYTHON = [page for page in PAGES if any(block.kind == "python" for block in blocks(page))]
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_runs(
+    page: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(L, "Trainer", quick(page))
+    launched: list[InMemoryStrategy] = []
+    prepare = InMemoryStrategy.prepare
+    monkeypatch.setattr(InMemoryStrategy, "prepare", lambda self: [launched.append(self), prepare(self)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The number of training batches")
+        run(page, request)
+    assert len(launched) == NUM_SWARMS.get(page, 0)
+    assert all(sum(server.num_forwards for server in strategy.servers) > 0 for strategy in launched)
+    if page == "docs/quickstart.md":
+        said = next(block.text for block in blocks(page) if block.kind == "text").splitlines()[-1]
+        assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_every_block_has_a_rule() -> None:
+    without = [str(block) for page in PAGES for block in blocks(page) if block.kind not in RULES]
+    assert not without, f"no rule says how these blocks are checked: {without}"
+
+
+# ---------------------------------------------------------------------- what a page says that one sees
+
+
+def invitation(block: Block) -> None:
+    """The line that a starter of the quickstart's script prints."""
+    line = block.text.splitlines()[0]
+    address = Address.parse(line.partition("lightning-swarm join ")[2].split()[0].replace("12D3KooW...", PEER_ID))
+    strategy = lightning_swarm.SwarmStrategy(num_stages=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py"])
+        patch.setattr(sys.modules["__main__"], "__spec__", None)
+        assert _invitation(strategy.config, [address]) == line.replace("12D3KooW...", PEER_ID)
+
+
+SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
+    ("docs/quickstart.md", "Peers of this machine only"): invitation,
+    ("docs/join.md", "Peers can join this run"): invitation,
+}
+"""For each block of text, by its page and its beginning, what compares it with the truth."""
+
+
+def test_text_is_what_is_said() -> None:
+    left = dict(SAID)
+    for page in PAGES:
+        for block in blocks(page):
+            if block.kind == "text":
+                [key] = [key for key in SAID if key[0] == page and block.text.startswith(key[1])] or [None]
+                assert key is not None, f"{block}: nothing says how this text is checked"
+                left.pop(key)(block)
+    assert not left
+
+
+def test_diffs_are_those_of_the_examples() -> None:
+    diffs = {path.read_text() for path in (ROOT / "examples").rglob("*.diff")}
+    found = [block.text for page in PAGES for block in blocks(page) if block.kind == "diff"]
+    assert found
+    assert set(found) <= diffs
+
+
+def test_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setitem(sys.modules, "my_project", my_project)
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "run.yaml"
+    for page in PAGES:
+        for block in blocks(page):
+            if block.kind == "yaml":
+                file.write_text(block.text)
+                made = SwarmCLI(run=False, save_config_callback=None, args=["--config", str(file)])
+                assert isinstance(made.trainer.strategy, lightning_swarm.SwarmStrategy)

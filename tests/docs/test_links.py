@@ -1,0 +1,65 @@
+"""What the pages point at is there: links, files, arguments, limits. Sphinx checks links inside of docs/, too."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+
+import pytest
+
+import lightning_swarm
+from lightning_swarm import Limits, testing
+from tests.docs.pages import PAGES, ROOT, headings, links, spans
+
+CALLED = {
+    "SwarmStrategy": lightning_swarm.SwarmStrategy,
+    "Limits": Limits,
+    "FaultySwarmStrategy": lightning_swarm.SwarmStrategy,  # and two of its own
+    "local_swarm": lightning_swarm.SwarmStrategy,  # and some of its own
+}
+OWN = {"FaultySwarmStrategy": {"faults", "fired", "name"}, "local_swarm": {"num_peers", "faults", "seed", "latency_s"}}
+PATH = re.compile(r"(?:docs|examples|tests|benchmarks|lightning_swarm|\.ci)/[\w/.-]+")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in links(page):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), f"{page} points at {target}"
+        if anchor:
+            assert anchor in headings(str(file.resolve().relative_to(ROOT))), f"{page} points at {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_and_settings_are_there(page: str) -> None:
+    for text in spans(page):
+        if PATH.fullmatch(text):
+            assert (ROOT / text).exists(), f"{page} names {text}"
+        for name in re.findall(r"\bLimits\.(\w+)", text):
+            assert name in Limits.__dataclass_fields__, f"{page} names Limits.{name}"
+        unknown = unknown_arguments(text)
+        assert not unknown, f"{page} says `{text}`"
+
+
+def unknown_arguments(text: str) -> set[str]:
+    """Of calls of this package's classes, what they do not take."""
+    try:
+        tree = ast.parse(text.replace("...", "None").replace("=None, None", "=None"), mode="eval")
+    except SyntaxError:
+        return set()
+    unknown = set()
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in CALLED:
+            known = {*inspect.signature(CALLED[call.func.id]).parameters, *OWN.get(call.func.id, ())}
+            unknown |= {word.arg for word in call.keywords if word.arg is not None} - known
+    return unknown
+
+
+def test_unknown_arguments_are_found() -> None:
+    assert unknown_arguments("SwarmStrategy(num_stages=2, tea=...)") == {"tea"}
+    assert not unknown_arguments("FaultySwarmStrategy(faults=plan, fired=path)")
+    assert set(testing.__all__) >= CALLED.keys() - {"SwarmStrategy", "Limits"}
