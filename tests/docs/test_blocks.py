@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
 import lightning_swarm
 from lightning_swarm.cli import SwarmCLI
@@ -37,6 +38,7 @@ RULES = {
 NUM_SWARMS = {
     "README.md": 1,
     "docs/quickstart.md": 1,
+    "docs/models.md": 4,
     "docs/faults.md": 5,
 }
 """How many runs the blocks of a page make; its tests included."""
@@ -50,6 +52,8 @@ def quick(page: str) -> Callable[..., L.Trainer]:
     real = L.Trainer
 
     def make(**given: Any) -> L.Trainer:
+        if given.get("strategy") == "auto":
+            given["devices"] = 1  # the plain Trainer
         if page not in COMPLETE:
             given["max_steps"] = min(given.get("max_steps", 3), 3)
         given = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, **given}
@@ -116,6 +120,28 @@ def test_python_runs(
     if page == "docs/quickstart.md":
         said = next(block.text for block in blocks(page) if block.kind == "text").splitlines()[-1]
         assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(("name", "pipeline"), [("Model", "layers"), ("Staged", None)])
+def test_models_of_the_page_train_as_without(name: str, pipeline: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(L, "Trainer", quick("docs/models.md"))
+    found: dict[str, Any] = {}
+    for block in blocks("docs/models.md"):
+        if "class " in block.text:
+            exec(block.text.partition("\n\n\ntrain(")[0], found)
+    weights = []
+    for strategy in (InMemoryStrategy(num_stages=2, pipeline=pipeline), "auto"):
+        torch.manual_seed(0)
+        model = found[name]()
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The number of training batches")
+            found["train"](model, strategy)
+        weights.append(model.state_dict())
+    for key, tensor in weights[0].items():
+        assert not torch.equal(before[key], tensor)
+        torch.testing.assert_close(tensor, weights[1][key], rtol=0.0, atol=1e-4)
 
 
 def test_every_block_has_a_rule() -> None:

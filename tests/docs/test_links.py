@@ -19,6 +19,7 @@ CALLED = {
     "local_swarm": lightning_swarm.SwarmStrategy,  # and some of its own
 }
 OWN = {"FaultySwarmStrategy": {"faults", "fired", "name"}, "local_swarm": {"num_peers", "faults", "seed", "latency_s"}}
+TESTS = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
 PATH = re.compile(r"(?:docs|examples|tests|benchmarks|lightning_swarm|\.ci)/[\w/.-]+")
 
 
@@ -41,6 +42,8 @@ def test_named_files_and_settings_are_there(page: str) -> None:
             assert (ROOT / text).exists(), f"{page} names {text}"
         for name in re.findall(r"\bLimits\.(\w+)", text):
             assert name in Limits.__dataclass_fields__, f"{page} names Limits.{name}"
+        if page.startswith("docs/") and re.fullmatch(r"test_\w+", text):
+            assert any(f"def {text}(" in source for source in TESTS), f"{page} names {text}"
         unknown = unknown_arguments(text)
         assert not unknown, f"{page} says `{text}`"
 
@@ -63,3 +66,14 @@ def test_unknown_arguments_are_found() -> None:
     assert unknown_arguments("SwarmStrategy(num_stages=2, tea=...)") == {"tea"}
     assert not unknown_arguments("FaultySwarmStrategy(faults=plan, fired=path)")
     assert set(testing.__all__) >= CALLED.keys() - {"SwarmStrategy", "Limits"}
+
+
+def test_the_reference_has_what_users_call() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text()
+    classes = set(re.findall(r"^\.\. auto(?:class|method):: ([\w.]+)$", text, re.MULTILINE))
+    modules = set(re.findall(r"^\.\. automodule:: ([\w.]+)$", text, re.MULTILINE))
+    for name in set(lightning_swarm.__all__) - {"__version__"}:
+        assert f"lightning_swarm.{name}" in classes
+    for name in ("cli.SwarmCLI", "nn.Sequential", "status.SwarmStatus", "SwarmStrategy.status"):
+        assert f"lightning_swarm.{name}" in classes
+    assert modules >= {f"lightning_swarm.{name}" for name in ("errors", "preemption", "testing", "testing.plugin")}
