@@ -21,10 +21,11 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
+from lightning_swarm.steps.books import Books
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.role import Role
-from lightning_swarm.steps.takeover import GRACE_S, Books, gather_books, look_around, watch
+from lightning_swarm.steps.takeover import GRACE_S, gather_books, look_around, watch
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.types.runs import Leading, Member, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.types.steps import Record

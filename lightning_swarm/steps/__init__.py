@@ -1,9 +1,10 @@
 """Steps: each granted sample in exactly one decided record.
 
 ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
-``select -> settle`` come first. `policy.py` keeps the books of the open step, `coordinator.py` acts on them,
-`closing.py` ends steps, `sums.py` brings the servers' sums to what a step counts, and `planning.py` says how;
-`voting.py` is how records are decided, `proposer.py` decides them.
+``select -> settle`` come first. `policy.py` counts what the open step was granted, `books.py` is all that who
+coordinates knows; `trainers.py` answers trainers by it, `places.py` says who gets a place, `coordinator.py` is the role
+as a whole. `closing.py` ends steps, `sums.py` brings the servers' sums to what a step counts, and `planning.py` says
+how; `voting.py` is how records are decided, `proposer.py` decides them.
 """
 
 SELECT = "step.select"

@@ -5,45 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import REPORT, REPORT_METRICS, WATCH
+from lightning_swarm.steps.books import Books, Outcome
 from lightning_swarm.steps.policy import OpenStep, fold
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.batches import Lease, LeaseMetricsRequest, Logged, ReportReply, ReportRequest
+from lightning_swarm.types.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest
 from lightning_swarm.types.runs import Selection, Term, WatchReply, WatchRequest
-from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 
 GRACE_S: Final = 2.0
 """How long peers that may be gone are waited for, where the others do without them."""
-
-
-@dataclass
-class Books:
-    """What a coordinator knows of the open step, and of the newest record.
-
-    Args:
-        open: The step.
-        begun: The lead asked for its first place.
-        reselected: What the step trains, if it is not what trained in the step before.
-        record: The newest one; None: the run begins.
-        logs: For the lead: what other trainers logged of the batches that the record counts.
-        metrics: Likewise, what they added to metrics, by the batches' first positions.
-    """
-
-    open: OpenStep
-    begun: bool = False
-    reselected: Selection | None = None
-    record: Record | None = None
-    logs: list[Logged] = field(default_factory=list)
-    metrics: dict[int, Message] = field(default_factory=dict)
 
 
 def first_lease(term: Term) -> int:
@@ -151,25 +129,22 @@ def rebuild(
     lead = reports.get(run.manifest.lead)
     if lead is not None and lead.close_asked:
         step.ask_to_close(lead.total_weight)
-    logs, came_with = _of_record(run, everything, metrics)
     return Books(
         open=step,
         begun=run.version > run.manifest.first_step or (lead is not None and lead.begun),
-        record=run.newest,
-        logs=logs,
-        metrics=came_with,
+        outcome=_outcome(run, everything, metrics),
     )
 
 
-def _of_record(
+def _outcome(
     run: RunState,
     leases: Sequence[tuple[PeerId, Lease]],
     metrics: Mapping[tuple[int, int], Message],
-) -> tuple[list[Logged], dict[int, Message]]:
-    """What the other trainers logged of the batches that the newest record counts."""
+) -> Outcome:
+    """The newest record, and what the other trainers logged of the batches that it counts."""
     record = run.newest
     if record is None:
-        return [], {}
+        return Outcome()
     counted = {first for first, _, _ in record.closing.batches}
     others = [
         lease
@@ -178,4 +153,4 @@ def _of_record(
     ]
     found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
     logs = fold(log for lease in others for log in lease.logs)
-    return logs, {first: one for first, one in found.items() if one is not None}
+    return Outcome(record, logs, {first: one for first, one in found.items() if one is not None})

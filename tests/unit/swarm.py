@@ -294,12 +294,14 @@ class Swarm:
                     (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
                 )
             if server.admission.coordinator is not None:
-                books = server.admission.coordinator
-                state["books"] = copy.deepcopy((books._open, books._asked, books._selection))
-                state["misses"] = copy.deepcopy(books.gate._misses)
-                state["leaving"] = books.gate.leaving
+                coordinator = server.admission.coordinator
+                books, lead = coordinator.books, coordinator.trainers.lead
+                state["books"] = copy.deepcopy((books.open, lead._asked, coordinator._selection))
+                state["newest record"] = (books.outcome.record, books.outcome.logs, sorted(books.outcome.metrics))
+                state["misses"] = copy.deepcopy(coordinator.gate._misses)
+                state["leaving"] = coordinator.gate.leaving
                 state["gate"] = {
-                    peer: (one.candidate, one.ready, one.refusal) for peer, one in books.gate._waiting.items()
+                    peer: (one.candidate, one.ready, one.refusal) for peer, one in coordinator.gate._waiting.items()
                 }
         return state
 

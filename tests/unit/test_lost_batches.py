@@ -162,13 +162,13 @@ def test_what_was_struck_before_a_takeover_is_not_waited_for_after_it(make_swarm
 
     async def go() -> None:
         grant = await other.grant(2)
-        books = swarm.coordinator
-        await books._watch.strike(books._open, [grant.first], "it was not heard of")
+        coordinator = swarm.coordinator
+        await coordinator._watch.strike(coordinator.books.open, [grant.first], "it was not heard of")
         swarm.network.kill(A)
         trial.trainer.avoid.add(A)
         while B not in trial.coordinators:  # noqa: ASYNC110 - it tells nobody here
             await asyncio.sleep(1.0)
-        open_step = swarm.servers[B].admission.coordinator._open  # type: ignore[union-attr]
+        open_step = swarm.servers[B].admission.coordinator.books.open  # type: ignore[union-attr]
         assert list(open_step.under_way(OTHER)) == [grant.first]
         await other.revoked(grant.lease)
         assert not open_step.under_way(OTHER)

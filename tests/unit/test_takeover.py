@@ -13,7 +13,7 @@ from lightning_swarm.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.server import BACKWARD
-from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, TAKE_METRICS, coordinator
+from lightning_swarm.steps import AVERAGE, GRANT, REGISTER, TAKE_METRICS, coordinator, trainers
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.role import Role
@@ -308,7 +308,7 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
         await asyncio.sleep(5.0)
         return {}
 
-    monkeypatch.setattr(coordinator, "fetch_metrics", slow)
+    monkeypatch.setattr(trainers, "fetch_metrics", slow)
 
     async def go() -> None:
         body = encode(RegisterRequest(generation=0, step=0, report=report))

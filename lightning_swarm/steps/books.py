@@ -1,0 +1,71 @@
+"""What who coordinates knows of the open step, and of the newest record for its lead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_swarm.network import Message
+from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.types.batches import Logged
+from lightning_swarm.types.events import EventKind
+from lightning_swarm.types.runs import Manifest, Selection
+from lightning_swarm.types.steps import Record
+
+
+@dataclass
+class Outcome:
+    """The newest record, and what came with it for the lead.
+
+    Args:
+        record: The newest one; None: the generation begins.
+        logs: What other trainers logged of the batches that the record counts.
+        metrics: Likewise, what they added to metrics, by the batches' first positions.
+        noted: What went another way than straight on between it and the one before, at the coordinator.
+    """
+
+    record: Record | None = None
+    logs: list[Logged] = field(default_factory=list)
+    metrics: dict[int, Message] = field(default_factory=dict)
+    noted: dict[EventKind, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """The record's; -1: there is none."""
+        return -1 if self.record is None else self.record.step
+
+
+@dataclass
+class Books:
+    """One coordinator's, as long as it is one.
+
+    Args:
+        open: The step that is open.
+        begun: The lead asked for its first place.
+        reselected: What the step trains, if it is not what trained in the step before.
+        outcome: Of the step before.
+        finishing: A task of the coordinator decides the open step.
+        closing_s: Since when its batches are waited for.
+    """
+
+    open: OpenStep
+    begun: bool = False
+    reselected: Selection | None = None
+    outcome: Outcome = field(default_factory=Outcome)
+    finishing: bool = False
+    closing_s: float | None = None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Books:
+        """Of a run that begins."""
+        return cls(OpenStep(manifest.first_step, manifest.target_batch_size))
+
+    def go_back(self, manifest: Manifest) -> None:
+        """The run entered its next generation."""
+        self.end(Outcome())
+        self.open = OpenStep(manifest.first_step, manifest.target_batch_size)
+
+    def end(self, outcome: Outcome) -> None:
+        """The open step is over; the next one is still to be opened."""
+        self.outcome = outcome
+        self.reselected = self.closing_s = None
+        self.finishing = False

@@ -1,0 +1,126 @@
+"""How long who coordinates waits, and for whom: callers are held until something changes; the lead is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from lightning_swarm.clock import now_s
+from lightning_swarm.errors import StepError, SwarmError
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps.policy import OpenStep
+
+
+class Changes:
+    """What calls are held for.
+
+    Args:
+        timeout: Seconds that a caller waits for its answer.
+
+    Attributes:
+        failure: Why nothing goes on here: whoever asks is told.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._hold_s = timeout / 2  # shorter than the caller waits
+        self._condition = asyncio.Condition()
+        self.failure: SwarmError | None = None
+
+    def check(self) -> None:
+        """Raise what went wrong, if something did."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def fail(self, error: SwarmError) -> None:
+        """Nothing goes on here; the first reason stays."""
+        self.failure = self.failure or error
+        await self.notify()
+
+    async def end(self, error: SwarmError) -> None:
+        """Nothing goes on here, whatever the reason was before."""
+        self.failure = error
+        await self.notify()
+
+    async def go_back(self) -> None:
+        """The run entered its next generation, where nothing went wrong yet."""
+        self.failure = None
+        await self.notify()
+
+    async def notify(self) -> None:
+        """Something changed."""
+        async with self._condition:
+            self._condition.notify_all()
+
+    async def until(self, reached: Callable[[], bool]) -> bool:
+        """Wait for as long as a caller may be held; whether it was reached. Raises what the step failed with."""
+        try:
+            async with asyncio.timeout(self._hold_s), self._condition:
+                await self._condition.wait_for(lambda: reached() or self.failure is not None)
+        except TimeoutError:
+            return False
+        self.check()
+        return True
+
+    async def next(self, *, until_s: float) -> None:
+        """Wait for the next change, or that time on the loop's clock."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s), self._condition:
+                await self._condition.wait()
+
+
+class LeadWatch:
+    """Whether the lead is there, and which record its loop asks for.
+
+    Args:
+        run: As the coordinator's server knows it.
+        changes: Also told when the lead asks.
+        timeout: Seconds that it may be silent.
+    """
+
+    def __init__(self, run: RunState, changes: Changes, *, timeout: float) -> None:
+        self._run = run
+        self._changes = changes
+        self._timeout = timeout
+        self._heard_s = 0.0
+        self._asked: tuple[int, list[dict[str, Any]]] | None = None  # the record that it asked for, and how to step
+
+    def heard(self) -> None:
+        """It is there."""
+        self._heard_s = now_s()
+
+    def check(self) -> None:
+        """Refuse to wait on.
+
+        Raises:
+            StepError: It was silent for too long.
+        """
+        if now_s() >= self._heard_s + self._timeout:
+            raise StepError(
+                f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
+                "`Limits.lead_timeout` if what it does between two batches takes longer."
+            )
+
+    async def ask(self, step: int, hyperparameters: list[dict[str, Any]]) -> None:
+        """Its loop waits for the record of a step."""
+        self._asked = (step, hyperparameters)
+        await self._changes.notify()
+
+    def go_on(self) -> None:
+        """Its loop waits for no record: it validates, perhaps, until it asks again."""
+        self._asked = None
+
+    async def asks_for(self, step: OpenStep) -> list[dict[str, Any]]:
+        """Wait until its loop asks for the record, so that it sees every step and validates frozen weights.
+
+        Returns:
+            The hyperparameters to step with, for each parameter group.
+
+        Raises:
+            StepError: It was silent for too long.
+        """
+        while self._asked is None or self._asked[0] != step.step:
+            self.check()
+            await self._changes.next(until_s=self._heard_s + self._timeout)
+        return self._asked[1]

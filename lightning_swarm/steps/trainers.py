@@ -1,0 +1,328 @@
+"""What trainers ask of who coordinates, and how it answers from its books."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from lightning_swarm.clock import now_s
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.selection import check_selection
+from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, REGISTER, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.steps.books import Books
+from lightning_swarm.steps.patience import Changes, LeadWatch
+from lightning_swarm.steps.places import Places
+from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.steps.servers import Servers
+from lightning_swarm.steps.takeover import fetch_metrics
+from lightning_swarm.steps.watch import TrainerWatch
+from lightning_swarm.types.batches import (
+    BatchArmed,
+    BatchDone,
+    BatchDoneReply,
+    BatchMetrics,
+    GrantReply,
+    GrantRequest,
+    MetricsRequest,
+    Quit,
+    RecordReply,
+    RecordRequest,
+    RegisterRequest,
+    SelectRequest,
+    Wait,
+)
+from lightning_swarm.types.steps import SettleRequest
+from lightning_swarm.types.wire import decode, encode
+
+
+class Trainers:
+    """Answers the calls of the run's trainers.
+
+    Args:
+        transport: The coordinator's.
+        run: As its own server knows it.
+        books: Of the coordinator.
+        servers: All that hold a stage.
+        watch: Of batches that are under way.
+        first_lease: Of those that this coordinator grants.
+        on_change: Called after a batch of a step is through, or was withdrawn.
+        limits: Bounds.
+
+    Attributes:
+        changes: What calls are held for.
+        lead: The trainer that asks for the records.
+        places: In the open step.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        books: Books,
+        servers: Servers,
+        watch: TrainerWatch,
+        *,
+        first_lease: int,
+        on_change: Callable[[OpenStep], Awaitable[None]],
+        limits: Limits,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._books = books
+        self._servers = servers
+        self._watch = watch
+        self._first_lease = first_lease
+        self._on_change = on_change
+        self._limits = limits
+        self._settling = asyncio.Lock()
+        self.changes = Changes(limits.call_timeout)
+        self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
+        self.places = Places(run, first_lease, self._on_grant)
+
+    def answer(self) -> None:
+        """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
+        transport, max_bytes = self._transport, self._limits.max_metric_bytes
+        self.lead.heard()
+        transport.handle_call(SELECT, self._handle_select)
+        transport.handle_call(GRANT, self._handle_grant)
+        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes)
+        transport.handle_call(ARMED, self._handle_armed)
+        transport.handle_call(REGISTER, self._handle_register)
+        transport.handle_call(DONE, self._handle_done)
+        transport.handle_call(RECORD, self._handle_record)
+        transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
+        transport.handle_call(RENEW, self._handle_renew)
+        transport.handle_call(QUIT, self._handle_quit)
+
+    async def go_back(self) -> None:
+        """The run entered its next generation."""
+        self.places.go_back()
+        self.lead.go_on()
+        await self.changes.go_back()
+
+    # ------------------------------------------------------------------ what the open step trains, and who has a place
+
+    async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
+        manifest = self._run.manifest
+        if caller != manifest.lead:
+            raise ProtocolError(f"the lead {manifest.lead} says what trains, not {caller}")
+        request = decode(body, SelectRequest)
+        self._run.check_generation(request.generation)
+        check_selection(request.selection, manifest.stages)
+        async with self._settling:
+            step = self._books.open
+            if request.step != step.step or step.begun:
+                raise ProtocolError(
+                    f"what trains changes before a step's first grant; step {step.step} is open, and something was "
+                    f"granted in it or step {request.step} was meant"
+                )
+            generation = self._run.manifest.generation
+            settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
+            await self._servers.settle(settle)
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            self._books.reselected = request.selection
+        return b""
+
+    async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, GrantRequest)
+        books = self._books
+        self._run.check_generation(request.generation)
+        if request.step > books.open.step:
+            raise ProtocolError(f"step {books.open.step} is open, got a request for step {request.step}")
+        if caller == self._run.manifest.lead and not books.begun:
+            books.begun = True
+            await self.changes.notify()
+        elif not books.begun and not await self.changes.until(lambda: books.begun):
+            self.lead.check()
+            return encode(GrantReply(wait=Wait(step=None)))
+        async with self._settling:  # not before all servers know what this step trains
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            return encode(self.places.ask(books.open, caller, request))
+
+    def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
+        if step.closing:
+            self._books.closing_s = now_s()
+        self._watch.watch(trainer)
+
+    # ------------------------------------------------------------------ the batches that have one
+
+    async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
+        self._hear(caller)
+        request = decode(message.body, BatchMetrics)
+        self._run.check_generation(request.generation)
+        self._check_open(request.step, "metrics of a batch")
+        num_tensors = sum(length for one in request.metrics for length in one.lengths)
+        if num_tensors != len(message.tensors):
+            raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
+        max_bytes = self._limits.max_metric_bytes
+        self._books.open.keep_metrics(request.lease, caller, message, max_bytes=max_bytes)
+        return Message()
+
+    async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchArmed)
+        self._run.check_generation(request.generation)
+        self._check_open(request.step, "an armed batch")
+        self._books.open.arm(request.lease, caller, request.receipts, request.logs)
+        return b""
+
+    async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
+        """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
+        self._hear(caller)
+        request = decode(body, RegisterRequest)
+        self._run.check_generation(request.generation)
+        step = self._books.open
+        if request.step != step.step or self._books.finishing:
+            return b""
+        for lease in request.report.leases:
+            if lease.grant.lease >= self._first_lease or lease.grant.attempt:
+                raise ProtocolError(
+                    f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
+                )
+        timeout = self._limits.call_timeout
+        metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
+        if step is not self._books.open or self._books.finishing:
+            return b""
+        for lease in request.report.leases:
+            if lease.grant.step == step.step:
+                step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+                self._watch.watch(caller)
+        if request.report.close_asked and caller == self._run.manifest.lead:
+            self._close(step, request.report.total_weight)
+        await self._on_change(step)
+        return b""
+
+    async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchDone)
+        self._run.check_generation(request.generation)
+        step = self._books.open
+        if request.step < step.step and (not request.close or request.step + 1 == step.step):
+            if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
+                self._run.check_counted(request.step, request.first)
+            return encode(BatchDoneReply(closing=True))
+        if request.step != step.step:
+            raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
+        if request.close and caller != self._run.manifest.lead:
+            raise ProtocolError(f"the lead {self._run.manifest.lead} closes steps, not {caller}")
+        self._enter(step, caller, request)
+        if request.close:
+            self._close(step, request.total_weight)
+        await self._on_change(step)
+        return encode(BatchDoneReply(closing=step.closing))
+
+    def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
+        if request.lease is None:
+            return
+        if not request.withdrawn:
+            step.complete(request.lease, trainer, request.completed, request.logs)
+            return
+        first = step.withdraw(request.lease, trainer)
+        if request.begun:
+            self._watch.fence(step, [first])
+
+    def _close(self, step: OpenStep, total_weight: float | None) -> None:
+        if not step.close_asked:
+            step.ask_to_close(total_weight)
+            self._books.closing_s = now_s()
+
+    # ------------------------------------------------------------------ the record
+
+    async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
+        """Hold the answer until the record is decided and applied everywhere, for a while."""
+        self._hear(caller)
+        request = decode(body, RecordRequest)
+        self._run.check_generation(request.generation)
+        books, step = self._books, self._books.open
+        if request.step > step.step:
+            raise ProtocolError(f"step {step.step} is open, got a request for record {request.step}")
+        is_lead = caller == self._run.manifest.lead
+        if is_lead and request.step == step.step:
+            if not request.hyperparameters:
+                raise ProtocolError("the lead says with which hyperparameters to step, got none")
+            await self.lead.ask(step.step, request.hyperparameters)
+        await self.changes.until(lambda: books.open.step > request.step or not books.open.closing)
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
+        if books.open.step > request.step:
+            return encode(self._outcome_for(caller))
+        await self._check_overdue(step)
+        if is_lead and not step.closing:
+            self.lead.go_on()
+        return encode(RecordReply(record=None, closing=step.closing))
+
+    def _outcome_for(self, trainer: PeerId) -> RecordReply:
+        outcome = self._books.outcome
+        if trainer != self._run.manifest.lead:
+            return RecordReply(record=outcome.record, closing=False)
+        return RecordReply(
+            record=outcome.record,
+            closing=False,
+            logs=outcome.logs,
+            measured=sorted(outcome.metrics),
+            events={} if trainer == self._servers.own else outcome.noted,
+        )
+
+    async def _check_overdue(self, step: OpenStep) -> None:
+        """Do without batches that a closing step waits for for too long."""
+        since_s, timeout = self._books.closing_s, self._limits.call_timeout
+        if step.closing and not step.ready and since_s is not None and now_s() >= since_s + timeout:
+            self._books.closing_s = now_s()
+            for trainer in step.missing() if await self._watch.is_whole() else ():
+                await self._watch.give_up(
+                    step,
+                    trainer,
+                    f"it was not through {timeout:g} s after its step was full. Raise `Limits.call_timeout` if "
+                    "batches take longer.",
+                )
+
+    async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
+        if caller != self._run.manifest.lead:
+            raise ProtocolError(f"metrics are for the lead {self._run.manifest.lead}, not for {caller}")
+        self._hear(caller)
+        request = decode(message.body, MetricsRequest)
+        self._run.check_generation(request.generation)
+        outcome = self._books.outcome
+        if request.step != outcome.step:
+            raise ProtocolError(
+                f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
+            )
+        return outcome.metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
+
+    # ------------------------------------------------------------------ signs of life, and the end
+
+    async def _handle_renew(self, caller: PeerId, body: bytes) -> bytes:
+        if body:
+            raise ProtocolError(f"{RENEW} takes no arguments, got {len(body)} bytes")
+        self._hear(caller)
+        return b""
+
+    async def _handle_quit(self, caller: PeerId, body: bytes) -> bytes:
+        self._run.check_trainer(caller)
+        request = decode(body, Quit)
+        if caller == self._run.manifest.lead:
+            raise ProtocolError("the lead ends the run by dismissing the others")
+        await self.fail(f"trainer {caller} ended, and its server with it: {request.reason}")
+        return b""
+
+    async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
+        """The open step cannot be decided: whoever asks is told, by the first reason."""
+        await self.changes.fail(kind(f"step {self._books.open.step} could not be decided: {reason}"))
+
+    def _hear(self, caller: PeerId) -> None:
+        """Whoever may ask is answered with what went wrong, if something did."""
+        self._run.check_trainer(caller)
+        if caller == self._run.manifest.lead:
+            self.lead.heard()
+        self.changes.check()
+
+    def _check_open(self, step: int, what: str) -> None:
+        """Refuse what a trainer says of a batch in another step than the open one."""
+        number = self._books.open.step
+        if step < number:
+            raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
+        if step > number:
+            raise ProtocolError(f"step {number} is open, got {what} of step {step}")
