@@ -1,17 +1,15 @@
-"""Six servers in processes of their own, three stages of two; a seeded hand takes one away again and again."""
+"""Servers in processes of their own are taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is."""
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,93 +20,138 @@ from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.config import Limits
+from lightning_swarm.run_state import RunState
+from lightning_swarm.testing import FaultySwarmStrategy
+from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
+from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
+from tests.p2p.zygote import Planned, planned
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 
 # Cold starts in this file: 1, the process that all peers are forked from.
 
-NUM_STAGES = 3
 NUM_SERVERS = 6
-LIMITS: dict[str, Any] = {"silence_timeout": 5.0, "call_timeout": 60.0, "leave_timeout": 5.0}
-ROOT = Path(__file__).resolve().parents[2]
-_ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+:\d+/\w+")
-_PATIENCE_S = 120.0
-
-
-class Zygote:
-    """Begins peers."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._num_begun = 0
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.p2p.zygote"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._read() == "ready"
-
-    def begin(self, initial_peers: list[str]) -> Server:
-        """One server; the first one has nobody to join."""
-        self._num_begun += 1
-        log = self._folder / f"server-{self._num_begun}.log"
-        serve = {"model": "digits", "num_stages": NUM_STAGES, "initial_peers": initial_peers, "limits": LIMITS}
-        assert self._process.stdin is not None
-        print(json.dumps({"log": str(log), "serve": serve}), file=self._process.stdin, flush=True)
-        return Server(int(self._read()), log)
-
-    def end(self) -> None:
-        """End it, and with it all peers that still live."""
-        self._process.kill()
-        self._process.wait(10.0)
-        for stream in (self._process.stdin, self._process.stdout):
-            assert stream is not None
-            stream.close()
-
-    def _read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-
-@dataclass
-class Server:
-    pid: int
-    log: Path
-
-    @property
-    def address(self) -> str:
-        """Where it listens, as it prints it."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while not (self.log.exists() and (found := _ADDRESS.search(self.log.read_text()))):
-            assert time.monotonic() < deadline, self.log.read_text() if self.log.exists() else "it never began"
-            threading.Event().wait(0.05)
-        return found[0]
-
-    @property
-    def peer_id(self) -> str:
-        return self.address.partition("/")[2]
-
-    @property
-    def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+MOST_S = 600.0
 
 
 class Strategy(SwarmStrategy):
-    """Waits for all servers before it begins."""
+    """Of a trainer that waits for all servers before it begins."""
 
     @property
     @override
     def _num_servers(self) -> int:
         return NUM_SERVERS
+
+    @property
+    def run(self) -> RunState:
+        """As the trainer knows it."""
+        assert self.peer is not None
+        assert self.peer.run is not None
+        return self.peer.run
+
+    @property
+    def roster(self) -> set[str]:
+        """Who is in it."""
+        return {member.peer_id for stage in self.run.rosters for member in stage}
+
+
+class FaultyStrategy(Strategy, FaultySwarmStrategy):
+    """The same, in a swarm with a plan."""
+
+
+class Steps(L.Callback):
+    """The curve; ends the run.
+
+    Args:
+        look: Called after each step; whether all has happened that shall.
+    """
+
+    def __init__(self, look: Callable[[Strategy], bool]) -> None:
+        self.losses: list[float] = []
+        self.events: Counter[Any] = Counter()  # of the trainer, at the end
+        self.begin_s = self.end_s = time.monotonic()
+        self._look = look
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        assert isinstance(trainer.strategy, Strategy)
+        assert trainer.strategy.peer is not None
+        trainer.should_stop = self._look(trainer.strategy)
+        assert time.monotonic() < self.begin_s + MOST_S, "what shall happen did not"
+        self.events = trainer.strategy.peer.events.counts
+        self.end_s = time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with closing(Zygote(tmp_path_factory.mktemp("servers"))) as made:
+        yield made
+
+
+def make() -> Net:
+    return DigitsMLP(Recipe(optimizer="sgd"))
+
+
+@dataclass
+class Swarm:
+    """Servers that wait for their trainer.
+
+    Args:
+        options: Of each server, see `serve` in `zygote.py`.
+    """
+
+    zygote: Zygote
+    num_stages: int
+    options: Callable[[int], dict[str, Any]] = lambda _: {}
+    servers: list[Server] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for number in range(NUM_SERVERS):
+            self.begin(number)
+
+    def begin(self, number: int = 0) -> None:
+        """One more server."""
+        known = [one.address for one in (self.servers[:1] if number else self.servers)]
+        self.servers.append(self.zygote.begin(known, num_stages=self.num_stages, **self.options(number)))
+
+    def close(self) -> None:
+        for server in self.servers:
+            if server.alive:
+                os.kill(server.pid, signal.SIGKILL)
+
+    def train(self, look: Callable[[Strategy], bool], made: type[Strategy] = Strategy, **options: Any) -> Steps:
+        """Until `look` says so. Losses and weights are the plain Trainer's, and no server outlives the run."""
+        strategy = made(
+            role="trainer",
+            num_stages=self.num_stages,
+            pipeline="net",
+            microbatch_size=2,
+            initial_peers=[self.servers[0].address],
+            limits=Limits(**LIMITS),
+            **options,
+        )
+        steps = Steps(look)
+        L.seed_everything(0)
+        module = make()
+        trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[steps], **QUIET)
+        trainer.fit(module, loader(digits()))
+        plain = run_plain(make, loader(digits()), max_steps=trainer.global_step, max_epochs=-1)
+        assert len(steps.losses) == trainer.global_step
+        off = max(abs(a - b) / abs(b) for a, b in zip(steps.losses, plain.losses, strict=True))
+        assert off <= LOSS_TOLERANCE
+        state = module.state_dict()
+        weights_off = max(float((state[name] - tensor).abs().max()) for name, tensor in plain.weights.items())
+        assert weights_off <= WEIGHT_TOLERANCE
+        wait_until(lambda: not any(one.alive for one in self.servers), "a server outlived its run")
+        print(  # with `-s`, for docs/faults.md
+            f"\n{trainer.global_step} steps in {steps.end_s - steps.begin_s:.0f} s, losses off by {off:.1e}, "
+            f"weights by {weights_off:.1e}, {dict(steps.events)}"
+        )
+        return steps
+
+
+# ---------------------------------------------------------------------- by a hand
 
 
 @dataclass
@@ -120,31 +163,31 @@ class Hand:
         times: How often.
     """
 
-    zygote: Zygote
-    servers: list[Server]
+    swarm: Swarm
     take: Callable[[Hand, Server], bool]
     times: int
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     taken: list[tuple[int, str]] = field(default_factory=list)  # in which step, whom
     strategy: Strategy | None = None
     error: BaseException | None = None
-    num_replays: int = 0
     done: bool = False
+
+    def look(self, strategy: Strategy) -> bool:
+        """Whether it has done its work, which begins with the first look."""
+        if self.strategy is None:
+            self.strategy = strategy
+            threading.Thread(target=self.work, daemon=True).start()
+        return self.done
 
     @property
     def roster(self) -> set[str]:
-        """Who is in it, as the trainer knows."""
         assert self.strategy is not None
-        assert self.strategy.peer is not None
-        assert self.strategy.peer.run is not None
-        return {member.peer_id for stage in self.strategy.peer.run.rosters for member in stage}
+        return self.strategy.roster
 
     @property
     def step(self) -> int:
         assert self.strategy is not None
-        assert self.strategy.peer is not None
-        assert self.strategy.peer.run is not None
-        return self.strategy.peer.run.version
+        return self.strategy.run.version
 
     def work(self) -> None:
         """On a thread of its own."""
@@ -154,29 +197,20 @@ class Hand:
         except BaseException as error:  # noqa: BLE001 - the test raises it
             self.error = error
         finally:
-            assert self.strategy is not None
-            assert self.strategy.peer is not None
-            self.num_replays = self.strategy.peer.events.counts["replay"]
             self.done = True
 
-    def wait_for(self, reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not reached():
-            assert time.monotonic() < deadline, what
-            threading.Event().wait(0.02)
-
     def _once(self) -> None:
-        server = self.rng.choice(self.servers)
+        servers = self.swarm.servers
+        server = self.rng.choice(servers)
         before = self.step
-        self.wait_for(lambda: self.step > before, "no step was decided")  # somewhere in a step, not where one begins
+        wait_until(lambda: self.step > before, "no step was decided")  # somewhere in a step, not where one begins
         threading.Event().wait(self.rng.uniform(0.0, 0.1))
         self.taken.append((self.step, server.peer_id))
         if self.take(self, server):
-            self.servers.remove(server)
-            newcomer = self.zygote.begin([one.address for one in self.servers])
-            self.servers.append(newcomer)
-        self.wait_for(
-            lambda: {one.peer_id for one in self.servers} == self.roster,
+            servers.remove(server)
+            self.swarm.begin()
+        wait_until(
+            lambda: {one.peer_id for one in servers} == self.roster,
             f"the roster is not whole again after {self.taken}",
         )
 
@@ -189,7 +223,7 @@ def kill(hand: Hand, server: Server) -> bool:
 def freeze(hand: Hand, server: Server) -> bool:
     """Until the others have gone on without it. Then it joins again, by itself."""
     os.kill(server.pid, signal.SIGSTOP)
-    hand.wait_for(lambda: server.peer_id not in hand.roster, f"{server.peer_id} is frozen and still in the roster")
+    wait_until(lambda: server.peer_id not in hand.roster, f"{server.peer_id} is frozen and still in the roster")
     os.kill(server.pid, signal.SIGCONT)
     return False
 
@@ -197,40 +231,9 @@ def freeze(hand: Hand, server: Server) -> bool:
 def terminate(hand: Hand, server: Server) -> bool:
     """It leaves by a record, and ends."""
     os.kill(server.pid, signal.SIGTERM)
-    hand.wait_for(lambda: not server.alive, f"{server.peer_id} did not leave")
+    wait_until(lambda: not server.alive, f"{server.peer_id} did not leave")
     assert server.peer_id not in hand.roster
     return True
-
-
-class Steps(L.Callback):
-    """The curve; ends the run when the hand has done its work."""
-
-    def __init__(self, hand: Hand) -> None:
-        self.hand = hand
-        self.losses: list[float] = []
-        self._thread = threading.Thread(target=hand.work, daemon=True)
-
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert isinstance(trainer.strategy, Strategy)
-        self.hand.strategy = trainer.strategy
-        self._thread.start()
-
-    @override
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-        trainer.should_stop = self.hand.done
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    made = Zygote(tmp_path_factory.mktemp("servers"))
-    yield made
-    made.end()
-
-
-def make() -> Net:
-    return DigitsMLP(Recipe(optimizer="sgd"))
 
 
 @pytest.mark.parametrize(
@@ -245,35 +248,74 @@ def make() -> Net:
 def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(
     zygote: Zygote, take: Callable[[Hand, Server], bool], times: int
 ) -> None:
-    first = zygote.begin([])
-    servers = [first, *(zygote.begin([first.address]) for _ in range(1, NUM_SERVERS))]
-    hand = Hand(zygote, servers, take, times)
-    curve = Steps(hand)
-    strategy = Strategy(
-        role="trainer",
-        num_stages=NUM_STAGES,
-        pipeline="net",
-        microbatch_size=2,
-        initial_peers=[first.address],
-        limits=Limits(**LIMITS),
-    )
-    try:
-        L.seed_everything(0)
-        module = make()
-        trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[curve], **QUIET)
-        trainer.fit(module, loader(digits()))
+    with closing(Swarm(zygote, num_stages=3)) as swarm:
+        hand = Hand(swarm, take, times)
+        steps = swarm.train(hand.look)
         assert hand.error is None, hand.error
         assert len(hand.taken) == times
         if take is terminate:
-            assert hand.num_replays == 0
-        plain = run_plain(make, loader(digits()), max_steps=trainer.global_step, max_epochs=-1)
-        assert len(curve.losses) == trainer.global_step
-        for ours, theirs in zip(curve.losses, plain.losses, strict=True):
-            assert abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs)
-        for name, tensor in plain.weights.items():
-            assert float((module.state_dict()[name] - tensor).abs().max()) <= WEIGHT_TOLERANCE
-        hand.wait_for(lambda: not any(one.alive for one in hand.servers), "a server outlived its run")
-    finally:
-        for server in hand.servers:
-            if server.alive:
-                os.kill(server.pid, signal.SIGKILL)
+            assert steps.events["replay"] == 0
+
+
+# ---------------------------------------------------------------------- by a plan
+
+FAULTS: Planned = [
+    ("kill", "server-2", {"at": "BACKWARD_DONE", "nth": 5}),
+    ("freeze", "server-3", {"at": "CLOSE", "step": 8, "for_s": 2 * LIMITS["silence_timeout"]}),
+]
+
+
+def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) -> None:
+    """One ends with its fifth gradient added and no receipt sent; one freezes when sums are, and joins again."""
+    fired = tmp_path / "fired"
+
+    def told(number: int) -> dict[str, Any]:
+        return {"faults": FAULTS, "name": f"server-{number}", "fired": str(fired)}
+
+    with closing(Swarm(zygote, num_stages=2, options=told)) as swarm:
+        killed, frozen = swarm.servers[2:4]
+        there: list[bool] = []  # after each step, whether the frozen one is in the roster
+
+        def look(strategy: Strategy) -> bool:
+            there.append(frozen.peer_id in strategy.roster)
+            return there[-1] and not all(there)
+
+        steps = swarm.train(look, FaultyStrategy, faults=planned(FAULTS), fired=fired)
+        assert fired.read_text().splitlines() == [str(fault) for fault in planned(FAULTS).faults]
+        assert there.index(False) >= 8, "it was left out before it froze"
+        assert not killed.alive
+        assert "lightning_swarm:" not in killed.said, "it had a last word"
+        assert steps.events["replay"] > 0
+
+
+# ---------------------------------------------------------------------- by a cloud
+
+
+def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zygote) -> None:
+    """The notice comes as AWS gives it, by HTTP."""
+    with closing(Metadata()) as service:
+        service.be_aws()
+
+        def told(number: int) -> dict[str, Any]:
+            address = (service.endpoint.host, service.endpoint.port)
+            return {"metadata": address} if number == 4 else {}
+
+        with closing(Swarm(zygote, num_stages=3, options=told)) as swarm:
+            server = swarm.servers[4]
+            num_steps = num_asked = 0
+
+            def look(strategy: Strategy) -> bool:
+                nonlocal num_steps, num_asked
+                num_steps += 1
+                if num_steps == 5:
+                    assert server.peer_id in strategy.roster
+                    num_asked = len(service.asked)
+                    let_go(service, "aws")
+                return not server.alive
+
+            steps = swarm.train(look)
+            assert ("GET", ACTION) in service.asked[num_asked:]
+            assert f"{REASONS['aws']}: leaving." in server.said
+            assert "Run 'swarm' has let this peer go." in server.said
+            assert steps.events["replay"] == 0
+            assert steps.events["retry"] == 0

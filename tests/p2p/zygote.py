@@ -7,11 +7,13 @@ has no thread and no event loop of its own, so a fork of it is as clean as a new
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,24 @@ import lightning as L
 import torch
 
 import lightning_swarm.network.hivemind  # noqa: F401
-from lightning_swarm import SwarmStrategy
+from lightning_swarm import SwarmStrategy, preemption
 from lightning_swarm.config import Limits
+from lightning_swarm.preemption.http import Endpoint
+from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from tests.parity.models import MODELS, Recipe
 
 _PR_SET_PDEATHSIG = 1
+
+Planned = Sequence[tuple[str, str, dict[str, Any]]]
+"""Faults as JSON has them: a method of `FaultPlan`, a name, and the method's keywords, the phase by its name."""
+
+
+def planned(faults: Planned) -> FaultPlan:
+    """The plan that was told."""
+    plan = FaultPlan()
+    for kind, peer, when in faults:
+        getattr(plan, kind)(peer, **{**when, "at": Phase[when["at"]]})
+    return plan
 
 
 def main() -> None:
@@ -64,12 +79,45 @@ def _live(order: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def serve(model: str, num_stages: int, initial_peers: list[str], limits: dict[str, float]) -> None:
-    """As a user's script does that joins a run."""
+def serve(
+    *,
+    model: str,
+    num_stages: int,
+    initial_peers: list[str],
+    limits: dict[str, float],
+    faults: Planned | None = None,
+    name: str = "",
+    fired: str = "",
+    metadata: tuple[str, int] | None = None,
+) -> None:
+    """As a user's script does that joins a run.
+
+    Args:
+        model: Of the tests' models.
+        num_stages: Of the run.
+        initial_peers: Of it; none: this is its first server.
+        limits: As in `Limits`.
+        faults: Of the whole swarm; None: nothing is planned.
+        name: Of this process in that plan.
+        fired: The file for faults that strike.
+        metadata: Where a cloud's metadata service answers whose notices this server heeds.
+    """
     torch.manual_seed(len(initial_peers))  # its own initial weights are never used
-    strategy = SwarmStrategy(
-        role="server", num_stages=num_stages, pipeline="net", initial_peers=initial_peers, limits=Limits(**limits)
-    )
+    options: dict[str, Any] = {
+        "role": "server",
+        "num_stages": num_stages,
+        "pipeline": "net",
+        "initial_peers": initial_peers,
+        "limits": Limits(**limits),
+    }
+    if metadata is not None:
+        known = preemption.clouds(Endpoint(*metadata))
+        preemption.watch = functools.partial(preemption.watch, known=known, every_s=0.5)  # type: ignore[assignment]
+        options["preemption"] = "aws"
+    if faults is None:
+        strategy = SwarmStrategy(**options)
+    else:
+        strategy = FaultySwarmStrategy(faults=planned(faults), fired=Path(fired), name=name, **options)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,

@@ -1,0 +1,106 @@
+"""Peers that are forked from a process which has imported everything, and a hand that does things to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LIMITS: dict[str, Any] = {"silence_timeout": 5.0, "call_timeout": 60.0, "leave_timeout": 5.0}
+PATIENCE_S = 120.0
+
+_ROOT = Path(__file__).resolve().parents[2]
+_ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+:\d+/\w+")
+
+
+class Zygote:
+    """Begins peers."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_begun = 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.p2p.zygote"],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._read() == "ready"
+
+    def begin(self, initial_peers: list[str], **options: Any) -> Server:
+        """One server; the first one has nobody to join. `options` are those of `serve` in `zygote.py`."""
+        self._num_begun += 1
+        log = self._folder / f"server-{self._num_begun}.log"
+        serve = {"model": "digits", "initial_peers": initial_peers, "limits": LIMITS, **options}
+        assert self._process.stdin is not None
+        print(json.dumps({"log": str(log), "serve": serve}), file=self._process.stdin, flush=True)
+        return Server(int(self._read()), log)
+
+    def close(self) -> None:
+        """End it, and with it all peers that still live."""
+        self._process.kill()
+        self._process.wait(10.0)
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@dataclass
+class Server:
+    """A forked peer."""
+
+    pid: int
+    log: Path
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as it prints it."""
+        wait_until(lambda: _ADDRESS.search(self.said) is not None, f"{self.log} names no address")
+        found = _ADDRESS.search(self.said)
+        assert found is not None
+        return found[0]
+
+    @property
+    def peer_id(self) -> str:
+        return self.address.partition("/")[2]
+
+    @property
+    def said(self) -> str:
+        """All that it printed."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in ("", "Z")
+
+    @property
+    def state(self) -> str:
+        """The kernel's letter for it, ``T`` while it is stopped; empty: there is none."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+
+
+def wait_until(reached: Callable[[], bool], otherwise: str) -> None:
+    """Other processes and threads work meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline, otherwise
+        threading.Event().wait(0.02)
