@@ -7,6 +7,7 @@ import logging
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from lightning_swarm.steps.role import Role
 from lightning_swarm.steps.snapshots import ask_held, newest_complete
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.reports import PeerReport
 from lightning_swarm.types.runs import Member, RestartRequest
 
@@ -79,6 +81,7 @@ class Peer:
         self._config = config
         self._rng = rng
         self.events = EventLog()
+        self._told: Counter[EventKind] = Counter()  # of them, in the Trainer's loggers
         self.boot_id = secrets.randbits(62)
         self._began_s = time.monotonic()
         hello.answer(transport)
@@ -318,7 +321,7 @@ class Peer:
         )
         link.check = steps.renew
         is_lead = self.transport.peer_id == run.manifest.lead
-        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+        return Session(runtime, pipeline, steps, run.manifest, told=self._told, around=around, is_lead=is_lead)
 
     async def _remain(self, run: RunState) -> None:
         """While this peer trains, have its server join again when it was left out; not with layers on the trainers."""

@@ -31,6 +31,7 @@ class Session:
         pipeline: Its data plane.
         steps: Its coordinator.
         manifest: Of the run.
+        told: What was logged of the peer's events, by sessions before this one, too; it is kept up to date.
         is_lead: Whether the run follows this trainer's loop.
         around: What it computes itself, if there is anything outside of the pipeline.
     """
@@ -42,6 +43,7 @@ class Session:
         steps: StepClient,
         manifest: Manifest,
         *,
+        told: Counter[EventKind],
         is_lead: bool = True,
         around: Around | None = None,
     ) -> None:
@@ -53,7 +55,7 @@ class Session:
         self.selection = manifest.selection
         self.is_lead = is_lead
         self.num_trainers = len(manifest.trainers)
-        self._seen = pipeline.link.events.counts
+        self._told = told
         pipeline.generation, pipeline.version = manifest.generation, steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
@@ -186,7 +188,7 @@ class Session:
 
     def take_events(self) -> dict[EventKind, int]:
         """At the lead: what was noted since this was asked last, here and at the coordinator, and how often."""
-        new = self.pipeline.link.events.take(self._seen)
+        new = self.pipeline.link.events.take(self._told)
         noted, self._steps.events = self._steps.events, Counter()
         return dict(new + noted)
 

@@ -140,7 +140,10 @@ class Joiner:
                     raise
                 _log.warning("Could not join the run (attempt %d of %d): %s", attempt, _MAX_ATTEMPTS, error)
                 if attempt == _MAX_ATTEMPTS:
-                    raise
+                    raise PeerError(
+                        f"a run must let a server in within {_MAX_ATTEMPTS} attempts, and {coordinator} named the last "
+                        f"reason: {error} See with `lightning-swarm doctor --peer` what is in the way, then join again."
+                    ) from error
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             if self._done:
                 return

@@ -329,8 +329,9 @@ class Leadership:
         books = await gather_books(self._transport, run, self._stepping.reselected, timeout=timeout)
         if run.term != term:
             return  # another one was quicker meanwhile
-        self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
         await self._coordinate(run, proposer, books)
+        # Not before: a coordinator tells the lead what is noted from its beginning on.
+        self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
         self._tasks.spawn(self._say_so(run))
 
     async def _say_so(self, run: RunState) -> None:

@@ -1,4 +1,4 @@
-"""Servers in processes of their own are taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is."""
+"""Servers in processes of their own, taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is."""
 
 from __future__ import annotations
 

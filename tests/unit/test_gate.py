@@ -13,7 +13,7 @@ from msgspec import structs
 
 from lightning_swarm import membership
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.errors import Busy, DeadlineExceeded, PeerError, ProtocolError, Unreachable
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.server import ADMIT, FOLLOW, NEXT, pieces
@@ -41,6 +41,35 @@ def entering(swarm: Swarm, joiner: Server) -> asyncio.Task[None]:
 
     swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find)))
     return swarm.joining[-1]
+
+
+def test_a_server_that_is_never_let_in_says_so(make_swarm: MakeSwarm) -> None:
+    """After eight attempts, two minutes apart in all."""
+    swarm = make_swarm("a", "b")
+    joiner = swarm.add_server("j")
+    asked_s: list[float] = []
+
+    async def refuse(caller: PeerId, body: bytes) -> bytes:
+        asked_s.append(swarm.loop.time())
+        raise Unreachable("its cable is cut.")
+
+    swarm.network.find(A)._call_handlers[JOIN] = refuse
+
+    async def go() -> None:
+        with pytest.raises(PeerError) as refusal:
+            await joiner.joiner.enter(found)
+        said = str(refusal.value)
+        assert said.startswith("a run must let a server in within 8 attempts, and a named the last reason: ")
+        assert "its cable is cut." in said
+        assert "`lightning-swarm doctor --peer`" in said
+
+    async def found() -> Sequence[PeerId]:
+        return [A]
+
+    swarm.run(go())
+    assert len(asked_s) == 8
+    assert asked_s[-1] - asked_s[0] == pytest.approx(127.0, abs=1.0)
+    assert not joiner.admission.is_member
 
 
 # ---------------------------------------------------------------------- announcements outlive runs

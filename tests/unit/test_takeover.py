@@ -251,8 +251,8 @@ def test_a_coordinator_that_is_cut_off_from_the_others(make_swarm: MakeSwarm) ->
     assert trial.count("takeover") == 1
 
 
-def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm) -> None:
-    """Both other voters are frozen for long; nothing is decided until they are back."""
+def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
+    """Both other voters are frozen for long; nothing is decided until they are back, and a line a minute says so."""
     plan = FaultPlan().freeze("b", for_s=300.0, at=Phase.DECIDE, of="b", step=1)
     plan.freeze("c", for_s=300.0, at=Phase.DECIDE, of="c", step=1)
     trial = Trial(make_swarm, plan)
@@ -260,6 +260,8 @@ def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm) ->
     trial.train(1, avoid="b c")
     assert trial.swarm.loop.time() >= 290.0
     assert trial.count("pause") >= 1
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert said.count("Step 1 waits for a majority of its voters: a, b, c.") == 4
     trial.train(1)
     trial.check()
 
