@@ -17,7 +17,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.framing import Buffer
-from lightning_swarm.server import NEXT, donor
+from lightning_swarm.server import NEXT, PIECE, donor
 from lightning_swarm.server.server import Server
 from lightning_swarm.steps import LISTEN
 from lightning_swarm.testing import InMemoryStrategy
@@ -198,6 +198,21 @@ def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     while_coming_s, when_there_s = joining.steps_s[joining.at : last], joining.steps_s[last:]
     assert max(while_coming_s) < 1.4 * max(when_there_s)
     assert run.strategy.refusals == []
+
+
+def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take what they took before anyone came, in which there was room for all that they send."""
+    monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)
+    line = 1_000_000.0
+    joining = Timed(count=10, prepare=uplinks(line))
+    run = swarm(joining, num_joiners=0, limits=Limits(max_upload=int(line / 40)), max_steps=7)
+    assert joining.entered_at == [], "they were to be on their way in"
+    peers = [joiner.admission.me.peer_id for joiner in joining.joiners]
+    sent = [sum(server._transport.traffic.sent_bytes[to, PIECE] for to in peers) for server in run.strategy.servers[:2]]
+    assert min(sent) > 10_000, "nobody downloaded from it"
+    before_s, meanwhile_s = joining.steps_s[: joining.at], joining.steps_s[joining.at :]
+    assert len(meanwhile_s) == 4
+    assert max(meanwhile_s) < 1.2 * max(before_s)
 
 
 def test_ten_servers_join_at_once() -> None:
