@@ -43,12 +43,25 @@ class Block(nn.Module):
         return out
 
 
+class Nop(nn.Module):
+    """Computes next to nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    @override
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[batch, sequence, width]`` to the same."""
+        return hidden * self.scale
+
+
 class Blocks(L.LightningModule):
     """Learns to give back what it gets."""
 
-    def __init__(self, width: int, num_blocks: int) -> None:
+    def __init__(self, width: int, num_blocks: int, block: type[nn.Module] = Block) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(*(block(width) for _ in range(num_blocks)))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -88,6 +101,7 @@ class Clock(L.Callback):
         now_s = time.monotonic()
         if self.begin_s is None:  # the first step warms up
             self.begin_s = now_s
+            print(json.dumps({"first": 1}), flush=True)
             return
         self._say(now_s, samples=len(batch))
         if self.kill_after_s is not None and now_s - self.begin_s >= self.kill_after_s:
@@ -110,6 +124,7 @@ def parse() -> argparse.Namespace:
     """What to train, and for how long."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true", help="no swarm")
+    parser.add_argument("--nop", action="store_true", help="blocks that compute next to nothing")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--role", default="auto")
@@ -153,7 +168,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     data = Noise(arguments.width, 64 * arguments.batch_size)
-    trainer.fit(Blocks(arguments.width, arguments.num_blocks), DataLoader(data, batch_size=arguments.batch_size))
+    model = Blocks(arguments.width, arguments.num_blocks, Nop if arguments.nop else Block)
+    trainer.fit(model, DataLoader(data, batch_size=arguments.batch_size))
     # In KiB, and of the children that have ended the largest one's.
     own, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(json.dumps({"trainer_bytes": own << 10, "server_bytes": largest << 10}), flush=True)

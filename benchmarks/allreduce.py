@@ -1,0 +1,130 @@
+"""One vector averaged among peers: the swarm's butterfly against hivemind's `AllReduceRunner`, and gloo.
+
+Each peer is a process of its own, with one thread. The ways take turns; a round's time is that of the slowest peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+import uvloop
+from hivemind.averaging.allreduce import AllReduceRunner
+from hivemind.p2p import P2P, PeerID
+from torch import Tensor, distributed
+
+from benchmarks.peers import hivemind_peer, swarm_peer
+from benchmarks.runs import table, write
+from benchmarks.together import Together, run_together
+from lightning_swarm.averaging.butterfly import average
+from lightning_swarm.network import PeerId
+from lightning_swarm.tickets import TicketStore
+
+_TIMEOUT_S = 120.0
+
+Round = Callable[[], Awaitable[Tensor]]
+"""Averages once. All peers have got theirs before anyone begins."""
+
+
+def measure(together: Together, folder: str, num_parameters: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each round, by way, on this peer."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/gloo", rank=together.rank, world_size=together.size
+    )
+    try:
+        return uvloop.run(_measure(together, num_parameters, repeats))
+    finally:
+        distributed.destroy_process_group()
+
+
+async def _measure(together: Together, num_parameters: int, repeats: int) -> dict[str, list[float]]:
+    vector = torch.full((num_parameters,), float(together.rank))
+    mean = (together.size - 1) / 2
+    async with swarm_peer(together) as (transport, ids), hivemind_peer(together) as (p2p, their_ids):
+        tickets = TicketStore(transport, max_bytes=1 << 30)
+        ways: dict[str, Callable[[int, Tensor], Awaitable[Round]]] = {
+            "swarm": lambda number, own: _by_swarm(tickets, ids, together.rank, number, own),
+            "hivemind": lambda number, own: _by_hivemind(together, p2p, their_ids, number, own),
+            "gloo": lambda _, own: _by_gloo(together.size, own),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(repeats + 1):
+            for name, way in ways.items():
+                once = await way(number, vector.clone())
+                await asyncio.to_thread(together.exchange)
+                began_s = time.perf_counter()
+                found = await once()
+                took_s = time.perf_counter() - began_s
+                if not torch.equal(found, torch.full_like(found, mean)):
+                    raise RuntimeError(f"{name} did not average")
+                if number:  # the first round opens connections
+                    seconds[name].append(took_s)
+        return seconds
+
+
+async def _by_swarm(tickets: TicketStore, ids: Sequence[PeerId], rank: int, number: int, own: Tensor) -> Round:
+    async def once() -> Tensor:
+        mean, _ = await average(
+            own, len(ids), roster=ids, place=rank, prefix=f"round{number}", tickets=tickets, timeout=_TIMEOUT_S
+        )
+        return mean
+
+    return once
+
+
+async def _by_hivemind(together: Together, p2p: P2P, ids: Sequence[PeerID], number: int, own: Tensor) -> Round:
+    runner = AllReduceRunner(
+        p2p=p2p,
+        servicer_type=AllReduceRunner,
+        prefix=f"round{number}",
+        group_id=str(number).encode(),
+        tensors=[own],
+        ordered_peer_ids=ids,
+        peer_fractions=(1 / together.size,) * together.size,
+    )
+    await runner.add_p2p_handlers(p2p, namespace=f"round{number}")
+
+    async def once() -> Tensor:
+        async for delta in runner:  # it gives differences
+            own.add_(delta)
+        return own
+
+    return once
+
+
+async def _by_gloo(size: int, own: Tensor) -> Round:
+    async def once() -> Tensor:
+        distributed.all_reduce(own)
+        return own.div_(size)
+
+    return once
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--parameters", type=int, default=10_000_000)
+    parser.add_argument("--repeats", type=int, default=11)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_together(measure, arguments.peers, folder, arguments.parameters, arguments.repeats)
+    rounds = {name: [max(each) for each in zip(*(one[name] for one in found), strict=True)] for name in found[0]}
+    ratios = [ours / theirs for ours, theirs in zip(rounds["swarm"], rounds["hivemind"], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    rows: list[list[object]] = [["way", "seconds, median", "of hivemind's"]]
+    for name, seconds in rounds.items():
+        share = statistics.median(seconds) / statistics.median(rounds["hivemind"])
+        rows.append([name, f"{statistics.median(seconds):.3f}", f"{share:.2f}"])
+    title = f"{arguments.parameters / 1e6:g}M float32 averaged among {arguments.peers} peers"
+    write("allreduce", f"{table(title, rows)}\nswarm / hivemind, by rounds: {median:.2f} ({low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()

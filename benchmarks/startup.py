@@ -1,0 +1,65 @@
+"""From the command to the first batch: a swarm of four peers, against four processes that only import.
+
+The imports are those of torch, lightning and hivemind, which every peer needs. The two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+from benchmarks.runs import table, write
+
+IMPORTS = "import torch, lightning, hivemind"
+NUM_PEERS = 4
+_PATIENCE_S = 120.0
+
+
+def imports_s() -> float:
+    """Seconds until four processes have imported, all at once."""
+    began_s = time.monotonic()
+    processes = [_start("-c", IMPORTS) for _ in range(NUM_PEERS)]
+    for process in processes:
+        if process.wait(_PATIENCE_S):
+            raise RuntimeError(f"`{IMPORTS}` ended with {process.returncode}")
+    return time.monotonic() - began_s
+
+
+def swarm_s() -> float:
+    """Seconds until the first batch of a swarm of four is through."""
+    began_s = time.monotonic()
+    options = ("--devices", NUM_PEERS, "--num-stages", 2, "--width", 64, "--batch-size", 8, "--seconds", 0)
+    process = _start("-m", "benchmarks.train", *map(str, options))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith('{"first"'):
+            took_s = time.monotonic() - began_s
+            process.communicate(timeout=_PATIENCE_S)
+            return took_s
+    raise RuntimeError(f"the swarm ended with {process.wait()} before its first batch")
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    pairs = [(imports_s(), swarm_s()) for _ in range(arguments.repeats + 1)][1:]  # the first one fills the disk's cache
+    rows: list[list[object]] = [["run", "four imports", "swarm's first batch", "ratio"]]
+    for number, (imports, swarm) in enumerate(pairs, start=1):
+        rows.append([number, f"{imports:.1f} s", f"{swarm:.1f} s", f"{swarm / imports:.2f}"])
+    median = statistics.median(swarm / imports for imports, swarm in pairs)
+    write("startup", f"{table('From the command to the first batch', rows)}\nmedian ratio {median:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""One tensor from one process to another: the swarm's streams against hivemind's.
+
+hivemind's are what `hivemind.moe` sends large tensors with: serialized by its codec into protobuf messages, a stream of
+chunks. The swarm's are its own framing on a raw stream. Both go through libp2p's daemon, on 127.0.0.1. The two take
+turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Awaitable, Callable
+from typing import AsyncIterator  # noqa: UP035 - hivemind knows a stream by this one
+
+import torch
+import uvloop
+from hivemind.compression import deserialize_tensor_stream, serialize_torch_tensor
+from hivemind.p2p import P2PContext, ServicerBase
+from hivemind.p2p.p2p_daemon import DEFAULT_MAX_MSG_SIZE
+from hivemind.proto import runtime_pb2
+from hivemind.utils.asyncio import amap_in_executor, iter_as_aiter
+from hivemind.utils.streaming import split_for_streaming
+
+from benchmarks.peers import hivemind_peer, swarm_peer
+from benchmarks.runs import table, write
+from benchmarks.together import Together, run_together
+from lightning_swarm.network import Message, PeerId
+
+METHOD = "benchmark.tensor"
+SIZES = (1 << 20, 8 << 20, 64 << 20)
+"""Bytes."""
+
+
+class _Servicer(ServicerBase):
+    """Answers with the tensor of the size that the request names, as an expert's output goes to its client."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    async def rpc_tensor(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        serialized = serialize_torch_tensor(self._tensors[request.uid])
+        async for part in amap_in_executor(
+            lambda part: runtime_pb2.ExpertResponse(tensors=[part]),
+            iter_as_aiter(split_for_streaming(serialized, DEFAULT_MAX_MSG_SIZE)),
+        ):
+            yield part
+
+
+def measure(together: Together, repeats: int) -> dict[str, list[list[float]]]:
+    """Seconds of each repeat, by size; what the first process found, which asks the other one."""
+    torch.set_num_threads(1)
+    return uvloop.run(_measure(together, repeats))
+
+
+async def _measure(together: Together, repeats: int) -> dict[str, list[list[float]]]:
+    tensors = {str(size): torch.randn(size // 4) for size in SIZES}
+    async with swarm_peer(together) as (transport, ids), hivemind_peer(together) as (p2p, their_ids):
+
+        async def give(caller: PeerId, message: Message) -> Message:
+            return Message(tensors=(tensors[message.body.decode()],))
+
+        async def by_swarm(name: str) -> torch.Tensor:
+            message = Message(name.encode())
+            return (await transport.stream(ids[1], METHOD, message, timeout=60.0)).tensors[0]
+
+        async def by_hivemind(name: str) -> torch.Tensor:
+            parts = await stub.rpc_tensor(runtime_pb2.ExpertRequest(uid=name))
+            return (await deserialize_tensor_stream(amap_in_executor(lambda part: part.tensors, parts)))[0]
+
+        transport.handle_stream(METHOD, give)
+        await _Servicer(tensors).add_p2p_handlers(p2p)
+        stub = _Servicer.get_stub(p2p, their_ids[1])
+        together.exchange()
+        if together.rank != 0:
+            return {}
+        return {name: await _by_turns(name, len(tensors[name]), [by_swarm, by_hivemind], repeats) for name in tensors}
+
+
+async def _by_turns(
+    name: str, length: int, ways: list[Callable[[str], Awaitable[torch.Tensor]]], repeats: int
+) -> list[list[float]]:
+    seconds: list[list[float]] = [[] for _ in ways]
+    for repeat in range(repeats + 1):
+        for way, found in zip(ways, seconds, strict=True):
+            began_s = time.perf_counter()
+            tensor = await way(name)
+            if repeat:  # the first time opens streams
+                found.append(time.perf_counter() - began_s)
+            if len(tensor) != length:
+                raise RuntimeError(f"{len(tensor)} of {length} numbers came")
+    return seconds
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    arguments = parser.parse_args()
+    rows: list[list[object]] = [["tensor", "swarm", "hivemind", "swarm / hivemind"]]
+    for name, (ours, theirs) in run_together(measure, 2, arguments.repeats)[0].items():
+        rates = [int(name) / 1e6 / statistics.median(seconds) for seconds in (ours, theirs)]
+        rows.append([f"{int(name) >> 20} MiB", *(f"{rate:.0f} MB/s" for rate in rates), f"{rates[0] / rates[1]:.2f}"])
+    write("streaming", table("Tensors from one process to another, medians", rows))
+
+
+if __name__ == "__main__":
+    main()
