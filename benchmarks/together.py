@@ -93,6 +93,6 @@ def _take_part(address: str) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import together  # so that what is sent has the names that the other side knows
+    from benchmarks import together  # noqa: PLW0406 - so that what is sent has the names that the other side knows
 
     together._take_part(sys.argv[1])

@@ -18,7 +18,7 @@ PeerId = NewType("PeerId", str)
 """A peer's identity: the base58 text of its public key's hash."""
 
 MAX_CALL_BYTES = 1 << 20
-"""Longest body of a unary call or of its answer. (The daemon never answers beyond 4 MiB.)"""
+"""Longest body of a call or of its answer: they share a stream, and a long one would hold up the others."""
 
 MAX_STREAM_BYTES = 8 << 30
 """Default cap on all tensors of one message. Checked before memory is allocated."""
@@ -75,7 +75,7 @@ class Transport(ABC):
 
     @abstractmethod
     def handle_call(self, method: str, handler: CallHandler) -> None:
-        """Answer the unary calls of `method`. A method may be registered once."""
+        """Answer the calls of `method`. A method may be registered once."""
 
     @abstractmethod
     def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:

@@ -28,7 +28,7 @@ from lightning_swarm.network import (
     Transport,
 )
 from lightning_swarm.network.exchange import Channel, Endpoint, Responder, answer_to, check_answer
-from lightning_swarm.network.framing import Head, Kind, check_outgoing, decode, encode, encode_error
+from lightning_swarm.network.framing import Head, Kind, check_outgoing, decode, encode, encode_error, exchange_id_of
 from lightning_swarm.network.liveness import Exchange, Liveness
 
 _T = TypeVar("_T")
@@ -165,7 +165,7 @@ class BaseTransport(Transport):
             method = head.method
             answer = b"".join(await answer_to(head, respond, Message(head.body)))
         except ProtocolError as error:
-            answer = b"".join(encode_error(0, error))
+            answer = b"".join(encode_error(exchange_id_of(request), error))
         self.traffic.received_bytes[caller, method] += len(request)
         self.traffic.sent_bytes[caller, method] += len(answer)
         return answer

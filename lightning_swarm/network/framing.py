@@ -86,6 +86,8 @@ class Kind(enum.IntEnum):
     STREAM = 2
     ANSWER = 3
     ERROR = 4
+    CANCEL = 5
+    """Nobody waits for the answer to this exchange any more."""
 
 
 class Reader(Protocol):
@@ -116,12 +118,24 @@ _decoder = msgspec.msgpack.Decoder(_Control)
 
 
 @dataclass(frozen=True)
-class _Fixed:
+class Fixed:
+    """What a message's fixed header says.
+
+    Args:
+        kind: What it is.
+        exchange_id: Chosen by the caller, repeated by the answer.
+        control_bytes: Of the control part.
+        payload_bytes: Of all tensors.
+        control_checksum: Of the control part.
+        data: The header as it came.
+    """
+
     kind: Kind
     exchange_id: int
     control_bytes: int
     payload_bytes: int
     control_checksum: int
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -186,6 +200,16 @@ def encode_error(exchange_id: int, error: BaseException) -> Iterator[Buffer]:
     return encode(Kind.ERROR, exchange_id, name, Message(text[:MAX_ERROR_CHARS].encode(errors="replace")))
 
 
+def encode_cancel(exchange_id: int) -> bytes:
+    """Take a request back."""
+    return b"".join(encode(Kind.CANCEL, exchange_id, "", Message()))
+
+
+def exchange_id_of(data: bytes) -> int:
+    """Of a whole message; 0 if it has not even a header."""
+    return int(_FIXED.unpack_from(data)[4]) if len(data) >= HEADER_BYTES else 0
+
+
 def decode(data: bytes) -> Head:
     """Read a whole message without tensors from `data`.
 
@@ -203,6 +227,23 @@ def decode(data: bytes) -> Head:
     return head
 
 
+async def read_fixed(reader: Reader) -> Fixed:
+    """Read a message's fixed header. Cancelled, it has read nothing. Raises what `read_head` raises."""
+    return _parse_fixed(await reader.readexactly(HEADER_BYTES))
+
+
+async def read_whole(reader: Reader, fixed: Fixed) -> bytes:
+    """Read the rest of a message without tensors; returns all of it, for `decode`.
+
+    Raises:
+        ProtocolError: It has tensors.
+        asyncio.IncompleteReadError: The stream ended.
+    """
+    if fixed.payload_bytes:
+        raise ProtocolError(f"A call brings no tensors, this one {fixed.payload_bytes} bytes of them.")
+    return fixed.data + await reader.readexactly(fixed.control_bytes + TRAILER_BYTES)
+
+
 async def read_head(reader: Reader) -> Head:
     """Read all of a message but its tensors. `read_tensors` must follow.
 
@@ -210,7 +251,7 @@ async def read_head(reader: Reader) -> Head:
         ProtocolError: Malformed; what follows in the stream is meaningless.
         asyncio.IncompleteReadError: The stream ended; with ``partial == b""`` if it ended between messages.
     """
-    fixed = _parse_fixed(await reader.readexactly(HEADER_BYTES))
+    fixed = await read_fixed(reader)
     return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
 
 
@@ -296,7 +337,7 @@ def _from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     return buffer.view(dtype).reshape(shape)
 
 
-def _parse_fixed(data: bytes) -> _Fixed:
+def _parse_fixed(data: bytes) -> Fixed:
     magic, version, kind, reserved, exchange_id, control_bytes, payload_bytes, checksum = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("This is no message of lightning_swarm.")
@@ -312,10 +353,10 @@ def _parse_fixed(data: bytes) -> _Fixed:
         raise ProtocolError(
             f"A message describes itself in {control_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken."
         )
-    return _Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum)
+    return Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum, data)
 
 
-def _parse_control(fixed: _Fixed, data: bytes) -> Head:
+def _parse_control(fixed: Fixed, data: bytes) -> Head:
     if zlib.crc32(data) != fixed.control_checksum:
         raise Damaged("The control part of a message is damaged.")
     try:

@@ -29,14 +29,12 @@ def _process_settings_kept() -> Iterator[None]:
 
 
 with _process_settings_kept():
-    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # ships no types
-    from google.protobuf.wrappers_pb2 import BytesValue  # type: ignore[import-untyped]  # ships no types
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID
     from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
+    from hivemind.p2p import P2P, P2PDaemonError, PeerID
     from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
     from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
     from hivemind.proto import p2pd_pb2
@@ -46,17 +44,13 @@ with _process_settings_kept():
 __all__ = [
     "DHTID",
     "P2P",
-    "BytesValue",
     "DHTNode",
     "DHTProtocol",
     "DHTRecord",
-    "DecodeError",
     "DictionaryDHTValue",
     "MSGPackSerializer",
     "Multiaddr",
-    "P2PContext",
     "P2PDaemonError",
-    "P2PHandlerError",
     "PeerID",
     "RecordValidatorBase",
     "StreamInfo",

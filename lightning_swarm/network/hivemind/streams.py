@@ -30,12 +30,17 @@ class Stream:
         writer.transport.set_write_buffer_limits(high=0)
         self._reader = reader
         self._writer = writer
-        self.channel = Channel(reader, self._write)
+        self.channel = Channel(reader, self.write)
         self.expiry: asyncio.TimerHandle | None = None
 
-    async def _write(self, buffer: Buffer) -> None:
-        self._writer.write(buffer)
+    async def write(self, buffer: Buffer) -> None:
+        """Send a buffer, and wait until it may change again."""
+        self.write_soon(buffer)
         await self._writer.drain()
+
+    def write_soon(self, buffer: Buffer) -> None:
+        """Send a buffer that does not change."""
+        self._writer.write(buffer)
 
     @property
     def ended(self) -> bool:
@@ -63,7 +68,7 @@ class Daemon:
         """
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
-            streamOpen=p2pd_pb2.StreamOpenRequest(peer=to_peer_id(peer).to_bytes(), proto=[protocol]),
+            streamOpen=p2pd_pb2.StreamOpenRequest(peer=_to_peer_id(peer).to_bytes(), proto=[protocol]),
         )
         return await self._request(request, f"open a stream to {peer}")
 
@@ -80,7 +85,7 @@ class Daemon:
             raise ProtocolError(f"No address can be read in {addresses}: {error}.") from error
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
-            connect=p2pd_pb2.ConnectRequest(peer=to_peer_id(peer).to_bytes(), addrs=encoded),
+            connect=p2pd_pb2.ConnectRequest(peer=_to_peer_id(peer).to_bytes(), addrs=encoded),
         )
         (await self._request(request, f"connect to {peer}")).close()
 
@@ -106,7 +111,7 @@ class Daemon:
         return Stream(reader, writer)
 
 
-def to_peer_id(peer: PeerId) -> PeerID:
+def _to_peer_id(peer: PeerId) -> PeerID:
     """Form of a peer's identity that hivemind takes."""
     try:
         return PeerID.from_base58(peer)

@@ -1,31 +1,24 @@
-"""`HivemindTransport`: calls as libp2p unary calls, tensors as raw streams with our framing."""
+"""`HivemindTransport`: calls and tensors over raw streams of libp2p, with our framing."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.base import SILENCE_S, BaseTransport
 from lightning_swarm.network.exchange import ask, serve
 from lightning_swarm.network.framing import Kind
-from lightning_swarm.network.hivemind._engine import (
-    P2P,
-    BytesValue,
-    DecodeError,
-    P2PContext,
-    P2PDaemonError,
-    P2PHandlerError,
-    StreamInfo,
-)
+from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind._pending import steady
 from lightning_swarm.network.hivemind._process import exited
-from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool, to_peer_id
+from lightning_swarm.network.hivemind.calls import Calls, answer_calls
+from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool
 from lightning_swarm.tasks import ended, gather
 
 _CALL: Final = "lightning_swarm.call"
@@ -49,6 +42,7 @@ class HivemindTransport(BaseTransport):
         self._p2p = p2p
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._daemon.open_stream, protocol=_STREAM))
+        self._calls = Calls(partial(self._daemon.open_stream, protocol=_CALL), self._spawn)
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -59,7 +53,7 @@ class HivemindTransport(BaseTransport):
     async def open(self) -> None:
         """Begin to serve. All methods share two of libp2p's protocols, so they may be registered at any time."""
         self._watch = asyncio.create_task(self._watch_daemon(steady(self._p2p)))
-        await self._p2p.add_protobuf_handler(_CALL, self._on_call, BytesValue)
+        await self._p2p.add_binary_stream_handler(_CALL, self._on_calls)
         await self._p2p.add_binary_stream_handler(_STREAM, self._on_stream)
 
     async def connect(self, addresses: Sequence[str]) -> None:
@@ -111,26 +105,13 @@ class HivemindTransport(BaseTransport):
             await ended([gone])
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        try:
-            answer: BytesValue = await self._p2p.call_protobuf_handler(
-                to_peer_id(peer), _CALL, BytesValue(value=request), BytesValue
-            )
-        except (P2PDaemonError, P2PHandlerError, OSError) as error:
-            raise Unreachable(f"The call of `{method}` did not reach {peer}, or it went away: {error}.") from error
-        except DecodeError as error:
-            raise ProtocolError(f"The answer to `{method}` of {peer} is malformed.") from error
-        return bytes(answer.value)
+        return await self._calls.ask(peer, request)
 
-    async def _on_call(self, request: BytesValue, context: P2PContext) -> BytesValue:
-        with self._owning():
-            try:
-                answer = await self._serve_call(PeerId(context.remote_id.to_base58()), request.value)
-            except asyncio.CancelledError:
-                if self._closed:
-                    raise
-                # The caller is gone. hivemind forgets its tasks when they return, but never those that were cancelled.
-                answer = b""
-            return BytesValue(value=answer)
+    async def _on_calls(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        caller = PeerId(info.peer_id.to_base58())
+        await self._attend(
+            reader, writer, lambda stream: answer_calls(stream, partial(self._serve_call, caller), self._spawn)
+        )
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         async with self._pool.lease(peer) as stream:
@@ -147,17 +128,24 @@ class HivemindTransport(BaseTransport):
 
     async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         caller = PeerId(info.peer_id.to_base58())
+        find, count = partial(self._find, caller), partial(self._count_served, caller)
+        await self._attend(
+            reader, writer, lambda stream: serve(stream.channel, find, count, idle_timeout=_IDLE_TIMEOUT_S)
+        )
+
+    async def _attend(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        answer: Callable[[Stream], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Answer what comes over a stream that another peer opened."""
         reader._limit = READ_BYTES  # type: ignore[attr-defined]  # hivemind's server offers no way to set it
         stream = Stream(reader, writer)
         try:
             if not self._closed:
                 with self._owning():
-                    await serve(
-                        stream.channel,
-                        partial(self._find, caller),
-                        partial(self._count_served, caller),
-                        idle_timeout=_IDLE_TIMEOUT_S,
-                    )
+                    await answer(stream)
         except asyncio.CancelledError:
             # asyncio's stream server logs the cancellation of what it started as a failure of its own.
             if not self._closed:

@@ -1,0 +1,177 @@
+"""Calls to and from other peers: those to one peer share a stream that stays open, and are answered in any order.
+
+A call through libp2p's own unary calls takes the daemon two to three times the work, and opens a stream each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Final
+
+from lightning_swarm.clock import now_s
+from lightning_swarm.errors import ProtocolError, Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.exchange import STALL_TIMEOUT_S
+from lightning_swarm.network.framing import Kind, encode_cancel, exchange_id_of, read_fixed, read_whole
+from lightning_swarm.network.hivemind.streams import Stream
+from lightning_swarm.tasks import ended
+
+MAX_CALLS: Final = 1024
+"""Most calls of one stream that are answered at once. Who sends more waits."""
+
+_IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
+_PATIENCE_S: Final = 60.0
+_MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
+
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+
+
+class Calls:
+    """Calls to other peers.
+
+    Args:
+        open_stream: Opens a stream to a peer.
+        spawn: Runs a task for as long as the transport is open.
+    """
+
+    def __init__(self, open_stream: Callable[[PeerId], Awaitable[Stream]], spawn: Spawn) -> None:
+        self._open_stream = open_stream
+        self._spawn = spawn
+        self._room = asyncio.Semaphore(_MAX_OPENING)
+        self._lines: dict[PeerId, asyncio.Task[_Line]] = {}
+
+    async def ask(self, peer: PeerId, request: bytes) -> bytes:
+        """Carry an encoded call to `peer` and its encoded answer back.
+
+        Raises:
+            Unreachable: There is no way to the peer, or it broke.
+        """
+        opening = self._lines.get(peer)
+        if opening is None or _has_ended(opening):
+            opening = self._lines[peer] = self._spawn(self._open(peer))
+        # Others may wait for the same stream, and it is of use to the next call, too.
+        return await (await asyncio.shield(opening)).ask(request)
+
+    async def _open(self, peer: PeerId) -> _Line:
+        async with self._room:
+            line = _Line(peer, await self._open_stream(peer))
+        self._spawn(line.read())
+        return line
+
+
+def _has_ended(opening: asyncio.Task[_Line]) -> bool:
+    if not opening.done():
+        return False
+    return opening.cancelled() or opening.exception() is not None or opening.result().ended
+
+
+class _Line:
+    """The stream to one peer, and who waits for answers."""
+
+    def __init__(self, peer: PeerId, stream: Stream) -> None:
+        self._peer = peer
+        self._stream = stream
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._used_s = now_s()
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is of no more use: it broke, or the other side may have lost its patience."""
+        return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
+
+    async def ask(self, request: bytes) -> bytes:
+        exchange_id = exchange_id_of(request)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers[exchange_id] = answer
+        try:
+            await self._stream.write(request)
+            return await answer
+        except OSError as error:
+            raise Unreachable(f"The connection to {self._peer} broke: {error}.") from error
+        except asyncio.CancelledError:
+            with suppress(OSError):
+                self._stream.write_soon(encode_cancel(exchange_id))
+            raise
+        finally:
+            del self._answers[exchange_id]
+            self._used_s = now_s()
+
+    async def read(self) -> None:
+        """Hand out answers until the stream ends, or nobody has used it for long."""
+        problem = "it hung up"
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_IDLE_S):
+                        head = await read_fixed(self._stream.channel)
+                except TimeoutError:
+                    if self.ended:
+                        return
+                    continue
+                data = await read_whole(self._stream.channel, head)
+                answer = self._answers.get(head.exchange_id)
+                if answer is not None and not answer.done():  # else nobody waits for it any more
+                    answer.set_result(data)
+        except (OSError, EOFError, ProtocolError) as error:
+            problem = str(error) or problem
+        finally:
+            self._closed = True
+            self._stream.close()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(Unreachable(f"The connection to {self._peer} broke: {problem}."))
+
+
+async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+    """Answer the calls that come over a stream, each as soon as it can be, until the stream ends or misbehaves.
+
+    A handler whose caller gave up, or hung up, is cancelled.
+
+    Args:
+        stream: Where they come from.
+        serve: Makes the encoded answer to an encoded call.
+        spawn: Runs a task for as long as the transport is open.
+    """
+    room = asyncio.Semaphore(MAX_CALLS)
+    under_way: dict[int, asyncio.Task[None]] = {}
+
+    async def answer(request: bytes) -> None:
+        data = await serve(request)
+        with suppress(OSError):  # the caller hung up, which is noticed below
+            await stream.write(data)
+
+    def begin(exchange_id: int, request: bytes) -> None:
+        def forget(_: asyncio.Task[None]) -> None:
+            del under_way[exchange_id]
+            room.release()
+
+        under_way[exchange_id] = spawn(answer(request))
+        under_way[exchange_id].add_done_callback(forget)
+
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    head = await read_fixed(stream.channel)
+            except TimeoutError:
+                if under_way:
+                    continue
+                return
+            async with asyncio.timeout(STALL_TIMEOUT_S):
+                request = await read_whole(stream.channel, head)
+            if head.kind is Kind.CANCEL:
+                if head.exchange_id in under_way:
+                    under_way[head.exchange_id].cancel()
+                continue
+            if head.exchange_id in under_way:
+                raise ProtocolError(f"call {head.exchange_id} came twice")
+            await room.acquire()
+            begin(head.exchange_id, request)
+    except (OSError, EOFError, ProtocolError):
+        return
+    finally:
+        stream.close()
+        await ended(list(under_way.values()))
