@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -18,21 +17,20 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import checkpoint, following, rules, serving, settings
+from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits, Preemption, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
-from lightning_swarm.going_back.lead import WayBack
 from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
 from lightning_swarm.partition import choose_ranges, find_blocks
 from lightning_swarm.pipeline.interception import Interception
+from lightning_swarm.resuming import ResumingHooks
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
@@ -43,14 +41,8 @@ from lightning_swarm.weights import Weights
 _log = logging.getLogger(__name__)
 _LIMITS = Limits()
 
-# `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
-if TYPE_CHECKING:
-    _Strategy = Strategy
-else:
-    _Strategy = object
 
-
-class SwarmHooks(_Strategy):
+class SwarmHooks(ResumingHooks):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
@@ -138,18 +130,11 @@ class SwarmHooks(_Strategy):
         # Lightning's accelerator connector sets these two.
         self.parallel_devices: list[torch.device] | None = None
         self.num_nodes = 1
-        self.peer: Peer | None = None
-        self._session: Session | None = None
-        self._loop: SwarmOptimization | None = None
         self._interception: Interception | None = None
-        self._restored_step: int | None = None  # of the checkpoint that this run goes on from
-        self._weights: Weights | None = None  # of this run or, once it is over, of the last one
         self._restore_dtype: Callable[[], None] = lambda: None
         self.num_trainers = 1  # that are started together, on this machine
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
-        self._way_back = WayBack()
-        self._goes_back = False  # what is torn down goes on
 
     # ------------------------------------------------------------------ what Lightning asks
 
@@ -407,66 +392,7 @@ class SwarmHooks(_Strategy):
         if isinstance(self._launcher, SwarmLauncher):
             self._launcher.check_children()
 
-    # ------------------------------------------------------------------ state
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if not self.is_global_zero:
-            return {}  # the lead saves
-        own: dict[str, Any] = self.lightning_module.state_dict()
-        states = self._way_back.states
-        if states is not None and states.taking:
-            return states.without_weights(own, checkpoint.first_names(self.lightning_module))
-        if self._weights is not None:
-            self._weights.complete(own)
-        return own
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        if not self.is_global_zero:
-            return {}
-        states = self._way_back.states
-        if states is not None and states.taking:
-            return states.without_state(optimizer)
-        if self._weights is not None and self._weights.stale:
-            return self._weights.optimizer_state(optimizer)
-        return super().optimizer_state(optimizer)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        restored = self._way_back.load(checkpoint_path)
-        if restored is None:
-            restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
-        self._restored_step = restored.get("global_step")
-        return restored
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
-        if self._session is None:  # the run is still to begin, with these weights
-            load()
-            return
-        if self._session.num_trainers > 1:
-            raise ConfigError(
-                "a run goes back with its only trainer: the others would go on from newer weights; this one has "
-                f"{self._session.num_trainers}. Look for a learning rate with one trainer, and set what it finds."
-            )
-        assert self._weights is not None
-        self._way_back.weights_replaced()
-        self._weights.go_back(checkpoint["global_step"], load)
-        if self._loop is not None:
-            self._loop.go_back()
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
-        if not self.is_global_zero:
-            return
-        assert self._weights is not None
-        assert self._loop is not None
-        self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
-        self._weights.hand_out_optimizer(self.optimizers[0])
+    # ------------------------------------------------------------------ the loop
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -509,34 +435,6 @@ class SwarmHooks(_Strategy):
             self._weights.stay_home(self.optimizers[0], timeout=self.config.limits.leave_timeout)
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
-
-    def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """After an error: make ready to run the Trainer's function again, with what is left of the swarm.
-
-        Args:
-            trainer: Whose.
-            error: What broke the run off.
-
-        Returns:
-            The checkpoint to go on from. None: there is none, or nothing is lost that the run needs.
-        """
-        if self.peer is None or trainer.state.fn != TrainerFn.FITTING or not self.is_global_zero:
-            return None
-        launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
-        goal = self._way_back.find(trainer, self.peer, error)
-        if goal is None:
-            return None
-        self.peer.events.note("went_back", step=goal.version, reason=str(error.__cause__ or error))
-        trainer.training = True  # it may have been validating
-        self._goes_back = True
-        try:
-            trainer._teardown()
-        finally:
-            self._goes_back = False
-        if launcher is not None:
-            launcher.forget_ended()
-        trainer.training, trainer.should_stop = True, False
-        return str(goal.path)
 
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.

@@ -1,0 +1,134 @@
+"""Lightning's hooks on state: what is saved, loaded, and gone back to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swarm import checkpoint
+from lightning_swarm.assembly import Peer
+from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.going_back.lead import WayBack
+from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.loop import SwarmOptimization
+from lightning_swarm.session import Session
+from lightning_swarm.weights import Weights
+
+# `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
+if TYPE_CHECKING:
+    _Strategy = Strategy
+else:
+    _Strategy = object
+
+
+class ResumingHooks(_Strategy):
+    """The part of `SwarmHooks` that brings a run to where another one was."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.peer: Peer | None = None
+        self._session: Session | None = None
+        self._loop: SwarmOptimization | None = None
+        self._weights: Weights | None = None  # of this run or, once it is over, of the last one
+        self._restored_step: int | None = None  # of the checkpoint that this run goes on from
+        self._way_back = WayBack()
+        self._goes_back = False  # what is torn down goes on
+
+    # ------------------------------------------------------------------ saved and loaded
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if not self.is_global_zero:
+            return {}  # the lead saves
+        own: dict[str, Any] = self.lightning_module.state_dict()
+        states = self._way_back.states
+        if states is not None and states.taking:
+            return states.without_weights(own, checkpoint.first_names(self.lightning_module))
+        if self._weights is not None:
+            self._weights.complete(own)
+        return own
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        if not self.is_global_zero:
+            return {}
+        states = self._way_back.states
+        if states is not None and states.taking:
+            return states.without_state(optimizer)
+        if self._weights is not None and self._weights.stale:
+            return self._weights.optimizer_state(optimizer)
+        return super().optimizer_state(optimizer)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        restored = self._way_back.load(checkpoint_path)
+        if restored is None:
+            restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
+        self._restored_step = restored.get("global_step")
+        return restored
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
+        if self._session is None:  # the run is still to begin, with these weights
+            load()
+            return
+        if self._session.num_trainers > 1:
+            raise ConfigError(
+                "a run goes back with its only trainer: the others would go on from newer weights; this one has "
+                f"{self._session.num_trainers}. Look for a learning rate with one trainer, and set what it finds."
+            )
+        assert self._weights is not None
+        self._way_back.weights_replaced()
+        self._weights.go_back(checkpoint["global_step"], load)
+        if self._loop is not None:
+            self._loop.go_back()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        if not self.is_global_zero:
+            return
+        assert self._weights is not None
+        assert self._loop is not None
+        self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
+        self._weights.hand_out_optimizer(self.optimizers[0])
+
+    # ------------------------------------------------------------------ gone back to
+
+    def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
+        """After an error: make ready to run the Trainer's function again, with what is left of the swarm.
+
+        Args:
+            trainer: Whose.
+            error: What broke the run off.
+
+        Returns:
+            The checkpoint to go on from. None: there is none, or nothing is lost that the run needs.
+        """
+        if self.peer is None or trainer.state.fn != TrainerFn.FITTING or not self.is_global_zero:
+            return None
+        launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
+        goal = self._way_back.find(trainer, self.peer, error)
+        if goal is None:
+            return None
+        self.peer.events.note("went_back", step=goal.version, reason=str(error.__cause__ or error))
+        trainer.training = True  # it may have been validating
+        self._goes_back = True
+        try:
+            trainer._teardown()
+        finally:
+            self._goes_back = False
+        if launcher is not None:
+            launcher.forget_ended()
+        trainer.training, trainer.should_stop = True, False
+        return str(goal.path)
