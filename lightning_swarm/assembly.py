@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
@@ -17,7 +18,7 @@ import torch
 from lightning_swarm import hello, membership, preemption, starting, survey, survivors
 from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
 from lightning_swarm.config import Preemption, SwarmConfig
-from lightning_swarm.errors import DeadlineExceeded
+from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import host_of
@@ -30,9 +31,11 @@ from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilLost, UntilOver
+from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
+from lightning_swarm.server.snapshots import Ordered
 from lightning_swarm.server.staying import Stay
 from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
@@ -100,6 +103,8 @@ class Peer:
         self._generation = 0  # of the run that this peer begins next
         self._seed: int | None = None  # of the one before
         self._survivors: Collection[PeerId] | None = None  # of the one before, whose run was void in the end
+        self._others: Collection[PeerId] = ()  # those of them that train, but for this peer
+        self._beside: survivors.Beside | None = None  # another trainer leads
         self._announced = False  # its server, so that it may be found
         self.versions_kept: Callable[[], Collection[int]] = tuple  # of the states of this peer's loop, if it leads
         self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
@@ -209,16 +214,41 @@ class Peer:
         self.serve(server, trains=True)
         assert self.server is not None
         admission, limits = self.server.admission, self._config.limits
-        runtime = UntilOver(self.runtime, admission.left, grace_s=limits.leave_timeout)
-        runtime.run(_begun(admission.ready, timeout=limits.lead_timeout))
-        run = RunState(admission.run.manifest)
+        beside = self._beside = self._beside or survivors.Beside(self.transport, admission, limits=limits)
+        runtime = UntilOver(self.runtime, admission.left, admission.released, grace_s=limits.leave_timeout)
+        run = runtime.run(self._begun(beside, admission, timeout=limits.lead_timeout))
         self.runtime.run(self._remain(run))
         ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
         return self._session(run, model.cut(ranges), model.blocks, device, runtime)
 
+    async def _begun(self, beside: survivors.Beside, admission: Admission, *, timeout: float) -> RunState:
+        """The run, once it has begun."""
+        beside.waits = True
+        try:
+            async with asyncio.timeout(timeout):
+                await admission.ready.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the run's starter did not begin within {timeout:g} s. Look for its error, or raise "
+                "`Limits.lead_timeout`."
+            ) from None
+        finally:
+            beside.waits = False
+        run = RunState(admission.run.manifest)
+        beside.begin(run)
+        return run
+
     def wait_until_dismissed(self) -> None:
-        """Serve until the run is over. A peer whose server would join again notices, too, if nobody says so."""
-        self.runtime.run(self._until_dismissed())
+        """Serve until the run is over. A peer whose server would join again notices, too, if nobody says so.
+
+        Raises:
+            WentBack: It goes on from an earlier step.
+        """
+        assert self.server is not None
+        admission = self.server.admission
+        runtime = UntilOver(self.runtime, admission.left, admission.released, grace_s=0.0)
+        with contextlib.suppress(RunOver):
+            runtime.run(self._until_dismissed())
 
     async def _until_dismissed(self) -> None:
         assert self.server is not None
@@ -254,6 +284,11 @@ class Peer:
         """
         limits = self._config.limits
         among = self._survivors
+        if among is not None:
+            spec = replace(spec, num_trainers=min(spec.num_trainers, 1 + len(self._others)))
+            self.runtime.run(
+                survivors.await_loops(self.transport, self._others, timeout=limits.start_timeout, check=check)
+            )
         servers = self.runtime.run(
             membership.find_servers(
                 self._directory,
@@ -413,17 +448,48 @@ class Peer:
             )
         )
 
-    def release(self) -> None:
-        """End the run that this peer began, but not its servers: those that answer are there for the next one."""
+    def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
+        """Those of `versions` at which the other trainers' loops could go on, too, of those that are there."""
+        if self.run is None:
+            others = self._others
+        else:
+            others = [one for one in self.run.trainers if one != self.transport.peer_id and one in self.run.servers]
+        timeout = self._config.limits.silence_timeout
+        return self.runtime.run(survivors.loops_at(self.transport, others, versions, timeout=timeout))
+
+    def told_to_go_back(self) -> int | None:
+        """Not at the lead, after an error: the step from which the run goes on. None: as it is, or not at all."""
+        if self._beside is None or self._beside.run is None:
+            return None
+        return self.runtime.run(self._beside.told_to_go_back())
+
+    def tell_loop(self, could_go_on: survivors.CouldGoOn) -> None:
+        """Not at the lead: what says at which versions this trainer's loop could go on. See `survivors.Beside`."""
+        assert self._beside is not None
+        self._beside.could_go_on = could_go_on
+
+    @property
+    def ordered(self) -> Ordered | None:
+        """The newest snapshot that this peer's server was told to take."""
+        return self.server.snapshots.ordered if self.server is not None else None
+
+    def release(self, first_step: int) -> None:
+        """End the run, but no server: those that answer are there for the next one, which begins at `first_step`."""
         timeout = self._config.limits.call_timeout
         self._training.end()
         self.runtime.run(self._copies.clear())
-        before = self._survivors
+        if self._beside is not None:
+            assert self.server is not None
+            self.server.admission.released.clear()
+            return
+        before, trainers = self._survivors, self._others
         if self.run is not None:
             self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
-            before = self.runtime.run(survivors.release(self.transport, self.run, timeout=timeout))
+            before = self.runtime.run(survivors.release(self.transport, self.run, first_step, timeout=timeout))
+            trainers = self.run.trainers
             self.run = None
         alive = self.runtime.run(survivors.alive_among(self.transport, before or (), timeout=timeout))
+        self._others = [one for one in trainers if one in alive and one != self.transport.peer_id]
         self._survivors = {peer for peer in alive if peer != self.transport.peer_id or self._announced}
 
     # ------------------------------------------------------------------ the end
@@ -454,16 +520,6 @@ class Peer:
             await self._directory.close()
             await self.transport.close()
             self._copies.close()
-
-
-async def _begun(ready: asyncio.Event, *, timeout: float) -> None:
-    try:
-        async with asyncio.timeout(timeout):
-            await ready.wait()
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the run's starter did not begin within {timeout:g} s. Look for its error, or raise `Limits.lead_timeout`."
-        ) from None
 
 
 def hivemind_peer(config: SwarmConfig) -> Peer:

@@ -8,7 +8,8 @@
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   ├── StageLost        nobody was left of a stage, for too long
-    │   └── LeftOut          the run goes on without this trainer, which was silent for too long
+    │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
+    │   └── WentBack         the lead goes back with the run, and with it this trainer
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
     ├── RunOver              the lead ended the run; a trainer's loop ends with it
     └── PeerError            the other side left, refused or was slow; safe to retry elsewhere
@@ -51,6 +52,10 @@ class StageLost(StepError):
 
 class LeftOut(StepError):
     """The run goes on without this trainer, which was not heard of for a while, and cannot take part any more."""
+
+
+class WentBack(StepError):
+    """The run is void, and goes on from an earlier step: this trainer's loop with it."""
 
 
 class LeaseRevoked(SwarmError):

@@ -131,7 +131,7 @@ class SwarmLauncher(_Launcher):
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer, arguments_of(function, args, kwargs))
         if self.local_rank:
-            self._follow(trainer, lambda: function(*args, **kwargs))
+            self._follow(trainer, function, args, kwargs)
         self._start_peers(trainer)
         # Whatever happens in it, Lightning tears the strategy down.
         return run_through(self._strategy, trainer, function, args, kwargs)
@@ -156,14 +156,16 @@ class SwarmLauncher(_Launcher):
 
         self._end_with(serve)
 
-    def _follow(self, trainer: Trainer, fit: Callable[[], Any]) -> NoReturn:
+    def _follow(
+        self, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> NoReturn:
         """Train as a child. What comes after `fit` in the script is for the lead."""
 
         def follow() -> None:
             self._start_peers(trainer)
             self._strategy.follow(trainer)
             try:
-                fit()
+                run_through(self._strategy, trainer, function, args, kwargs)
             except BaseException as error:
                 framework_of(trainer).call._interrupt(trainer, error)
                 trainer._teardown()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,12 +15,12 @@ from torch.optim import Optimizer
 from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StageLost, StepError, SwarmError
 from lightning_swarm.framework import framework_of
 from lightning_swarm.metric_objects import SharedMetrics
-from lightning_swarm.metrics import SharedLogs
+from lightning_swarm.metrics import Pending, SharedLogs
 from lightning_swarm.rules import hyperparameters
 from lightning_swarm.scaling import LossScale
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.stage import set_hyperparameters
-from lightning_swarm.session import Session
+from lightning_swarm.session import News, Session
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
@@ -52,6 +53,8 @@ class SwarmOptimization:
         self._target_batch_size = target_batch_size
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
+        self._version = session.version  # records that were counted here
+        self.on_place: Callable[[News], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False
         self.pending_samples = 0  # granted in the open step, not yet in a record
         self._through: dict[int, _Batch] = {}  # likewise the batches, by their leases
@@ -157,23 +160,48 @@ class SwarmOptimization:
         if logs is not None:
             self._session.begin_backward(logs)
 
+    @property
+    def pending(self) -> Pending:
+        """What is still to be shared of this trainer's batches, between two of them."""
+        return self._logs.pending
+
+    def recall(self, num_counted: int, news: News, pending: Pending) -> None:
+        """Go on between two batches, as the loop of another run did.
+
+        Args:
+            num_counted: Records that it had counted.
+            news: What it heard before the next batch.
+            pending: What it had to share.
+        """
+        self._version = num_counted
+        self._session.recall(news)
+        self._logs.recall(pending)
+        self._lost = dict(news.lost)
+        for lease in news.lost:
+            self._logs.forget(lease)
+
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
+        self._version = self._session.version
         self.pending_samples = 0
         self.stepped = False
         self._through, self._lost = {}, {}
 
     def _begin(self, optimizer: Optimizer, num_samples: int) -> int:
         """Get a place. Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
-        before = self._session.version
         try:
             return self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
         finally:
             self._take_lost()
-            for _ in range(self._session.version - before):
-                self._catch_up()
-                self._lightning.optim_progress.optimizer.step.increment_ready()
-                self._count(optimizer)
+            self.on_place(replace(self._session.news, lost=dict(self._lost)))
+            self._count_others(optimizer)
+
+    def _count_others(self, optimizer: Optimizer) -> None:
+        """Records that came beside this trainer's own steps."""
+        while self._version < self._session.version:
+            self._catch_up()
+            self._lightning.optim_progress.optimizer.step.increment_ready()
+            self._count(optimizer)
 
     def _close(self) -> None:
         """Ask to close the open step with what it has."""
@@ -215,14 +243,14 @@ class SwarmOptimization:
         # As a profile of the plain Trainer has it: the time from the last backward to the new weights.
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
-            before = self._session.version
             decided = self._session.await_record() is not None
             if not self._take_lost() and not decided and self._must_close(last=last):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
                 self._session.await_record()
                 self._take_lost()
-        if self._session.version > before:
+        if self._session.version > self._version:
             self._count(optimizer)
+            self._count_others(optimizer)
         else:  # a batch was withdrawn: the step takes others in its place
             progress.current.ready -= 1
             progress.total.ready -= 1
@@ -230,17 +258,19 @@ class SwarmOptimization:
     def _count(self, optimizer: Optimizer) -> None:
         """A record was applied."""
         self._lightning.optim_progress.optimizer.step.increment_completed()
+        self._version += 1
         self.pending_samples = 0
         self._through = {}
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         record = self._session.newest_record
-        assert record is not None
         self._logs.decide(self._session.take_logs(), self._session.take_metrics())
         if self._session.is_lead:
             self._log_events()
-        else:
+        if record is None:  # it came before the run went back to what it made; the next one says as much
+            return
+        if not self._session.is_lead:
             for group, values in zip(optimizer.param_groups, record.hyperparameters, strict=True):
                 set_hyperparameters(group, values)
         skipped = record.outcome == "skip"

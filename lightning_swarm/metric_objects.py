@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -15,6 +15,9 @@ from lightning_swarm.steps.client import Metrics
 from lightning_swarm.types.batches import MAX_LOGS, MetricState
 
 _NOTHING = Contents(0, {})
+
+PendingMetrics: TypeAlias = tuple[Collection[str], Mapping[int, Sequence[tuple[str, Contents]]]]
+"""The names of metrics that are followed, and what the lead's own batches in the open step added, by their leases."""
 
 
 class SharedMetrics:
@@ -102,6 +105,17 @@ class SharedMetrics:
     def forget(self, lease: int) -> None:
         """A batch that came to its end counts nowhere. What the metrics hold is somebody else's to restore."""
         self._step.pop(lease, None)
+
+    @property
+    def pending(self) -> PendingMetrics:
+        """Between two batches."""
+        return list(self._metrics), dict(self._step)
+
+    def recall(self, pending: PendingMetrics) -> None:
+        """Be as it was then; what the metrics hold is somebody else's to restore."""
+        names, self._step = pending[0], {lease: list(added) for lease, added in pending[1].items()}
+        modules = dict(self._module.named_modules())
+        self._metrics = {name: one for name in names if isinstance(one := modules.get(name), Metric)}
 
     def decide(self, others: Sequence[Metrics]) -> None:
         """At the lead: a record came, with what others' batches in it added."""

@@ -7,15 +7,15 @@ batch is in a record, the lead adds it to its own results, as if it had computed
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.metric_objects import SharedMetrics
+from lightning_swarm.metric_objects import PendingMetrics, SharedMetrics
 from lightning_swarm.metric_states import copied, restore
 from lightning_swarm.steps.client import Metrics
 from lightning_swarm.steps.policy import fold
@@ -23,6 +23,9 @@ from lightning_swarm.types.batches import MAX_LOGS, Logged
 
 _log = logging.getLogger(__name__)
 _HOOK = "training_step"
+
+Pending: TypeAlias = tuple[Mapping[int, Sequence[Logged]], PendingMetrics]
+"""What a trainer logged of its batches in the open step, by their leases; and likewise of metrics."""
 
 
 class SharedLogs:
@@ -75,6 +78,16 @@ class SharedLogs:
         """Leave the results and metrics as they were before the newest batch. What is shared of it is not changed."""
         assert self._before is not None
         self._before.restore()
+
+    @property
+    def pending(self) -> Pending:
+        """Between two batches: what is still to be shared of this trainer's."""
+        return dict(self._step), self._metrics.pending
+
+    def recall(self, pending: Pending) -> None:
+        """Be as it was then, when the run goes on from there."""
+        self._step = {lease: list(logs) for lease, logs in pending[0].items()}
+        self._metrics.recall(pending[1])
 
     def end(self, *, counts: bool = True) -> tuple[list[Logged], Metrics]:
         """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""

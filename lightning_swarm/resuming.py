@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_swarm import checkpoint
 from lightning_swarm.assembly import Peer
 from lightning_swarm.errors import ConfigError, SwarmError
-from lightning_swarm.going_back.lead import WayBack
+from lightning_swarm.going_back.way_back import WayBack
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.session import Session
@@ -48,7 +48,7 @@ class ResumingHooks(_Strategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         if not self.is_global_zero:
-            return {}  # the lead saves
+            return {}  # the lead saves, and keeps weights
         own: dict[str, Any] = self.lightning_module.state_dict()
         states = self._way_back.states
         if states is not None and states.taking:
@@ -59,11 +59,11 @@ class ResumingHooks(_Strategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        if not self.is_global_zero:
-            return {}
         states = self._way_back.states
         if states is not None and states.taking:
             return states.without_state(optimizer)
+        if not self.is_global_zero:
+            return {}
         if self._weights is not None and self._weights.stale:
             return self._weights.optimizer_state(optimizer)
         return super().optimizer_state(optimizer)
@@ -71,13 +71,17 @@ class ResumingHooks(_Strategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         restored = self._way_back.load(checkpoint_path)
-        if restored is None:
-            restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
+        if restored is not None:
+            self._restored_step = self._way_back.first_step
+            return restored
+        restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
         self._restored_step = restored.get("global_step")
         return restored
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._way_back.goes_on and not self.is_global_zero:
+            return  # the lead hands them out
         load = functools.partial(super().load_model_state_dict, checkpoint, strict)
         if self._session is None:  # the run is still to begin, with these weights
             load()
@@ -115,10 +119,11 @@ class ResumingHooks(_Strategy):
         Returns:
             The checkpoint to go on from. None: there is none, or nothing is lost that the run needs.
         """
-        if self.peer is None or trainer.state.fn != TrainerFn.FITTING or not self.is_global_zero:
+        if self.peer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
         launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
-        goal = self._way_back.find(trainer, self.peer, error)
+        find, follow = self._way_back.find, self._way_back.follow
+        goal = find(trainer, self.peer, error) if self.is_global_zero else follow(self.peer, error)
         if goal is None:
             return None
         self.peer.events.note("went_back", step=goal.version, reason=str(error.__cause__ or error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from msgspec import structs
 
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, StepError
@@ -146,6 +148,10 @@ class RunState:
             )
         if first not in self._counted[step]:
             raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
+
+    def counts(self, step: int, firsts: Collection[int]) -> bool:
+        """Whether the record of a step was applied here, and counts the batches at these places."""
+        return step in self._counted and self._counted[step].issuperset(firsts)
 
     def check_trainer(self, caller: PeerId) -> None:
         """Refuse a caller that does not train in this run.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,25 @@ from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class News:
+    """What a trainer heard of the run while its batch waited for a place.
+
+    Args:
+        version: Of the weights in whose step that is.
+        record: The newest; None: there was none.
+        logs: At the lead, what other trainers logged of the batches that new records count.
+        metrics: Likewise, what they added to metrics.
+        lost: Batches that were through before it, by their leases, and that their steps do not count all the same.
+    """
+
+    version: int
+    record: Record | None = None
+    logs: Sequence[Logged] = ()
+    metrics: Sequence[Metrics] = ()
+    lost: Mapping[int, Any] = field(default_factory=dict)
 
 
 class Session:
@@ -170,6 +190,21 @@ class Session:
         self.pipeline.version = self._steps.version
         self._refresh()
         return record
+
+    @property
+    def through(self) -> Sequence[int]:
+        """The places of this trainer's batches in the open step, as far as they are through."""
+        return self._steps.through
+
+    @property
+    def news(self) -> News:
+        """Since `take_logs` and `take_metrics`."""
+        steps = self._steps
+        return News(steps.version, steps.newest, list(steps.logs), list(steps.metrics))
+
+    def recall(self, news: News) -> None:
+        """Have heard of this already when the run goes on."""
+        self._steps.newest, self._steps.logs, self._steps.metrics = news.record, list(news.logs), list(news.metrics)
 
     def take_lost(self) -> list[int]:
         """Leases of batches that were through, and that their steps do not count: they may run again."""

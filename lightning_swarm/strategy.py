@@ -308,10 +308,9 @@ class SwarmHooks(ResumingHooks):
             most = self.config.limits.max_metric_bytes
             self._loop = SwarmOptimization(trainer, self._session, self.config.target_batch_size, max_metric_bytes=most)
             self._loop.take_over()
-            if self.is_global_zero and self.num_trainers == 1:
-                assert self.peer is not None
-                loop = self._loop
-                self._way_back.watch(trainer, self.peer, self._session, lambda: loop.pending_samples)
+            assert self.peer is not None
+            interval_s = self.config.limits.snapshot_interval
+            self._way_back.watch(trainer, self.peer, self._session, self._loop, snapshot_interval=interval_s)
         if self.is_global_zero:
             assert self.peer is not None
             stale = self._weights is not None and self._weights.stale
@@ -461,10 +460,12 @@ class SwarmHooks(ResumingHooks):
     def _release(self) -> None:
         """End the run, but none of the peers."""
         assert self.peer is not None
+        first_step = self._way_back.first_step
+        assert first_step is not None
         self._end_run()
         self._way_back.let_go()
         self._weights = None
-        self.peer.release()
+        self.peer.release(first_step)
 
     def _end_run(self) -> None:
         """Leave module, loop and callbacks as they were."""

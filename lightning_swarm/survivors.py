@@ -1,4 +1,10 @@
-"""Who is left of a run that cannot go on, and how they come to be free for the next one."""
+"""Who is left of a run that cannot go on, and how they come to be free for the next one.
+
+The lead decides that a run goes back, and to which version. It asks the other trainers at which of the versions that
+it could go back to their loops could go on, too (`LOOP`), and tells all servers which it is when it releases them. A
+trainer is in the same process as its server, and hears of it there. The next run begins when the trainers that were
+released wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +13,39 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from lightning_swarm.errors import SwarmError
+from lightning_swarm.clock import now_s
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import RELEASE
+from lightning_swarm.server.admission import Admission
 from lightning_swarm.steps.snapshots import ask_held
-from lightning_swarm.tasks import gather
-from lightning_swarm.types.runs import ReleaseRequest
-from lightning_swarm.types.wire import encode
+from lightning_swarm.tasks import first_of, gather
+from lightning_swarm.types.runs import LoopReply, LoopRequest, ReleaseRequest
+from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 
+LOOP: Final = "trainer.loop"
+
+CouldGoOn = Callable[[int, Callable[[int, Collection[int]], bool]], bool]
+"""Whether a loop could go on at a version. Gets what tells whether a step's record counts batches, by their places."""
+
 _POLL_S: Final = 1.0
+_POLL_START_S: Final = 0.1
 
 
-async def release(transport: Transport, run: RunState, *, timeout: float) -> list[PeerId]:
-    """Have all servers be in no run any more, and wait for the next. Returns those that do; the others are gone."""
-    body = encode(ReleaseRequest(generation=run.manifest.generation))
+async def release(transport: Transport, run: RunState, first_step: int, *, timeout: float) -> list[PeerId]:
+    """Have all servers be in no run any more, and wait for the next. Returns those that do; the others are gone.
+
+    Args:
+        transport: The lead's.
+        run: Which is void.
+        first_step: Where the next one begins.
+        timeout: Seconds for each.
+    """
+    body = encode(ReleaseRequest(generation=run.manifest.generation, first_step=first_step))
 
     async def one(peer: PeerId) -> bool:
         try:
@@ -87,3 +109,113 @@ async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout:
 
     asked = list(peers)
     return {peer for peer, there in zip(asked, await gather(map(answers, asked)), strict=True) if there}
+
+
+# ---------------------------------------------------------------------- trainers beside the lead
+
+
+async def loops_at(
+    transport: Transport, trainers: Iterable[PeerId], versions: Collection[int], *, timeout: float
+) -> set[int]:
+    """Those of `versions` at which the loops of all these trainers could go on. Who does not answer is gone."""
+    request = encode(LoopRequest(versions=sorted(versions)))
+
+    async def ask(trainer: PeerId) -> set[int] | None:
+        try:
+            return set(decode(await transport.call(trainer, LOOP, request, timeout=timeout), LoopReply).versions)
+        except PeerError as error:
+            _log.info("Trainer %s does not say where it could go on: %s", trainer, error)
+            return None
+
+    found = [one for one in await gather(map(ask, trainers)) if one is not None]
+    return set(versions).intersection(*found)
+
+
+async def await_loops(
+    transport: Transport, trainers: Iterable[PeerId], *, timeout: float, check: Callable[[], None]
+) -> None:
+    """Wait until all these trainers wait for the next run.
+
+    Args:
+        transport: The lead's.
+        trainers: They were released.
+        timeout: Seconds.
+        check: Called again and again; raises when waiting has become pointless.
+
+    Raises:
+        PeerError: One is gone, or does not come.
+    """
+    deadline_s = now_s() + timeout
+    late = list(trainers)
+    while late:
+        check()
+        trainer, request = late[-1], encode(LoopRequest(versions=[]))
+        if decode(await transport.call(trainer, LOOP, request, timeout=timeout), LoopReply).waits:
+            late.pop()
+        elif now_s() >= deadline_s:
+            raise DeadlineExceeded(
+                f"trainer {trainer} was told that the run goes back, and did not come back to it within {timeout:g} s. "
+                "Raise `Limits.start_timeout` if its batches, or its data's beginning, take longer."
+            )
+        else:
+            await asyncio.sleep(_POLL_START_S)
+
+
+class Beside:
+    """What a trainer beside the lead says of its loop, and hears of the run's.
+
+    Args:
+        transport: Its network.
+        admission: Its server's place in the run.
+        limits: Bounds.
+
+    Attributes:
+        could_go_on: Whether its loop can go on at a version of the weights. Called on the swarm's loop.
+        waits: For a run to begin.
+        run: As this trainer knows it; None: it was in none as yet.
+    """
+
+    def __init__(self, transport: Transport, admission: Admission, *, limits: Limits) -> None:
+        self._transport = transport
+        self._admission = admission
+        self._limits = limits
+        self._lead: PeerId | None = None
+        self.could_go_on: CouldGoOn = lambda *_: False
+        self.waits = False
+        self.run: RunState | None = None
+        transport.handle_call(LOOP, self._handle_loop)
+
+    def begin(self, run: RunState) -> None:
+        """It is in a run."""
+        self.run, self._lead, self.waits = run, run.manifest.lead, False
+
+    async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, LoopRequest)
+        if caller != self._lead:
+            raise ProtocolError(f"the lead {self._lead} sends a run back, not {caller}")
+        versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
+        return encode(LoopReply(versions=versions, waits=self.waits))
+
+    def _counts(self, step: int, firsts: Collection[int]) -> bool:
+        """Its server knows all records in order, its loop may not have come to ask for them."""
+        return self._admission.has_run and self._admission.run.counts(step, firsts)
+
+    async def told_to_go_back(self) -> int | None:
+        """After an error: the step from which the run goes on. None: it goes on as it is, or is over."""
+        released, left = self._admission.released, self._admission.left
+        await first_of(released.wait(), left.wait(), self._while_the_lead_may_say_so())
+        return self._admission.goes_on_at if released.is_set() else None
+
+    async def _while_the_lead_may_say_so(self) -> None:
+        """Returns when the run is not lost, or its lead is."""
+        limits = self._limits
+        assert self.run is not None
+        if not await what_is_lost(
+            self._transport, self.run, lambda: 0, timeout=limits.revive_timeout, silence_s=limits.silence_timeout
+        ):
+            return
+        deadline_s = now_s() + limits.lead_timeout
+        while now_s() < deadline_s:
+            if not await alive_among(self._transport, [self.run.manifest.lead], timeout=limits.silence_timeout):
+                return
+            await asyncio.sleep(_POLL_S)

@@ -44,7 +44,8 @@ class DataPlace:
     Args:
         trainer: Whose.
         go_on: Where its first epoch goes on; None: where Lightning says.
-        on_batch: Called between two batches: all that belongs to the one before is done, the next one is not read.
+        on_batch: Called between two batches: all that belongs to the one before is done, the next one is not read. And
+            before the first.
         on_arrival: Called before the first batch that is not passed over.
         made: Random numbers where Lightning made the first epoch's iterator, before the loop began.
     """
@@ -63,6 +64,7 @@ class DataPlace:
         self._on_batch = on_batch
         self._on_arrival = on_arrival
         self._first_made = made
+        self._is_first = True  # of this object's epochs
         self._made = self._first = random_state()
         self._num_before = 0  # batches of the epoch that this iterator did not give
         self._begin = self._loop.on_run_start
@@ -97,6 +99,7 @@ class DataPlace:
         """An epoch begins, or goes on."""
         place, self._go_on = self._go_on, None
         if place is not None:
+            self._is_first = False
             self._return_to(place, data_fetcher)
             return
         iterator, made = data_fetcher.iterator, random_state()
@@ -104,6 +107,9 @@ class DataPlace:
         self._made = self._first_made() or made if data_fetcher.iterator is iterator else made
         self._first = random_state()
         self._num_before = self._loop.batch_progress.current.ready
+        if self._is_first:
+            self._on_batch()
+        self._is_first = False
 
     def _return_to(self, place: Place, data_fetcher: Any) -> None:
         self._made, self._first = place.made, place.first

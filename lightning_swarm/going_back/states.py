@@ -1,11 +1,16 @@
-"""The lead's loop at the steps of which there are snapshots: a checkpoint but for weights and optimizer state."""
+"""A loop between two of its batches, at the versions of which there are snapshots: a checkpoint but for weights.
+
+Records need not come between two batches of a trainer: while it reads data, or waits for a place with a batch in hand,
+others fill steps. So what a loop was at belongs to all versions that could not count its next batch, and do count those
+before: from the version after the newest of its own steps to the one in whose step the next batch got its place.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -16,6 +21,8 @@ from torchmetrics import Metric
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.going_back.place import Place
+from lightning_swarm.metrics import Pending
+from lightning_swarm.session import News
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +40,13 @@ class _Awaited:
         return self
 
 
+Counts = Callable[[int, Collection[int]], bool]
+"""Whether the record of a step counts all batches at these places."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """The loop after a step.
+    """A loop between two batches.
 
     Args:
         checkpoint: As Lightning would save it, with gaps.
@@ -46,6 +57,7 @@ class LoopState:
         results: What was logged in the epoch so far.
         shown: What callbacks, loggers and progress bars find of it.
         logging: Where in the epoch Lightning takes itself to be.
+        pending: What is still to be shared of what was logged.
     """
 
     checkpoint: dict[str, Any]
@@ -56,6 +68,7 @@ class LoopState:
     results: Mapping[str, tuple[Metric, Mapping[str, Any]]]
     shown: Mapping[str, dict[str, Any]]
     logging: Mapping[str, Any]
+    pending: Pending
 
     def complete(self, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """An ordinary checkpoint.
@@ -70,28 +83,73 @@ class LoopState:
         return complete
 
 
+@dataclass
+class Between:
+    """Where a loop may go on.
+
+    Args:
+        state: It was at.
+        num_counted: Records that it had counted.
+        version: Of the weights that go with it, at least.
+        through: The places of its own batches in the step of that version. If there are any, it is a later one.
+        before: What it had heard already and not counted.
+        news: What it heard before its next batch had a place; None: it has none as yet.
+    """
+
+    state: LoopState
+    num_counted: int
+    version: int
+    through: Collection[int]
+    before: News
+    news: News | None = None
+
+    def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
+        """Whether it goes with a version of the weights.
+
+        Args:
+            version: Which.
+            counts: What is known of records, whether the loop has heard of them or not.
+            is_lead: What other trainers logged comes with each record: what goes with versions in between is not kept.
+        """
+        if version <= self.version:
+            return version == self.version and not self.through
+        if self.news is not None:
+            return version == self.news.version if is_lead else version <= self.news.version
+        return not is_lead and (not self.through or counts(self.version, self.through))
+
+    def heard_at(self, version: int) -> News:
+        """What it had heard and not counted, of the version that it goes on with."""
+        return self.news if self.news is not None and version > self.version else self.before
+
+
 class LoopStates:
-    """Keeps the newest two.
+    """Keeps those that go with snapshots there are, and that may be.
 
     Args:
         trainer: Whose loop it is.
         names: Of all tensors that the servers hold.
+        is_lead: Whether the run follows this loop.
     """
 
-    def __init__(self, trainer: Trainer, names: Collection[str]) -> None:
+    def __init__(self, trainer: Trainer, names: Collection[str], *, is_lead: bool) -> None:
         self._trainer = trainer
         self._names = names
-        self._kept: dict[int, LoopState] = {}
+        self._is_lead = is_lead
+        self._kept: Sequence[Between] = ()  # replaced, not changed: it is looked at from the swarm's loop
         self._stand_ins: dict[int, tuple[Any, _Awaited]] | None = None  # while a state is taken, by their `id`
         self._warned = False
 
     @property
     def versions(self) -> Collection[int]:
-        """Of the weights that each state goes with."""
-        return self._kept.keys()
+        """Of the weights that the states go with, as far as the loop has heard of them."""
+        known = [(one.version, not one.through) for one in self._kept]
+        known += [(one.news.version, True) for one in self._kept if one.news is not None]
+        return {version for version, goes in known if goes and self.find(version) is not None}
 
-    def __getitem__(self, version: int) -> LoopState:
-        return self._kept[version]
+    def find(self, version: int, counts: Counts = lambda *_: False) -> Between | None:
+        """What goes with a version, as late in the loop as can be. From any thread."""
+        kept = reversed(self._kept)
+        return next((one for one in kept if one.is_at(version, counts, is_lead=self._is_lead)), None)
 
     @property
     def taking(self) -> bool:
@@ -100,18 +158,41 @@ class LoopStates:
 
     def clear(self) -> None:
         """Keep none of those that there are."""
-        self._kept.clear()
+        self._kept = ()
 
-    def take(self, version: int, keep: int | None, place: Place) -> None:
-        """Keep the loop's state, and of the older ones none but that of version `keep`.
+    def forget(self, ordered: Collection[int]) -> None:
+        """Keep none but those that go with snapshots that were ordered, and the newest."""
+        older, newest = self._kept[:-1], self._kept[-1:]
+        wanted = [self.find(version, lambda *_: True) for version in ordered]
+        self._kept = (*(one for one in older if any(one is other for other in wanted)), *newest)
+
+    def resume(self, between: Between) -> None:
+        """The loop is where another run's was."""
+        self._kept = (between,)
+
+    def placed(self, news: News) -> None:
+        """The next batch has its place, or there is none left."""
+        if self._kept and self._kept[-1].news is None:
+            self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
+
+    def take(self, version: int, through: Collection[int], place: Place, pending: Pending) -> None:
+        """Keep the loop's state; it is between two batches.
 
         Nothing of it comes from the servers. The hooks that a checkpoint's saving calls are called; those that work on
         weights find tensors without values.
+
+        Args:
+            version: That it has counted to.
+            through: As in `Between`.
+            place: In the data.
+            pending: As in `LoopState`.
         """
-        self._kept = {one: state for one, state in self._kept.items() if one == keep}
         self._stand_ins = {}
         try:
-            self._kept[version] = self._taken(place)
+            state = self._taken(place, pending)
+            # Without a place for a batch since then, the one before is the same, but older.
+            before = self._kept[:-1] if self._kept and self._kept[-1].news is None else self._kept
+            self._kept = (*before, Between(state, version, version, tuple(through), News(version)))
         except Exception as error:  # noqa: BLE001 - what hooks raise; the run is in no need of it now
             if not self._warned:
                 self._warned = True
@@ -124,7 +205,7 @@ class LoopStates:
         finally:
             self._stand_ins = None
 
-    def _taken(self, place: Place) -> LoopState:
+    def _taken(self, place: Place, pending: Pending) -> LoopState:
         assert self._stand_ins is not None
         trainer = self._trainer
         module = trainer.lightning_module
@@ -143,6 +224,7 @@ class LoopStates:
             gaps=list(memo.values()),
             parameter_names=[names[id(one)] for group in trainer.optimizers[0].param_groups for one in group["params"]],
             place=place,
+            pending=pending,
             metrics={name: _gathered(one) for name, one in module.named_modules() if isinstance(one, Metric)},
             logging={name: getattr(trainer._logger_connector, name) for name in _LOGGING},
             shown={name: dict(getattr(trainer._logger_connector, name)) for name in _SHOWN},

@@ -72,6 +72,8 @@ class Admission:
         self._former: tuple[PeerId, ...] = ()  # leads of runs that it was in before: they end it, too
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.left = asyncio.Event()
+        self.released = asyncio.Event()  # the lead goes back with the run; set until a trainer here has seen it
+        self.goes_on_at = 0  # likewise: the step from which the next run goes on
         self.leadership = Leadership(
             transport, stepping, self.me, self.left, limits=limits, events=events, announce=announce
         )
@@ -204,6 +206,11 @@ class Admission:
         if caller != self.run.manifest.lead:
             raise ProtocolError(f"the lead {self.run.manifest.lead} releases its servers, not {caller}")
         self.run.check_generation(request.generation)
+
+    def note_release(self, request: ReleaseRequest) -> None:
+        """Let this peer's trainer know."""
+        self.goes_on_at = request.first_step
+        self.released.set()
 
     async def _handle_load(self, caller: PeerId, message: Message) -> Message:
         """The initial weights of a stage, from the starter. Nobody else's are ever used."""

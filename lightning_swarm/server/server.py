@@ -200,6 +200,7 @@ class Server:
         if self.admission.has_run:  # else it was told twice
             self.admission.check_release(caller, request)
             await self.release()
+            self.admission.note_release(request)
         return b""
 
     async def _end_calls(self) -> None:

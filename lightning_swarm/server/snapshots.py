@@ -6,6 +6,7 @@ import asyncio
 import logging
 import mmap
 import tempfile
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -143,13 +144,30 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
     return tensors
 
 
+@dataclass(frozen=True)
+class Ordered:
+    """Which snapshots there are to be.
+
+    Args:
+        version: The newest one's.
+        keep: The older one's, if there is one.
+        at_s: When the newest was ordered; `time.monotonic`.
+    """
+
+    version: int
+    keep: int | None
+    at_s: float
+
+
 @dataclass(frozen=True, eq=False)
 class _Order:
     """What a record said."""
 
     generation: int
     version: int  # of the weights after it
+    keep: int | None
     keepers: Sequence[PeerId | None]
+    at_s: float
 
 
 class Snapshots:
@@ -182,11 +200,18 @@ class Snapshots:
         self._order = None
         self.store.keep_only(None)
 
+    @property
+    def ordered(self) -> Ordered | None:
+        """The newest order that was seen here, of this run."""
+        order = self._order
+        return None if order is None else Ordered(order.version, order.keep, order.at_s)
+
     def note(self, record: Record) -> Coroutine[Any, Any, None] | None:
         """A record was applied here. The work of taking a snapshot, if it says so."""
         if record.snapshot is None or not self._admission.is_member:
             return None
-        order = _Order(record.closing.generation, record.step + 1, record.snapshot.keepers)
+        snapshot, generation = record.snapshot, record.closing.generation
+        order = _Order(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         first = {index for index, roster in enumerate(record.next_roster) if roster[0] == self._admission.me}

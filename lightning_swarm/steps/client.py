@@ -122,6 +122,11 @@ class StepClient:
         """Of the newest weights that this trainer knows of."""
         return self.run.version
 
+    @property
+    def through(self) -> list[int]:
+        """The places of the batches that are through in the open step, and count as far as it is known here."""
+        return [entry.grant.first for entry in self._journal.through(self.version)]
+
     def go_back(self, request: RestartRequest) -> None:
         """Take part in the run's next generation."""
         self.run.go_back(request)

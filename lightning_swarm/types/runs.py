@@ -76,6 +76,20 @@ class ReleaseRequest(Wire, frozen=True):
     """The run goes back further than its servers can: a server is in no run any more, and waits for the next."""
 
     generation: Count  # which is void
+    first_step: Count = 0  # where the next one begins: trainers go on from there
+
+
+class LoopRequest(Wire, frozen=True):
+    """Asks a trainer whether its loop could go on at one of these versions."""
+
+    versions: Annotated[list[Count], msgspec.Meta(max_length=64)]
+
+
+class LoopReply(Wire, frozen=True):
+    """Of those versions the ones at which it could; and whether it waits for the run that goes on."""
+
+    versions: list[Count]
+    waits: bool
 
 
 class RestartRequest(Wire, frozen=True):

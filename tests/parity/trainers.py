@@ -23,7 +23,9 @@ from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
-from lightning_swarm.launcher import arguments_of
+from lightning_swarm.errors import SwarmError
+from lightning_swarm.launcher import arguments_of, run_through
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import find_blocks
 from lightning_swarm.runtime import Runtime, ThreadRuntime
@@ -64,6 +66,9 @@ class Seen(Curve):
     validated: list[int] = field(default_factory=list)  # by whom
     peers: list[Peer] = field(default_factory=list)  # of trainers
     servers: list[Peer] = field(default_factory=list)  # that are no trainers
+    killed: list[PeerId] = field(default_factory=list)
+    went_back: list[int] = field(default_factory=list)  # to these steps
+    generation: int = 0  # of the run; what was seen of older ones from there on is void
     runtime: ThreadRuntime = field(default_factory=ThreadRuntime)
     network: MemoryNetwork = field(default_factory=MemoryNetwork)
 
@@ -71,11 +76,35 @@ class Seen(Curve):
         """What a trainer calls for each batch."""
 
         def note(place: Place, number: Number, ids: list[int], loss: float) -> None:
+            strategy = self.trainers[rank].strategy
+            assert isinstance(strategy, ThreadStrategy)
+            if strategy.generation < self.generation:
+                return
             self.batches[place] = rank, ids
             self.numbers[place] = number
             self.losses[place] = loss
 
         return note
+
+    def kill(self, *peers: str) -> None:
+        """On a trainer's thread: what `kill -9` does."""
+
+        async def kill() -> None:
+            for peer in map(PeerId, peers):
+                self.network.kill(peer)
+                self.killed.append(peer)
+
+        self.runtime.run(kill())
+
+    def go_back(self, step: int, generation: int) -> None:
+        """What was seen from this step on is void."""
+        self.went_back.append(step)
+        self.generation = generation
+        self.records = [record for record in self.records if record.step < step]
+        self.steps = self.steps[: len(self.records)]
+        for seen in (self.batches, self.numbers, self.losses):
+            for place in [place for place in seen if place[0] >= step]:
+                del seen[place]
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
         """On a trainer's thread: let the others go on until they come there."""
@@ -157,12 +186,30 @@ class ThreadStrategy(SwarmStrategy):
     def local_rank(self) -> int:
         return self._rank
 
+    @property
+    def generation(self) -> int:
+        """Of the run that the batch in hand is of."""
+        assert self._session is not None
+        assert self._session.pipeline.batch is not None
+        return self._session.pipeline.batch.grant.generation
+
+    @override
+    def go_back(self, trainer: L.Trainer, error: SwarmError) -> str | None:
+        path = super().go_back(trainer, error)
+        if path is not None and self.is_global_zero:
+            step = self._way_back.first_step
+            assert step is not None
+            assert self.peer is not None
+            self._seen.go_back(step, self.peer._generation)
+        return path
+
     @override
     def _configure_launcher(self) -> None:
         self._launcher = _ThreadLauncher(self)
 
     def make_peer(self) -> None:
         self.peer = self._peer(f"peer-{self._rank}")
+        self.peer.num_known_dead = lambda: len(self._seen.killed)
         self._seen.peers.append(self.peer)
 
     def _peer(self, name: str) -> Peer:
@@ -219,7 +266,7 @@ class _ThreadLauncher(_Launcher):
         self._strategy.make_peer()
         if not self._strategy.is_global_zero:
             self._strategy.follow(trainer)
-        return function(*args, **kwargs)
+        return run_through(self._strategy, trainer, function, args, kwargs)
 
     @override
     def kill(self, signum: int) -> None:

@@ -27,7 +27,7 @@ A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 
 
 def release(swarm: Swarm) -> list[PeerId]:
-    return swarm.run(survivors.release(swarm.trainer, swarm.steps.run, timeout=5.0))
+    return swarm.run(survivors.release(swarm.trainer, swarm.steps.run, 3, timeout=5.0))
 
 
 def next_manifest(swarm: Swarm, *rosters: Sequence[PeerId]) -> Manifest:

@@ -1,0 +1,243 @@
+"""The last copy of a stage dies in a run of several trainers: all that live go back to a snapshot, each with its loop.
+
+Each is Lightning's own `fit`. Which batch comes into which step is left to chance, before the run goes back and after:
+the curve is that of the batches which the records of the history that survived name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import pytest
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from tests.parity import trainers
+from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences
+from tests.parity.trainers import Seen, ThreadStrategy, numbered, train
+
+LIMITS = Limits(
+    call_timeout=10.0,
+    start_timeout=30.0,
+    lead_timeout=30.0,
+    silence_timeout=1.0,
+    revive_timeout=1.0,
+    leave_timeout=0.5,
+    stage_timeout=60.0,
+    snapshot_interval=0.001,
+)
+"""A snapshot at every step at which the one before is through."""
+
+NUM_STEPS = 20
+
+
+def make_digits() -> DigitsMLP:
+    return DigitsMLP(Recipe(schedule="onecycle"))
+
+
+class Logging(DigitsMLP):
+    """Counts samples in every way in which trainers log together, and on the lead what an epoch has of them.
+
+    Args:
+        seen: Of the run.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(Recipe(schedule="onecycle"))
+        self.seen = seen
+        self.num_samples = SumMetric()
+        self.epochs: dict[int, tuple[int, float, float]] = {}  # of what was seen twice the second one
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        assert isinstance(loss, Tensor)
+        num_samples = float(len(batch[0]))
+        self.log("logged", num_samples, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.num_samples(num_samples)
+        self.log("counted", self.num_samples, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ThreadStrategy)
+        assert strategy._session is not None
+        found = self.trainer.callback_metrics
+        if "logged" in found:
+            values = float(found["logged"]), float(found["counted"])
+            self.epochs[self.trainer.current_epoch] = strategy._session.version, *values
+
+
+@dataclass
+class Killing(L.Callback):
+    """At the lead, kills peers when so many steps are done, each once.
+
+    Args:
+        at: After so many records.
+        peers: Who, each time.
+    """
+
+    at: list[int]
+    peers: list[list[str]]
+    steps: list[int] = field(default_factory=list)  # of the weights before each batch
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, ThreadStrategy)
+        self.steps.append(trainer.global_step)
+        if self.at and len(strategy._seen.records) >= self.at[0]:
+            self.at.pop(0)
+            strategy._seen.kill(*self.peers.pop(0))
+
+
+def run(num_trainers: int, killing: Killing, make: Callable[[Seen], Any] = Logging, **options: Any) -> Seen:
+    swarm = {"limits": LIMITS, **options.pop("swarm", {})}
+    seen = train(
+        num_trainers,
+        make,
+        callbacks=lambda rank: [killing] if rank == 0 else [],
+        raises=False,
+        swarm=swarm,
+        **{"max_steps": NUM_STEPS, **options},
+    )
+    gone = {int(peer.removeprefix("peer-")) for peer in seen.killed if peer.startswith("peer-")}
+    unexpected = {rank: error for rank, error in seen.errors.items() if rank not in gone}
+    for error in unexpected.values():
+        raise error
+    assert not killing.at, "nobody was killed"
+    return seen
+
+
+def assert_each_once(seen: Seen, living: Collection[int]) -> None:
+    """Each trainer's batches count from its first one on, in its order, none twice; and samples within each epoch."""
+    counted = [place for places in seen.steps for place in places]
+    for rank in living:
+        numbers = [seen.numbers[place] for place in counted if seen.batches[place][0] == rank]
+        length = 1 + max(index for _, index in numbers)
+        last_epoch = max(epoch for epoch, _ in numbers)
+        whole = [(epoch, index) for epoch in range(last_epoch + 1) for index in range(length)]
+        assert sorted(numbers) == whole[: len(numbers)], f"trainer {rank} left out a batch, or it counts twice"
+        samples = [
+            (seen.numbers[place][0], one)
+            for place in counted
+            for by, ids in [seen.batches[place]]
+            if by == rank
+            for one in ids
+        ]
+        assert len(set(samples)) == len(samples)
+
+
+def assert_right(seen: Seen, num_trainers: int, *, gone: Collection[int] = (), **options: Any) -> None:
+    """Weights, losses, loops and logs are those of what the records name."""
+    assert len(seen.steps) == NUM_STEPS
+    make, data = options.pop("make", make_digits), options.pop("data", digits())
+    trainers.assert_exact(seen, make, data, num_trainers=num_trainers, gone=gone, **options)
+    living = [rank for rank in range(num_trainers) if rank not in gone]
+    assert_each_once(seen, living)
+    counted = [place for places in seen.steps for place in places]
+    lead = seen.trainers[0]
+    own = [place for place in counted if seen.batches[place][0] == 0]
+    assert lead.global_step == NUM_STEPS
+    assert lead.fit_loop.epoch_loop.batch_progress.total.completed == len(own)
+    for rank in living:
+        progress = seen.trainers[rank].fit_loop.epoch_loop.batch_progress.total
+        assert progress.completed <= progress.ready <= len([0 for by, _ in seen.batches.values() if by == rank]) + 1
+
+
+def assert_logged(seen: Seen) -> None:
+    """What the lead's epochs have of the samples is what was counted by then, its own by its epochs."""
+    module = seen.modules[0]
+    assert isinstance(module, Logging)
+    assert module.epochs
+    counted = [place for places in seen.steps for place in places]
+    logged = total = 0.0
+    for epoch, (version, *values) in sorted(module.epochs.items()):
+        logged, total = logged + values[0], total + values[1]
+        expected = 0
+        for place in counted:
+            rank, ids = seen.batches[place]
+            expected += len(ids) * (seen.numbers[place][0] <= epoch if rank == 0 else place[0] < version)
+        assert (logged, total) == (expected, expected), epoch
+
+
+@pytest.mark.parametrize("at", [4, 7, 12])
+def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
+    killing = Killing([at], [["peer-1"]])
+    seen = run(2, killing)
+    (back,) = seen.went_back
+    assert 1 <= back <= at + 1
+    assert set(seen.errors) == {1}
+    assert seen.records[-1].next_trainers == ["peer-0"]
+    assert_right(seen, 2, gone=[1])
+    assert_logged(seen)
+
+
+@pytest.mark.parametrize("at", [3, 6, 10, 15])
+def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
+    killing = Killing([at], [["peer-1"]])
+    seen = run(3, killing)
+    (back,) = seen.went_back
+    assert 1 <= back <= at + 1
+    assert set(seen.errors) == {1}
+    assert set(seen.records[-1].next_trainers) == {"peer-0", "peer-2"}
+    assert_right(seen, 3, gone=[1])
+    assert_logged(seen)
+
+
+@pytest.fixture
+def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before the lead, and holds the last stage of as many as there are servers."""
+    make_peer = ThreadStrategy.make_peer
+
+    def server_first(strategy: ThreadStrategy) -> None:
+        make_peer(strategy)
+        if strategy.is_global_zero:
+            strategy.add_server()
+
+    monkeypatch.setattr(ThreadStrategy, "make_peer", server_first)
+
+
+@pytest.mark.usefixtures("one_more_server")
+@pytest.mark.parametrize(("num_trainers", "at"), [(2, 4), (2, 9), (3, 12)])
+def test_a_stage_dies_and_all_trainers_are_left(num_trainers: int, at: int) -> None:
+    killing = Killing([at], [["server"]])
+    seen = run(num_trainers, killing, swarm={"num_stages": num_trainers + 1})
+    assert len(seen.went_back) == 1
+    assert not seen.errors
+    assert_right(seen, num_trainers)
+    assert_logged(seen)
+
+
+def test_a_run_goes_back_again_and_again() -> None:
+    """And those that went back once go back with what they did since."""
+    killing = Killing([5, 11], [["peer-1"], ["peer-2"]])
+    seen = run(4, killing, swarm={"num_stages": 4})
+    assert len(seen.went_back) == 2
+    assert set(seen.errors) == {1, 2}
+    assert_right(seen, 4, gone=[1, 2])
+    assert_logged(seen)
+
+
+@pytest.mark.parametrize("at", [4, 9])
+def test_what_is_on_the_trainers_goes_back_with_them(at: int) -> None:
+    def make() -> NanoGPT:
+        return NanoGPT(Recipe(schedule="onecycle"))
+
+    killing = Killing([at], [["peer-1"]])
+    seen = run(
+        3,
+        killing,
+        lambda _: make(),
+        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        swarm={"pipeline": "transformer.h"},
+    )
+    assert len(seen.went_back) == 1
+    assert_right(seen, 3, gone=[1], make=make, data=sentences())
