@@ -20,9 +20,10 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import RELEASE
 from lightning_swarm.server.admission import Admission
+from lightning_swarm.steps import VIEW
 from lightning_swarm.steps.snapshots import ask_held
 from lightning_swarm.tasks import first_of, gather
-from lightning_swarm.types.runs import LoopReply, LoopRequest, ReleaseRequest
+from lightning_swarm.types.runs import LoopReply, LoopRequest, ReleaseRequest, RunView
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
@@ -207,7 +208,7 @@ class Beside:
         return self._admission.goes_on_at if released.is_set() else None
 
     async def _while_the_lead_may_say_so(self) -> None:
-        """Returns when the run is not lost, or its lead is."""
+        """Returns when the run is not lost, or its lead is, or has gone back without this trainer."""
         limits = self._limits
         assert self.run is not None
         if not await what_is_lost(
@@ -215,7 +216,16 @@ class Beside:
         ):
             return
         deadline_s = now_s() + limits.lead_timeout
-        while now_s() < deadline_s:
-            if not await alive_among(self._transport, [self.run.manifest.lead], timeout=limits.silence_timeout):
+        lead = self.run.manifest.lead
+        while now_s() < deadline_s and await alive_among(self._transport, [lead], timeout=limits.silence_timeout):
+            if await self._is_behind(lead):
                 return
             await asyncio.sleep(_POLL_S)
+
+    async def _is_behind(self, lead: PeerId) -> bool:
+        assert self.run is not None
+        try:
+            view = decode(await self._transport.call(lead, VIEW, b"", timeout=self._limits.silence_timeout), RunView)
+        except SwarmError:  # it is in no run at this moment
+            return False
+        return view.manifest.generation > self.run.manifest.generation

@@ -18,6 +18,7 @@ from torchmetrics import SumMetric
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
+from lightning_swarm.network import PeerId
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences
 from tests.parity.trainers import Seen, ThreadStrategy, numbered, train
@@ -98,17 +99,35 @@ class Killing(L.Callback):
             strategy._seen.kill(*self.peers.pop(0))
 
 
-def run(num_trainers: int, killing: Killing, make: Callable[[Seen], Any] = Logging, **options: Any) -> Seen:
+def run(
+    num_trainers: int,
+    killing: Killing,
+    make: Callable[[Seen], Any] = Logging,
+    *,
+    others: dict[int, list[L.Callback]] | None = None,
+    gone: Collection[int] = (),
+    **options: Any,
+) -> Seen:
+    """Train, and see that nobody ends with an error but those that were killed.
+
+    Args:
+        num_trainers: Each with a server.
+        killing: At the lead.
+        make: Builds the module of each.
+        others: Callbacks of each, by rank.
+        gone: Who may end with an error, too.
+        options: As of `train`.
+    """
     swarm = {"limits": LIMITS, **options.pop("swarm", {})}
     seen = train(
         num_trainers,
         make,
-        callbacks=lambda rank: [killing] if rank == 0 else [],
+        callbacks=lambda rank: [*(others or {}).get(rank, []), *([killing] if rank == 0 else [])],
         raises=False,
         swarm=swarm,
         **{"max_steps": NUM_STEPS, **options},
     )
-    gone = {int(peer.removeprefix("peer-")) for peer in seen.killed if peer.startswith("peer-")}
+    gone = {*gone, *(int(peer.removeprefix("peer-")) for peer in seen.killed if peer.startswith("peer-"))}
     unexpected = {rank: error for rank, error in seen.errors.items() if rank not in gone}
     for error in unexpected.values():
         raise error
@@ -241,3 +260,101 @@ def test_what_is_on_the_trainers_goes_back_with_them(at: int) -> None:
     )
     assert len(seen.went_back) == 1
     assert_right(seen, 3, gone=[1], make=make, data=sentences())
+
+
+class Waiting(L.Callback):
+    """In code of the user's, keeps a trainer that serves a stage with others from its next batch.
+
+    Args:
+        seen: Of the run.
+        batch: Before which of its batches, once.
+        reached: Until then.
+    """
+
+    def __init__(self, seen: Callable[[], Seen], batch: int, reached: Callable[[Seen], bool]) -> None:
+        self.seen = seen
+        self.batch: int | None = batch
+        self.reached = reached
+        self.version = -1  # of the weights, as far as the trainer knew
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            self.batch, self.version = None, trainer.global_step
+            self.seen().wait_for(lambda: self.reached(self.seen()))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> None:
+    """The run goes back to a version of which it has not heard. Whether its batches count only its server knows."""
+    found: list[Seen] = []
+    killing = Killing([8], [["peer-1"]])
+    waiting = Waiting(lambda: found[0], batch, lambda seen: bool(seen.went_back))
+
+    def make(seen: Seen) -> Logging:
+        found[:] = [seen]
+        return Logging(seen)
+
+    seen = run(3, killing, make, others={2: [waiting]})
+    (back,) = seen.went_back
+    assert waiting.batch is None
+    assert waiting.version < back
+    assert_right(seen, 3, gone=[1])
+    assert_logged(seen)
+    assert set(seen.records[-1].next_trainers) == {"peer-0", "peer-2"}
+
+
+class Ended(L.Callback):
+    """Notes how often a trainer's loop came to its end."""
+
+    num_ends = 0
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.num_ends += 1
+
+
+def test_a_trainer_whose_data_is_at_its_end_goes_back() -> None:
+    """It has served since then."""
+    found: list[Seen] = []
+    killing, ended = Killing([8], [["peer-1"]]), Ended()
+    waiting = Waiting(lambda: found[0], 9, lambda _: ended.num_ends > 0)
+
+    def make(seen: Seen) -> Logging:
+        found[:] = [seen]
+        return Logging(seen)
+
+    seen = run(3, killing, make, others={0: [waiting], 2: [ended]}, max_steps=-1, max_epochs=2)
+    assert len(seen.went_back) == 1
+    assert ended.num_ends == 2
+    assert_each_once(seen, [0, 2])
+    trainers.assert_exact(seen, make_digits, digits(), num_trainers=3, target_batch_size=1, gone=[1])
+
+
+def test_a_trainer_that_is_frozen_meanwhile_is_left_behind() -> None:
+    """When it is back, it is in no run, and ends."""
+    found: list[Seen] = []
+
+    class Freezing(Killing):
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen, before = found[0], len(self.at)
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+            async def act() -> None:
+                if len(self.at) < before:
+                    seen.network.freeze(PeerId("peer-3"))
+                elif len(seen.records) >= NUM_STEPS - 4:
+                    seen.network.thaw(PeerId("peer-3"))
+
+            seen.runtime.run(act())
+
+    def make(seen: Seen) -> Logging:
+        found[:] = [seen]
+        return Logging(seen)
+
+    seen = run(4, Freezing([6], [["peer-1"]]), make, gone=[1, 3], swarm={"num_stages": 4})
+    assert len(seen.went_back) == 1
+    assert set(seen.errors) == {1, 3}
+    assert_right(seen, 4, gone=[1, 3])
+    assert_logged(seen)

@@ -10,14 +10,16 @@ import torch
 from msgspec import structs
 
 from lightning_swarm import membership, survivors
-from lightning_swarm.errors import Busy, ProtocolError, SwarmError
+from lightning_swarm.clock import now_s
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import RELEASE
 from lightning_swarm.steps import GRANT, VIEW
 from lightning_swarm.steps.journal import Journal
 from lightning_swarm.types.batches import GrantRequest
-from lightning_swarm.types.runs import Manifest, Member, ReleaseRequest
+from lightning_swarm.types.runs import LoopRequest, Manifest, Member, ReleaseRequest
 from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, make_module, plain_steps, rows
@@ -124,6 +126,108 @@ def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.trainer.call(A, "server.admit", encode(swarm.manifest), timeout=1.0))
     with pytest.raises(Busy):
         swarm.run(swarm.trainer.call(A, VIEW, b"", timeout=1.0))
+
+
+# ---------------------------------------------------------------------- trainers beside the lead
+
+
+def beside(swarm: Swarm, name: PeerId) -> survivors.Beside:
+    """What the trainer in a server's process has, in the run that the server is in."""
+    server = swarm.servers[name]
+    found = survivors.Beside(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
+    found.begin(RunState(swarm.manifest))
+    return found
+
+
+def test_loops_go_on_where_all_that_answer_can(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", "c")
+    for name, known in ((A, {3, 5, 7}), (B, {3, 5})):
+        beside(swarm, name).could_go_on = lambda version, _, known=known: version in known  # type: ignore[misc]
+    beside(swarm, C)
+    swarm.network.kill(C)
+    ask = survivors.loops_at(swarm.trainer, [A, B, C], [3, 5, 6, 7], timeout=1.0)
+    assert swarm.run(ask) == {3, 5}
+
+
+def test_a_loop_knows_from_its_server_which_batches_count(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(step(swarm, 1))
+    loop = beside(swarm, B)
+    loop.could_go_on = lambda version, counts: counts(version - 1, [0])
+    assert swarm.run(survivors.loops_at(swarm.trainer, [B], [1, 2], timeout=1.0)) == {1}
+    loop.could_go_on = lambda version, counts: counts(version - 1, [0, 1])
+    assert swarm.run(survivors.loops_at(swarm.trainer, [B], [1, 2], timeout=1.0)) == set()
+
+
+def test_only_the_lead_asks_for_loops(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    beside(swarm, B)
+    request = encode(LoopRequest(versions=[1]))
+    with pytest.raises(ProtocolError, match="the lead trainer sends a run back"):
+        swarm.run(swarm.servers[A]._transport.call(B, survivors.LOOP, request, timeout=1.0))
+
+
+def test_the_next_run_waits_for_the_trainers(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    loops = {name: beside(swarm, name) for name in (A, B)}
+    asked: list[float] = []
+
+    async def wait(names: Sequence[PeerId]) -> None:
+        await survivors.await_loops(swarm.trainer, names, timeout=20.0, check=lambda: asked.append(now_s()))
+
+    async def come_back() -> None:
+        for name in (B, A):
+            await asyncio.sleep(5.0)
+            loops[name].waits = True
+
+    async def both() -> float:
+        begin_s = now_s()
+        await asyncio.gather(wait([A, B]), come_back())
+        return now_s() - begin_s
+
+    assert 10.0 <= swarm.run(both()) < 11.0
+    assert len(asked) > 2
+    loops[A].waits = False
+    with pytest.raises(DeadlineExceeded, match="trainer a was told that the run goes back"):
+        swarm.run(wait([A, B]))
+    swarm.network.kill(A)
+    with pytest.raises(Unreachable):
+        swarm.run(wait([A, B]))
+
+
+def test_a_trainer_hears_where_its_run_goes_on(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    loop = beside(swarm, B)
+    assert swarm.run(loop.told_to_go_back()) is None, "nothing is lost"
+    swarm.network.kill(A)
+
+    async def told() -> int | None:
+        task = asyncio.ensure_future(loop.told_to_go_back())
+        await asyncio.sleep(70.0)
+        assert not task.done(), "the lead may say so yet"
+        await survivors.release(swarm.trainer, swarm.steps.run, 3, timeout=5.0)
+        return await task
+
+    assert swarm.run(told()) == 3
+
+
+@pytest.mark.parametrize("how", ["over", "lead dies"])
+def test_a_trainer_does_not_wait_for_a_lead_that_says_nothing_any_more(make_swarm: MakeSwarm, how: str) -> None:
+    swarm = make_swarm("a", "b")
+    loop = beside(swarm, B)
+    swarm.network.kill(A)
+
+    async def told() -> int | None:
+        task = asyncio.ensure_future(loop.told_to_go_back())
+        await asyncio.sleep(70.0)
+        if how == "over":
+            swarm.servers[B].admission.left.set()
+        else:
+            swarm.network.kill(swarm.trainer.peer_id)
+        async with asyncio.timeout(10.0):
+            return await task
+
+    assert swarm.run(told()) is None
 
 
 # ---------------------------------------------------------------------- what is lost
