@@ -203,6 +203,8 @@ class Beside:
 
     async def told_to_go_back(self) -> int | None:
         """After an error: the step from which the run goes on. None: it goes on as it is, or is over."""
+        if self._transport.closed:  # nobody can tell it anything
+            return None
         released, left = self._admission.released, self._admission.left
         await first_of(released.wait(), left.wait(), self._while_the_lead_may_say_so())
         return self._admission.goes_on_at if released.is_set() else None

@@ -7,7 +7,7 @@ the curve is that of the batches which the records of the history that survived 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -87,13 +87,11 @@ class Killing(L.Callback):
 
     at: list[int]
     peers: list[list[str]]
-    steps: list[int] = field(default_factory=list)  # of the weights before each batch
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, ThreadStrategy)
-        self.steps.append(trainer.global_step)
         if self.at and len(strategy._seen.records) >= self.at[0]:
             self.at.pop(0)
             strategy._seen.kill(*self.peers.pop(0))
@@ -187,7 +185,7 @@ def assert_logged(seen: Seen) -> None:
         assert (logged, total) == (expected, expected), epoch
 
 
-@pytest.mark.parametrize("at", [4, 7, 12])
+@pytest.mark.parametrize("at", [4, 12])
 def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     killing = Killing([at], [["peer-1"]])
     seen = run(2, killing)
@@ -199,7 +197,7 @@ def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     assert_logged(seen)
 
 
-@pytest.mark.parametrize("at", [3, 6, 10, 15])
+@pytest.mark.parametrize("at", [3, 10])
 def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
     killing = Killing([at], [["peer-1"]])
     seen = run(3, killing)
@@ -225,7 +223,7 @@ def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_more_server")
-@pytest.mark.parametrize(("num_trainers", "at"), [(2, 4), (2, 9), (3, 12)])
+@pytest.mark.parametrize(("num_trainers", "at"), [(2, 4), (3, 12)])
 def test_a_stage_dies_and_all_trainers_are_left(num_trainers: int, at: int) -> None:
     killing = Killing([at], [["server"]])
     seen = run(num_trainers, killing, swarm={"num_stages": num_trainers + 1})
@@ -245,12 +243,11 @@ def test_a_run_goes_back_again_and_again() -> None:
     assert_logged(seen)
 
 
-@pytest.mark.parametrize("at", [4, 9])
-def test_what_is_on_the_trainers_goes_back_with_them(at: int) -> None:
+def test_what_is_on_the_trainers_goes_back_with_them() -> None:
     def make() -> NanoGPT:
         return NanoGPT(Recipe(schedule="onecycle"))
 
-    killing = Killing([at], [["peer-1"]])
+    killing = Killing([9], [["peer-1"]])
     seen = run(
         3,
         killing,
