@@ -137,6 +137,11 @@ class Admission:
             if self._run is None:
                 self._asked = None
 
+    def ask(self, coordinator: PeerId) -> None:
+        """It is another one than `asking` was told that coordinates the run which is being joined."""
+        if self._run is None:
+            self._asked = coordinator
+
     async def follow(self, run: RunState, stage: Stage) -> None:
         """Go along with a run's records, as a member of it or not yet."""
         self._run = run

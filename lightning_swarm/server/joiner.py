@@ -99,14 +99,21 @@ class Joiner:
             PeerError: The run is there, but does not let this peer in.
         """
         while not self._done:
-            for named in await find():
-                coordinator = await self._coordinator_of(named)
-                if coordinator is not None:
-                    async with self._admission.asking(coordinator) as free:
-                        if free:
-                            await self._join(coordinator)
-                        return
+            coordinator = await self._find_coordinator(find)
+            if coordinator is not None:
+                async with self._admission.asking(coordinator) as free:
+                    if free:
+                        await self._join(coordinator, find)
+                    return
             await asyncio.sleep(_POLL_S)
+
+    async def _find_coordinator(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> PeerId | None:
+        """Who coordinates the run that is under way, if there is one."""
+        for named in await find():
+            coordinator = await self._coordinator_of(named)
+            if coordinator is not None:
+                return coordinator
+        return None
 
     async def _coordinator_of(self, named: PeerId) -> PeerId | None:
         """Who coordinates the run that was announced, in the eyes of whom it named; announcements outlive runs."""
@@ -128,10 +135,13 @@ class Joiner:
     async def _view(self, coordinator: PeerId) -> RunView:
         return decode(await self._transport.call(coordinator, VIEW, b"", timeout=self._timeout), RunView)
 
-    async def _join(self, coordinator: PeerId) -> None:
-        """Try a few times."""
+    async def _join(self, coordinator: PeerId, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
+        """Try a few times. Another peer may come to coordinate meanwhile."""
         for attempt in range(1, _MAX_ATTEMPTS + 1):
             try:
+                if attempt > 1 and not self._admission.has_run:  # else this server follows who leads it
+                    coordinator = await self._find_coordinator(find) or coordinator
+                    self._admission.ask(coordinator)
                 await self._try(coordinator, attempt)
             except SwarmError as error:
                 if self._done:  # the record came another way meanwhile
