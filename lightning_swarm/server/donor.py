@@ -88,6 +88,7 @@ class Donor:
         for newcomer in record.newcomers:
             peer = newcomer.member.peer_id
             self._met.pop(peer, None)
+            self._end_download(peer)  # it may have had another copy's pieces, and not say so
             if peer in self._followers:
                 self._followers[peer].entered = True
         if self._followers:

@@ -48,6 +48,7 @@ class Download:
         self._missing: dict[int, int] = {}  # pieces: where each begins, and ends
         self._asked: dict[int, set[PeerId]] = {}  # of whom, by where a piece begins
         self.helpers: set[PeerId] = set()  # who sent a piece beside the donor
+        self._copied: list[PeerId] = []  # who holds a copy for this peer beside the donor
 
     async def run(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, Blank]:
         """All of it, and which member keeps the records from its version on.
@@ -108,12 +109,13 @@ class Download:
             await ended([helping])
         if not helping.cancelled():
             helping.result()
-        await gather(self._release(peer, blank) for peer in self.helpers)
+        await gather(self._release(peer, blank) for peer in self._copied)
 
     async def _help(self, peer: PeerId, blank: Blank) -> None:
         """Have one more member send pieces. That it cannot is no fault."""
         try:
             head = await self._follow(peer, blank.head.snapshot.version)
+            self._copied.append(peer)
             if head != blank.head:
                 raise ProtocolError(f"stage {self._stage.index} is not the same at {peer}")
             await gather(self._pull(peer, blank, to_the_end=False) for _ in range(_PULLS))
