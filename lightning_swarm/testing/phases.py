@@ -58,10 +58,14 @@ class Phase(enum.Enum):
     JOIN_DONE = enum.auto()
     DONATE = enum.auto()  # a joiner asks for a stage's state
     DONATE_DONE = enum.auto()
+    PIECE = enum.auto()  # a joiner asks for a piece of that state
+    PIECE_DONE = enum.auto()
     FOLLOW = enum.auto()  # a joiner asks for the next record
     FOLLOW_DONE = enum.auto()
     LISTEN = enum.auto()  # a joiner is to hold the round's result
     LISTEN_DONE = enum.auto()
+    LEAVE = enum.auto()  # a server asks to be let go
+    LEAVE_DONE = enum.auto()
 
 
 LEAVING: Final = frozenset(
@@ -71,19 +75,21 @@ LEAVING: Final = frozenset(
 
 _METHODS: Final[Mapping[str, Phase]] = {
     server.CANCEL: Phase.CANCEL,
-    "trainer.replay": Phase.REPLAY,
+    steps.REPLAY: Phase.REPLAY,
     steps.GRANT: Phase.GRANT,
     steps.DONE: Phase.DONE,
     steps.RECORD: Phase.RECORD,
     steps.FREEZE: Phase.CLOSE,
     steps.AVERAGE: Phase.AVERAGE,
-    "step.prepare": Phase.PREPARE,
+    steps.PREPARE: Phase.PREPARE,
     steps.PROPOSE: Phase.DECIDE,
     steps.APPLY: Phase.APPLY,
     steps.JOIN: Phase.JOIN,
     server.FOLLOW: Phase.DONATE,
+    server.PIECE: Phase.PIECE,
     server.NEXT: Phase.FOLLOW,
     steps.LISTEN: Phase.LISTEN,
+    steps.DRAIN: Phase.LEAVE,
 }
 _MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)")
 _ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(part|reduced)\d+")

@@ -237,7 +237,7 @@ def test_a_process_cannot_strike_others(loop: VirtualLoop, tmp_path: Path, plan:
 
 # ---------------------------------------------------------------------- in a swarm
 
-OF_OTHERS = ("CANCEL", "REPLAY", "PREPARE", "DECIDE", "JOIN", "DONATE", "FOLLOW", "LISTEN")
+OF_OTHERS = ("CANCEL", "REPLAY", "PREPARE", "DECIDE", "JOIN", "DONATE", "PIECE", "FOLLOW", "LISTEN", "LEAVE")
 """They need a fault, a second voter or a joiner."""
 
 PHASES_OF_A_STEP = [phase for phase in Phase if not phase.name.startswith(OF_OTHERS)]
