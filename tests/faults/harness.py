@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
@@ -29,8 +31,9 @@ from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.server.server import Server
+from lightning_swarm.server.staying import Stay
 from lightning_swarm.steps.client import StepClient
-from lightning_swarm.tasks import gather
+from lightning_swarm.tasks import ended, gather
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.phases import Passing
 from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
@@ -45,11 +48,31 @@ from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, m
 MODE = Mode(training=True, grad=True, default_dtype="float64")
 LIMITS = Limits(call_timeout=30.0)
 NUM_STEPS = 3
+NUM_STEPS_OF_LEAVERS = 4
+NUM_STEPS_OF_JOINERS = 5
 NUM_MICROBATCHES = 2  # of a batch
 ROWS = 2  # of a microbatch
 RUN_TIMEOUT_S = 3600.0
 SETTLE_S = 60.0
 TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How a trainer passes its time.
+
+    Args:
+        pauses_s: Before some of its batches, by their numbers.
+        losses_s: What the loss of some takes.
+    """
+
+    pauses_s: Mapping[int, float] = field(default_factory=dict)
+    losses_s: Mapping[int, float] = field(default_factory=dict)
+
+
+# Whoever joins as the second step begins finds it under way; if it is frozen for long it is left out of the third, and
+# has the time to come back before the fourth.
+PACE_OF_JOINERS = Pace(losses_s={1: 0.2}, pauses_s={2: 20.0, 3: 60.0})
 
 
 @dataclass(frozen=True)
@@ -61,6 +84,26 @@ class Sent:
     rows: Tensor
 
 
+class Scaled(nn.Module):
+    """A block with a buffer, which travels with the weights.
+
+    Args:
+        block: What it scales.
+        scale: By how much.
+    """
+
+    def __init__(self, block: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.block = block
+        self.scale: Tensor
+        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.block(x) * self.scale
+        return output
+
+
 class Books:
     """What was sent where, and what was decided: for the audit."""
 
@@ -68,10 +111,12 @@ class Books:
         self.sent: dict[tuple[int, Receipt], Sent] = {}
         self.records: dict[int, Record] = {}
         self.done: set[tuple[PeerId, int]] = set()  # batches that their trainers know to count
+        self.begun = asyncio.Event()  # a record is decided
         self.decided_s: dict[int, float] = {}  # when the first one applied a step's record
 
     def note(self, record: Record) -> None:
         """Whoever applies a record says so: all must apply the same one."""
+        self.begun.set()
         known = self.records.setdefault(record.step, record)
         self.decided_s.setdefault(record.step, asyncio.get_running_loop().time())
         assert encode(known) == encode(record), f"two records of step {record.step}"
@@ -87,6 +132,7 @@ class Trainer:
         swarm: Whose run it trains in.
         books: Gets all that it sends.
         seed: Wires its pipelines.
+        pace: Of its loop.
     """
 
     def __init__(
@@ -98,8 +144,10 @@ class Trainer:
         books: Books,
         *,
         seed: int,
+        pace: Pace,
     ) -> None:
         self.peer_id = transport.peer_id
+        self._pace = pace
         self.transport = transport
         self._books = books
         self._num_stages = len(swarm.rosters)
@@ -108,6 +156,8 @@ class Trainer:
         routers = [StageRouter(rng) for _ in swarm.rosters]
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
+            for load in router.peers.values():  # else rounding sends whole steps to one server
+                load.assigned_s = 1e-6 * rng.random()
         self.events = EventLog()
         self.copies = Copies(swarm.limits.cache_bytes)
         self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies)
@@ -117,6 +167,8 @@ class Trainer:
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
         self.num_batches = 0
+        self.in_hand: list[int] = []  # batches that have no place as yet, or are under way
+        self._through: dict[int, int] = {}  # batches by their leases
         self.num_revoked = 0
 
     async def _follow(self, record: Record) -> None:
@@ -127,10 +179,24 @@ class Trainer:
         """Draw batches until the run is over."""
         with contextlib.suppress(RunOver):
             while True:
-                number = self.num_batches
-                self.num_batches += 1
-                while not await self._batch(number):
+                if not self.in_hand:
+                    await asyncio.sleep(self._pace.pauses_s.get(self.num_batches, 0.0))
+                    self.in_hand.append(self.num_batches)
+                    self.num_batches += 1
+                if await self._batch(self.in_hand[0]):
+                    del self.in_hand[0]
+                else:
                     self.num_revoked += 1
+                self._take_lost()
+
+    def _take_lost(self) -> None:
+        """What was through and is in no record is to run again, as in the loop of `fit`."""
+        for lease in self.steps.lost:
+            number = self._through.pop(lease)
+            self._books.done.remove((self.peer_id, number))
+            self.in_hand.append(number)
+            self.num_revoked += 1
+        self.steps.lost = []
 
     async def _batch(self, number: int) -> bool:
         """Train on a batch; False: it was struck, and the same samples are for another place."""
@@ -144,8 +210,9 @@ class Trainer:
 
     async def _in_a_place(self, grant: Grant, number: int) -> None:
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
-        await gather(self._through(passage) for passage in passages)
+        await gather(self._through_all(passage, number) for passage in passages)
         closing = await self.steps.done(grant.lease, [passage.microbatch.key.receipt for passage in passages])
+        self._through[grant.lease] = number
         self._books.done.add((self.peer_id, number))
         if closing:
             await self.steps.record(self.steps.version)
@@ -162,8 +229,9 @@ class Trainer:
         )
         return Passage(self.link, microbatch)
 
-    async def _through(self, passage: Passage) -> None:
+    async def _through_all(self, passage: Passage, number: int) -> None:
         _, (output,) = await passage.forward()
+        await asyncio.sleep(self._pace.losses_s.get(number, 0.0))
         # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
         await passage.backward([output / (NUM_MICROBATCHES * ROWS)])
 
@@ -189,7 +257,7 @@ class _Watchman(Saboteur):
 
 
 class FaultySwarm(Swarm):
-    """A run of `NUM_STEPS` steps under a plan.
+    """A run of a few steps under a plan.
 
     Args:
         rosters: For each stage, the names of its servers. The first one of all coordinates.
@@ -197,9 +265,11 @@ class FaultySwarm(Swarm):
         trainers: Names; the first one is the lead.
         voters: Names of servers.
         seed: Wires pipelines.
-        joiners: Names of servers that join as the run begins.
+        joiners: Names of servers that join when the first record is decided.
+        leavers: Names of servers that are told to leave then.
         limits: Of all.
-        module: One block for each stage; None: the usual one.
+        module: One block for each stage; None: the usual ones, with a buffer each.
+        optimizer: Of all, and of the one process.
         look: Called with every message, before anything is done with it.
     """
 
@@ -211,39 +281,49 @@ class FaultySwarm(Swarm):
         voters: str = "",
         seed: int = 0,
         joiners: str = "",
+        leavers: str = "",
         limits: Limits = LIMITS,
         module: nn.Module | None = None,
+        optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         look: Callable[[Passing], None] = lambda _: None,
     ) -> None:
         names = trainers.split()
         target = 2 * NUM_MICROBATCHES * ROWS
+        self.num_steps = NUM_STEPS_OF_JOINERS if joiners else NUM_STEPS_OF_LEAVERS if leavers else NUM_STEPS
         super().__init__(
             *rosters,
             target_batch_size=target,
-            max_steps=NUM_STEPS,
+            max_steps=self.num_steps,
             limits=limits,
             voters=voters,
             trainers=trainers,
-            module=module,
+            module=module or nn.Sequential(*(Scaled(b, 1.0 + i / 8) for i, b in enumerate(make_module(len(rosters))))),
+            optimizer=optimizer,
         )
         self.plan = plan
         self.books = Books()
         self.dead: set[PeerId] = set()
         self.struck_s: list[float] = []  # when faults struck
+        self.unanswered: set[str] = set()  # between whom a message was lost: either may be taken for gone
         self.applied: dict[PeerId, list[int]] = {}  # the records of each server, in its order
         self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was on its way into a record
         self._burials: list[asyncio.Task[None]] = []
-        self._joiners = joiners.split()
+        self.joiners, self._leavers = tuple(map(PeerId, joiners.split())), tuple(map(PeerId, leavers.split()))
         places = [(self.trainer, self.tickets, self.steps)]
         for name in names[1:]:
             transport = self.network.transport(name)
             places.append((transport, TicketStore(transport, max_bytes=1 << 30), self.client(transport)))
+        pace = PACE_OF_JOINERS if joiners or leavers else Pace()
         self.trainers = {
-            transport.peer_id: Trainer(transport, tickets, steps, self, self.books, seed=seed + i)
+            transport.peer_id: Trainer(transport, tickets, steps, self, self.books, seed=seed + i, pace=pace)
             for i, (transport, tickets, steps) in enumerate(places)
         }
+        for name in self.joiners:
+            self.add_server(name)
         for name, server in self.servers.items():
             self._watch(name, server)
+        self.stays: dict[PeerId, Stay] = {}
+        self._lives: dict[PeerId, asyncio.Task[None]] = {}
         self._training: dict[PeerId, asyncio.Task[None]] = {}
         victims = InMemoryVictims(self.network, killed=self._bury)
         self.network.be_tapped(_Watchman(plan, victims, struck=self._struck, look=look))
@@ -271,10 +351,13 @@ class FaultySwarm(Swarm):
         logs += [trainer.events for trainer in self.trainers.values()]
         return sum(log.counts[kind] for log in logs)
 
-    def _struck(self, fault: Fault, _: Passing) -> None:
+    def _struck(self, fault: Fault, passing: Passing) -> None:
         self.struck_s.append(self.loop.time())
+        if fault.kind == "drop":
+            self.unanswered |= passing.doers
         newest = max((step for step, _ in self.books.sent), default=-1)
-        if all(server.stepping.version > newest for name, server in self.servers.items() if name not in self.dead):
+        there = self.servers.keys() - self.dead - {*self.joiners}
+        if all(self.servers[name].stepping.version > newest for name in there):
             self.struck_idly.append(fault)
 
     def _bury(self, peer: PeerId) -> None:
@@ -287,6 +370,8 @@ class FaultySwarm(Swarm):
             self._training[peer].cancel()
             await asyncio.wait({self._training[peer]})
         if peer in self.servers:
+            if peer in self._lives:
+                await ended([self._lives.pop(peer)])
             with contextlib.suppress(Exception):  # it is cut off in the middle of whatever it did
                 await self.servers[peer].close()
 
@@ -294,12 +379,10 @@ class FaultySwarm(Swarm):
 
     def train(self) -> None:
         """Run to the end, whatever the plan says; the faults must strike."""
-        for name in self._joiners:
-            self._watch(PeerId(name), self.join(name))
         self.run(self._train())
         self.plan.check()
         self.run(asyncio.sleep(SETTLE_S))
-        assert sorted(self.books.records) == list(range(NUM_STEPS))
+        assert sorted(self.books.records) == list(range(self.num_steps))
 
     async def _life(self, trainer: Trainer) -> None:
         try:
@@ -308,7 +391,30 @@ class FaultySwarm(Swarm):
             if trainer.peer_id not in self.dead:  # else it is cut off in the middle of whatever it did
                 raise
 
+    async def _come_and_go(self) -> None:
+        """Let servers live as their processes would have them, those that join from the first record on."""
+        if not self.joiners and not self._leavers:
+            return
+        for name in [one for one in self.servers if one not in self.joiners]:
+            self._live(name)
+        await self.books.begun.wait()
+        for name in self.joiners:
+            self._live(name)
+        for name in self._leavers:
+            self.stays[name].leave()
+
+    def _live(self, name: PeerId) -> None:
+        async def find() -> Sequence[PeerId]:
+            return [*reversed(self.announced), self.manifest.coordinator]
+
+        server = self.servers[name]
+        self.stays[name] = stay = Stay(
+            server._transport, server, find, run_id="run", limits=self.limits, events=server.events
+        )
+        self._lives[name] = self.loop.create_task(stay.last(lambda _: None), name=f"server {name}")
+
     async def _train(self) -> None:
+        coming = self.loop.create_task(self._come_and_go())
         for name, trainer in self.trainers.items():
             self._training[name] = self.loop.create_task(self._life(trainer), name=f"trainer {name}")
         async with asyncio.timeout(RUN_TIMEOUT_S):
@@ -317,12 +423,14 @@ class FaultySwarm(Swarm):
             if not task.cancelled():
                 task.result()
         await asyncio.wait(self._training.values())
+        await coming
 
     def close(self) -> None:
         """Raises what a task of a living server raised."""
-        for task in (*self._training.values(), *self._burials):
+        lives = [one for one in self._lives.values() if one.done()]
+        for task in (*self._training.values(), *self._burials, *self._lives.values()):
             task.cancel()
-        if tasks := {*self._training.values(), *self._burials}:
+        if tasks := {*self._training.values(), *self._burials, *self._lives.values()}:
             self.run(asyncio.wait(tasks))
         for name in self.dead & self.servers.keys():
             del self.servers[name]
@@ -330,19 +438,27 @@ class FaultySwarm(Swarm):
             self.run(trainer.transport.close())
             trainer.copies.close()
         super().close()
+        for life in lives:
+            life.result()
 
     # ------------------------------------------------------------------ the audit
 
+    @property
+    def newest(self) -> int:
+        """The last step that was decided, or -1."""
+        return max(self.books.records, default=-1)
+
     def survivors(self) -> dict[PeerId, Server]:
         """The living servers of the last record's rosters."""
-        last = self.books.records[max(self.books.records)]
-        named = {member.peer_id for roster in last.next_roster for member in roster}
+        named = {peer for roster in self.rosters for peer in roster}
+        if self.books.records:
+            named = {member.peer_id for roster in self.books.records[self.newest].next_roster for member in roster}
         return {name: server for name, server in self.servers.items() if name in named - self.dead}
 
     def audit(self) -> None:
-        """Each sample once, in each stage with one holder; the weights are those of one process; nothing is left."""
+        """Each sample once, in each stage by one holder; the state is that of one process; nothing is left."""
         self.audit_samples()
-        self.audit_weights()
+        self.audit_state()
         self.audit_leftovers()
 
     def audit_samples(self) -> None:
@@ -359,19 +475,28 @@ class FaultySwarm(Swarm):
                 counted.append((sent.trainer, sent.number, receipt[1]))
             assert closing.num_samples == closing.total_weight == ROWS * len(closing.counted)
         assert len(set(counted)) == len(counted)
-        done = {(trainer, number, index) for trainer, number in self.books.done for index in range(NUM_MICROBATCHES)}
-        assert done <= set(counted), f"not counted: {done - set(counted)}"
+        found = set(counted)
+        open_ = {(one.trainer, one.number) for (step, _), one in self.books.sent.items() if step > self.newest}
+        done = {(who, number, index) for who, number in self.books.done for index in range(NUM_MICROBATCHES)}
+        # Whoever died can compute nothing again; what others had added of its batch may have died with them.
+        gone = {(who, number) for who, number, _ in done - found if who in self.dead and self.count("strike")}
+        assert all((who, number, index) not in found for who, number in gone for index in range(NUM_MICROBATCHES))
+        lost = {one for one in done - found if one[:2] not in gone | open_}
+        assert not lost, f"not counted: {lost}"
         for name, trainer in self.trainers.items():
-            if name not in self.dead:  # it draws the next batch only when the last one is through
+            if name not in self.dead:
                 drawn = {
-                    (number, index) for number in range(trainer.num_batches - 1) for index in range(NUM_MICROBATCHES)
+                    (number, index)
+                    for number in range(trainer.num_batches)
+                    for index in range(NUM_MICROBATCHES)
+                    if number not in trainer.in_hand and (name, number) not in open_
                 }
                 assert {(number, index) for who, number, index in counted if who == name} == drawn
 
     def reference(self) -> dict[str, Tensor]:
-        """The weights that one process gets from the samples that the records name."""
-        module = make_module(len(self.rosters))
-        optimizer = make_optimizer(module)
+        """What one process comes to by the samples that the records name: see `final_state`."""
+        module = copy.deepcopy(self.module)
+        optimizer = self._optimizer(module)
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
             optimizer.zero_grad()
@@ -381,24 +506,29 @@ class FaultySwarm(Swarm):
             squared_norm = sum(float(one.grad.square().sum()) for one in module.parameters() if one.grad is not None)
             assert abs(squared_norm - record.squared_norm) <= TOLERANCE * squared_norm
             optimizer.step()
-        return dict(module.named_parameters())
+        found = {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+        return found | named({name: optimizer.state[parameter] for name, parameter in module.named_parameters()})
 
-    def final_weights(self) -> dict[str, Tensor]:
-        """By name; replicas must have the same bytes."""
+    def final_state(self) -> dict[str, Tensor]:
+        """Weights, buffers and what the optimizer keeps, by name; replicas must have the same bytes."""
         found: dict[str, Tensor] = {}
+        fingerprints: dict[int, int] = {}
         for server in self.survivors().values():
-            assert server.stepping.version == NUM_STEPS
+            assert server.stepping.version == self.newest + 1
             for index in server.stepping.stages:
-                for name, tensor in server.stepping.stage(index).weights().items():
+                stage = server.stepping.stage(index)
+                for name, tensor in (stage.weights() | named(stage.optimizer_state())).items():
                     assert torch.equal(found.setdefault(name, tensor), tensor), name
+                there = stage.fingerprint()
+                assert fingerprints.setdefault(index, there) == there, f"stage {index} differs by a zero's sign"
         return found
 
-    def audit_weights(self) -> None:
-        """Those of all survivors are what one process computes."""
-        found, expected = self.final_weights(), self.reference()
+    def audit_state(self) -> None:
+        """That of all survivors is what one process computes."""
+        found, expected = self.final_state(), self.reference()
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+            torch.testing.assert_close(found[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
     def audit_leftovers(self) -> None:
         """Nothing is left in any queue, cache or store, and no task."""
@@ -410,6 +540,8 @@ class FaultySwarm(Swarm):
                 f"{name}'s tickets": list(server._tickets._entries),
                 f"{name}'s queue": server._executor.queued,
                 f"{name}'s tasks": tasks_of(server._tasks._tasks),
+                f"{name}'s downloads": [one for one in server.donor._downloads if one in self.survivors()],
+                f"{name}'s queued joiners": list(server.donor._queued),
                 f"{name}'s sums": [
                     index for index in server.stepping.stages if server.stepping.stage(index).gradient_sum.any()
                 ],
@@ -425,6 +557,11 @@ class FaultySwarm(Swarm):
                     left[f"{name}'s copies"] = len(trainer.copies)
         left = {name: what for name, what in left.items() if what}
         assert not left, left
+
+
+def named(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """An optimizer's state, by the parameter's name and its own."""
+    return {f"{name}/{key}": value for name, one in state.items() for key, value in one.items()}
 
 
 def tasks_of(tasks: Iterable[asyncio.Task[None]]) -> list[str]:

@@ -1,4 +1,8 @@
-"""The matrix: every fault in every phase, one at a time and in random pairs."""
+"""The matrix: every fault in every phase, one at a time and in random pairs.
+
+What strikes messages strikes those of whoever answers in every phase, each kind; and those of the coordinator, of a
+server and of each trainer with kinds that go round, so that each pair of a phase, a kind and a peer is in some plan.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from lightning_swarm.testing.phases import LEAVING
 STAGES = ("a b c", "d e f")
 VOTERS = "a b c d e"
 COORDINATOR = "a"
-TRAINERS = "trainer other"
+LEAD = "trainer"
+TRAINERS = f"{LEAD} other"
 STEP = 1
 """The step in which faults strike: one before it, one after."""
 
@@ -26,6 +31,7 @@ COMPUTING = [
     Phase.BACKWARD_ACCEPTED,
     Phase.BACKWARD_DONE,
     Phase.RECEIPT_SEEN,
+    Phase.SEND_GRADIENT,
 ]
 CLOSING = [
     Phase.CLOSE,
@@ -48,11 +54,37 @@ OF_TRAINERS = [
     Phase.RECEIPT_SEEN,
     *TRAINING,
 ]
+CANCELLING = [Phase.CANCEL, Phase.CANCEL_DONE]
+REPLAYING = [Phase.REPLAY, Phase.REPLAY_DONE]
+PREPARING = [Phase.PREPARE, Phase.PREPARE_DONE]
+JOINING = [
+    Phase.JOIN,
+    Phase.JOIN_DONE,
+    Phase.DONATE,
+    Phase.DONATE_DONE,
+    Phase.PIECE,
+    Phase.PIECE_DONE,
+    Phase.FOLLOW,
+    Phase.FOLLOW_DONE,
+    Phase.LISTEN,
+    Phase.LISTEN_DONE,
+]
+LEAVING_PHASES = [Phase.LEAVE, Phase.LEAVE_DONE]
 BETWEEN = frozenset({Phase.GRANT, Phase.GRANT_DONE, Phase.RECORD_DONE, Phase.APPLY_DONE})
 """Phases in which no microbatch need be under way."""
 
+PHASES_OF = {
+    "b": [*COMPUTING[:-1], *CLOSING],
+    "e": [*COMPUTING, *CLOSING],
+    COORDINATOR: [*COMPUTING[:-1], *CLOSING, *TRAINING],
+    "other": OF_TRAINERS,
+    LEAD: OF_TRAINERS,
+}
+"""In which phases a peer can be struck: of the first stage nobody sends a gradient on."""
+
 BRIEFLY_S = 4.0
 """Shorter than a peer may be silent."""
+LATE_S = 12.0
 LONG_S = 40.0
 """Longer."""
 PARTITIONS = (
@@ -72,12 +104,14 @@ class Case:
     phase: Phase
     for_s: float = 0.0
     groups: tuple[str, ...] = ()
+    of: str | None = None  # whose phase it is, if not its own
     away: frozenset[str] = field(default=frozenset())  # who is killed, or away for so long that it may be left out
 
     def __str__(self) -> str:
         whom = "|".join(group.replace(" ", "") for group in self.groups) or self.whom or "any"
         for_ = f"-{self.for_s:g}s" if self.for_s else ""
-        return f"{self.kind}-{whom}-{self.phase.name}{for_}"
+        of = f"-of-{self.of}" if self.of else ""
+        return f"{self.kind}-{whom}-{self.phase.name}{of}{for_}"
 
     @property
     def struck(self) -> frozenset[str]:
@@ -87,9 +121,17 @@ class Case:
     def add_to(self, plan: FaultPlan) -> None:
         """Put the fault into a plan."""
         when: dict[str, Any] = {"at": self.phase}
-        if self.phase in TRAINING and self.whom == "other":
+        if self.of is not None:
+            when["of"] = self.of
+        if self.phase in (*JOINING, *LEAVING_PHASES):
+            pass  # whoever joins does so in one step
+        elif self.phase in TRAINING and self.whom == "other":
             pass  # it may not come to a second batch
-        elif self.phase not in CLOSING and (self.whom or self.groups):
+        elif self.phase in (*CANCELLING, *REPLAYING):
+            pass  # another fault has brought it about
+        elif self.phase in TRAINING and self.whom == LEAD:
+            when["step"] = STEP
+        elif self.phase not in (*CLOSING, *PREPARING) and (self.whom or self.groups):
             when["nth"] = 2  # not everyone has work in every step
         elif self.phase in (Phase.GRANT, Phase.GRANT_DONE):
             when |= {"step": STEP, "nth": 2}  # of its two batches the first one is under way then
@@ -115,31 +157,42 @@ def cases() -> list[Case]:
 
 def _to_messages() -> Iterator[Case]:
     for phase in [*COMPUTING, *CLOSING, *TRAINING]:
-        yield Case("delay", None, phase, BRIEFLY_S)
-        yield Case("delay", None, phase, 12.0)
-        if phase in TRAINING:
-            yield Case("drop", None, phase)
-        else:  # who does not answer for long may be taken for gone
-            yield from (Case("drop", whom, phase, away=frozenset({whom})) for whom in ("c", "e"))
-        if phase is not Phase.RECEIPT_SEEN:  # it is in no message any more
-            yield Case("corrupt", None, phase)
-        if phase not in LEAVING:
-            yield Case("duplicate", None, phase)
-            yield Case("duplicate", None, phase, 3.0)
+        yield from _of_messages(None, phase, drops=phase in TRAINING)
+        if phase not in TRAINING:
+            yield from (
+                Case("drop", whom, phase, away=frozenset({whom})) for whom in ("c", "e")[phase is Phase.SEND_GRADIENT :]
+            )
+    for first, whom in enumerate(("e", COORDINATOR, "other", LEAD)):
+        for index, phase in enumerate(PHASES_OF[whom]):
+            possible = list(_of_messages(whom, phase))
+            yield possible[(first + index) % len(possible)]
+
+
+def _of_messages(whom: str | None, phase: Phase, *, drops: bool = True) -> Iterator[Case]:
+    """Whatever can strike a phase's messages."""
+    yield Case("delay", whom, phase, BRIEFLY_S)
+    yield Case("delay", whom, phase, LATE_S)
+    if drops:  # who does not answer for long may be taken for gone
+        yield Case("drop", whom, phase, away=frozenset([whom] if whom else []))
+    if phase is not Phase.RECEIPT_SEEN:  # it is in no message any more
+        yield Case("corrupt", whom, phase)
+    if phase not in LEAVING:
+        yield Case("duplicate", whom, phase)
+        yield Case("duplicate", whom, phase, 3.0)
 
 
 def _to_peers() -> Iterator[Case]:
-    phases = {
-        "b": [*COMPUTING, *CLOSING],
-        "e": [*COMPUTING, *CLOSING],
-        COORDINATOR: [*COMPUTING, *CLOSING, *TRAINING],
-        "other": OF_TRAINERS,
-    }
-    for whom, theirs in phases.items():
-        for phase in theirs:
-            yield Case("kill", whom, phase, away=frozenset({whom}))
-            yield Case("freeze", whom, phase, BRIEFLY_S)
-            yield Case("freeze", whom, phase, LONG_S, away=frozenset({whom}))
+    for whom, phases in PHASES_OF.items():
+        for phase in phases:
+            yield from _of_a_peer(whom, phase)
+
+
+def _of_a_peer(whom: str, phase: Phase) -> Iterator[Case]:
+    """Whatever can become of a peer, but for the lead's death: the run ends with it."""
+    if whom != LEAD:
+        yield Case("kill", whom, phase, away=frozenset({whom}))
+    yield Case("freeze", whom, phase, BRIEFLY_S)
+    yield Case("freeze", whom, phase, LONG_S, away=frozenset({whom}))
 
 
 def _partitions() -> Iterator[Case]:
@@ -150,6 +203,62 @@ def _partitions() -> Iterator[Case]:
             if COORDINATOR in parted and len(parted) > 1:  # who is left out depends on who decides first
                 parted = " ".join(groups).split()
             yield Case("partition", None, phase, LONG_S, groups, away=frozenset(parted))
+
+
+def caused() -> Iterator[tuple[Case, ...]]:
+    """Faults in what only happens because of others, which come first."""
+    lost_by = {
+        whom: (Case("drop", whom, Phase.BACKWARD_ACCEPTED, away=frozenset({whom})),) for whom in ("e", LEAD, "other")
+    }
+    # Of a stage's three servers two go, so that of each trainer's microbatches one is lost.
+    lost = tuple(Case("kill", whom, Phase.CLOSE, away=frozenset({whom})) for whom in ("e", "f"))
+    leaderless = (Case("kill", COORDINATOR, Phase.CLOSE, away=frozenset({COORDINATOR})),)
+    for phase in CANCELLING:
+        yield from ((*lost_by["e"], case) for case in _of_messages(None, phase))
+        for whom, cause in lost_by.items():
+            yield from ((*cause, case) for case in _of_a_peer(whom, phase))
+    for phase in REPLAYING:
+        yield from ((*lost, case) for case in _of_messages(None, phase))
+        for whom in (COORDINATOR, LEAD, "other"):
+            yield from ((*lost, case) for case in _of_a_peer(whom, phase))
+    for phase in PREPARING:
+        yield from ((*leaderless, case) for case in _of_messages(None, phase))
+        for whom in ("b", "e"):
+            yield from ((*leaderless, case) for case in _of_a_peer(whom, phase))
+
+
+SMALL_STAGES = ("a b c", "d e")
+JOINER, DONOR, LEAVER = "g", "d", "e"
+
+
+def joining() -> Iterator[Case]:
+    """Faults of who joins, of who sends it the stage, and of who coordinates, as it joins."""
+    for index, phase in enumerate(JOINING):
+        asked = COORDINATOR if phase.name.startswith(("JOIN", "LISTEN")) else DONOR
+        for whom in dict.fromkeys((JOINER, asked, DONOR)):
+            of = JOINER if whom == DONOR != asked else None
+            yield Case("kill", whom, phase, of=of, away=frozenset({whom}))
+            yield Case("freeze", whom, phase, BRIEFLY_S, of=of)
+            yield Case("freeze", whom, phase, LONG_S, of=of, away=frozenset({whom}))
+        yield from _sample(_of_messages(JOINER, phase), index)
+
+
+def leaving() -> Iterator[Case]:
+    """Faults of who leaves, and of who coordinates, as it does."""
+    for index, phase in enumerate(LEAVING_PHASES):
+        yield from _of_a_peer(LEAVER, phase)
+        yield from _of_a_peer(COORDINATOR, phase)
+        yield from _sample(_of_messages(LEAVER, phase), index)
+    for phase in (Phase.CLOSE, Phase.AVERAGE, Phase.DECIDE, Phase.APPLY, Phase.APPLY_DONE):
+        yield from _of_a_peer(LEAVER, phase)
+
+
+def _sample(cases: Iterator[Case], number: int) -> Iterator[Case]:
+    """One of each kind, another one for each number."""
+    by_kind: dict[str, list[Case]] = {}
+    for case in cases:
+        by_kind.setdefault(case.kind, []).append(case)
+    yield from (found[number // 2 % len(found)] for found in by_kind.values())
 
 
 def pairs(num_pairs: int) -> list[tuple[Case, Case]]:

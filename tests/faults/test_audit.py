@@ -17,10 +17,15 @@ def audited(plan: FaultPlan, *, spoil: str = "") -> None:
     try:
         swarm.train()
         server = swarm.servers[swarm.manifest.coordinator]
+        stage = server.stepping.stage(0)
         if spoil == "ticket":
             server._tickets.offer("left", Message())
         elif spoil == "replica":
-            next(iter(server.stepping.stage(0).parameters.values())).data.add_(1e-12)
+            next(iter(stage.parameters.values())).data.add_(1e-12)
+        elif spoil == "buffer":
+            next(stage.module.buffers()).add_(1e-12)
+        elif spoil == "optimizer":
+            next(iter(stage.optimizer.state.values()))["momentum_buffer"].add_(1e-12)
         elif spoil == "sample":
             swarm.books.done.add((swarm.trainer.peer_id, 1000))
         swarm.audit()
@@ -32,7 +37,16 @@ def test_an_untouched_swarm_passes() -> None:
     audited(FaultPlan())
 
 
-@pytest.mark.parametrize(("spoil", "what"), [("ticket", "left"), ("replica", "weight"), ("sample", "not counted")])
+SPOILT = [
+    ("ticket", "left"),
+    ("replica", "weight"),
+    ("buffer", "scale"),
+    ("optimizer", "momentum_buffer"),
+    ("sample", "not counted"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "what"), SPOILT)
 def test_what_was_spoilt_is_found(spoil: str, what: str) -> None:
     with pytest.raises(AssertionError, match=what):
         audited(FaultPlan(), spoil=spoil)

@@ -133,7 +133,7 @@ def test_6_forward_and_backward_share_version_random_key_and_attempt(phase: Phas
             swarm.audit_samples()
             swarm.audit_leftovers()
             assert bool(swarm.count("ban") + swarm.count("replay")) == bool(plan.faults), "nothing was computed again"
-            weights.append(swarm.final_weights())
+            weights.append(swarm.final_state())
     for name, tensor in weights[0].items():
         torch.testing.assert_close(weights[1][name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+
 import pytest
 
-from lightning_swarm.testing import FaultPlan
-from tests.faults.harness import FaultySwarm
-from tests.faults.plans import BETWEEN, STAGES, TRAINERS, VOTERS, Case, cases, pairs
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import StepError
+from lightning_swarm.testing import FaultPlan, Phase
+from tests.faults.harness import SETTLE_S, FaultySwarm
+from tests.faults.plans import BETWEEN, LEAD, OF_TRAINERS, STAGES, TRAINERS, VOTERS, Case, cases, caused, pairs
 
 NUM_PAIRS = 130
 """With the single faults these make more than 500 plans."""
@@ -22,7 +27,7 @@ def check(*faults: Case, seed: int) -> None:
         swarm.train()
         assert not [fault for fault in swarm.struck_idly if fault.at not in BETWEEN]
         swarm.audit()
-        away = frozenset[str]().union(*(fault.away for fault in faults))
+        away = swarm.unanswered.union(*(fault.away for fault in faults))
         assert swarm.servers.keys() - away <= swarm.survivors().keys(), "who was there all the time was left out"
     finally:
         swarm.close()
@@ -37,6 +42,38 @@ def test_one_fault(case: Case) -> None:
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
     check(*faults, seed=seed)
+
+
+@pytest.mark.parametrize("faults", list(caused()), ids=lambda faults: "+".join(map(str, faults)))
+def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
+    check(*faults, seed=0)
+
+
+@pytest.mark.parametrize("phase", OF_TRAINERS, ids=lambda phase: phase.name)
+def test_the_lead_dies(phase: Phase) -> None:
+    """Nobody inherits its loop: the others end with an error that says so, and what was decided holds."""
+    plan = FaultPlan()
+    Case("kill", LEAD, phase).add_to(plan)
+    limits = Limits(call_timeout=30.0, lead_timeout=100.0)
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, limits=limits)
+    try:
+        with pytest.raises(StepError, match=f"the lead {LEAD} was not heard of for 100 s"):
+            swarm.train()
+        plan.check()
+        assert swarm.loop.time() < swarm.struck_s[0] + limits.lead_timeout + 2 * limits.call_timeout
+        swarm.run(asyncio.sleep(SETTLE_S))
+        assert sorted(swarm.books.records) == list(range(swarm.newest + 1))
+        assert swarm.newest < swarm.num_steps - 1
+        assert swarm.survivors().keys() == swarm.servers.keys()
+        swarm.audit_samples()
+        swarm.audit_state()
+    finally:
+        swarm.close()
+
+
+def test_every_kind_strikes_messages_of_every_peer() -> None:
+    struck = {(case.kind, case.whom) for case in cases()}
+    assert struck >= set(itertools.product(("delay", "drop", "duplicate", "corrupt"), (None, "a", "e", "other", LEAD)))
 
 
 BROKE_ONCE = [

@@ -168,8 +168,8 @@ class Swarm:
 
     def _server(self, name: PeerId, boot_id: int, optimizer: Callable[[nn.Module], Optimizer]) -> Server:
         module = copy.deepcopy(self.module)
-        for parameter in module.parameters():
-            nn.init.constant_(parameter, float("nan"))
+        for tensor in [*module.parameters(), *module.buffers()]:
+            nn.init.constant_(tensor, float("nan"))
         blocks = find_blocks(module, self._pipeline)
         model = Model(module, blocks, lambda _: optimizer(module), torch.device("cpu"), keep=False)
         transport = self.network.transport(name)
