@@ -40,7 +40,7 @@ class CallKey(Wire, frozen=True):
 
     generation: Count  # raised when the run goes back
     step: Count  # also the weight version that forward and backward use
-    attempt: Count  # raised when the step is voided
+    attempt: Count  # 0, as long as nothing voids a step
     first: Count  # position in the step of the batch's first sample
     index: Count  # which microbatch of the batch
     call: Count  # which call of the pipeline within the training_step
