@@ -1,8 +1,17 @@
 """Deciding under random schedules: peers crash, restart, freeze, join; messages are lost, doubled and reordered.
 
-The model runs `Voter` and `Ballot` as they are; only the network and the proposer's pace are its own. Two promises are
-checked: one record for a slot, and no record decided whose round of averaging may have been overwritten since. Broken
-variants of both must be caught, so that the model can be trusted.
+What is modelled:
+
+- Three to six peers at first, one to five of them voters. Each runs `Voter` and, when it likes, a `Ballot` for the next
+  step that it knows of; both are the code as it is. The network and the proposers' pace are the model's own.
+- Messages of all ballots, old ones too, arrive in any order, twice, late or never.
+- Peers crash, and come again as somebody else: with another boot id, nothing promised and no records. Peers freeze,
+  without losing anything, and thaw.
+- Peers that were never there before join, under new names and at any time: they fetch records like whoever missed some,
+  and become voters by a record that names them, as members do that were no voters. Records also take voters out.
+
+Two promises are checked: one record for a slot, and no record decided whose round of averaging may have been
+overwritten since. Broken variants of both must be caught, so that the model can be trusted.
 """
 
 from __future__ import annotations
@@ -26,6 +35,7 @@ from tests.unit.test_voting import record
 
 NUM_SCHEDULES = 20_000
 NUM_EVENTS = 300
+MAX_NEWCOMERS = 3
 EMPTY = record()
 
 
@@ -72,9 +82,9 @@ class Schedule:
     ) -> None:
         self.rng = random.Random(seed)
         self.new_voter, self.new_ballot, self.forgetful = new_voter, new_ballot, forgetful
-        self.num_nodes = self.rng.choice((3, 4, 5, 6))
-        self.nodes = [self.node(i, i) for i in range(self.num_nodes)]
-        self.boots = self.num_nodes
+        self.num_first = self.rng.choice((3, 4, 5, 6))
+        self.nodes = [self.node(i, i) for i in range(self.num_first)]
+        self.boots = self.num_first
         self.first_voters = [one.member for one in self.nodes[: self.rng.choice((1, 3, 3, 5))]]
         self.mail: list[Mail] = []
         self.num_records = 0
@@ -185,16 +195,27 @@ class Schedule:
         """A record of its own; working towards it overwrites what servers hold of earlier rounds."""
         self.num_records += 1
         self.begun[ballot.slot] = max(ballot.term, self.begun.get(ballot.slot, NO_TERM))
-        members = [one.member for one in self.nodes]
-        # Mostly as before: promises then hold on.
-        voters = list(ballot.voters) if self.rng.random() < 0.6 else self.rng.sample(members, self.rng.choice((1, 3)))
+        voters = self.next_voters(list(ballot.voters))
         closing = replaced(EMPTY.closing, step=ballot.slot[1])
         made = replaced(EMPTY, closing=closing, squared_norm=float(self.num_records), next_voters=voters)
         self.origin[encode(made)] = ballot.term
         return made
 
+    def next_voters(self, voters: list[Member]) -> list[Member]:
+        """Mostly as before: promises then hold on. Else any of all, or somebody new in the place of one."""
+        members = [one.member for one in self.nodes]
+        newcomers = [one for one in members[self.num_first :] if one not in voters]
+        chance = self.rng.random()
+        if newcomers and chance < 0.5:
+            voters[self.rng.randrange(len(voters))] = self.rng.choice(newcomers)
+        elif chance > 0.6:
+            voters = self.rng.sample(members, self.rng.choice((1, 3)))
+        return voters
+
     def decide(self, node: Node, ballot: Ballot, made: Record) -> None:
         body = encode(made)
+        names = [f"p{index}" for index in range(self.num_first, len(self.nodes))]
+        self.seen["newcomers_decided"] += any(voter.peer_id in names for voter in ballot.voters)
         if self.decided.setdefault(ballot.slot, body) != body:
             raise Broken(f"two records for {ballot.slot}")
         if self.origin[body] < self.begun.get(ballot.slot, NO_TERM) and not self.seen[f"applied {ballot.slot}"]:
@@ -205,7 +226,7 @@ class Schedule:
         me = self.nodes.index(node)
         node.ballot = ballot.after((0, len(node.log)), made.next_voters)
         node.record = None
-        for other in range(self.num_nodes):
+        for other in range(len(self.nodes)):
             if other != me:
                 self.mail.append(("apply", me, other, ballot, made))
 
@@ -223,17 +244,21 @@ class Schedule:
     # ------------------------------------------------------------------ faults
 
     def trouble(self) -> None:
-        index = self.rng.randrange(self.num_nodes)
+        index = self.rng.randrange(len(self.nodes))
         node = self.nodes[index]
         chance = self.rng.random()
-        if not node.alive:
+        if chance < 0.25 and len(self.nodes) < self.num_first + MAX_NEWCOMERS:
+            self.seen["joined"] += 1
+            self.boots += 1
+            self.nodes.append(self.node(len(self.nodes), self.boots))
+        elif not node.alive:
             self.seen["restarted"] += 1
             self.boots += 1
             self.nodes[index] = self.node(index, node.member.boot_id if self.forgetful else self.boots)
         elif node.frozen:
             self.seen["thawed"] += 1
             node.frozen = False
-        elif chance < 0.4:
+        elif chance < 0.6:
             self.seen["crashed"] += 1
             node.alive, node.ballot = False, None
         elif chance < 0.8:
@@ -246,9 +271,10 @@ def test_never_two_records_for_one_slot() -> None:
     for seed in range(NUM_SCHEDULES):
         counts = Schedule(seed).run()
         seen.update({kind: count for kind, count in counts.items() if not kind.startswith("applied")})
-    for kind in ("crashed", "restarted", "frozen", "thawed", "lost", "doubled", "other_life", "gave_up"):
+    for kind in ("crashed", "restarted", "frozen", "thawed", "lost", "doubled", "other_life", "gave_up", "joined"):
         assert seen[kind] > NUM_SCHEDULES / 10, kind
     assert seen["decided"] > NUM_SCHEDULES / 2, "there was something to get wrong"
+    assert seen["newcomers_decided"] > NUM_SCHEDULES / 20, "voters that were not there at first took part"
     assert seen["finished"] > NUM_SCHEDULES / 5, "what others had proposed was finished"
 
 
