@@ -19,7 +19,7 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.testing import InMemoryStrategy
 from tests.docs import my_project
 from tests.docs.commands import PEER_ID
-from tests.docs.pages import PAGES, ROOT, Block, blocks
+from tests.docs.pages import PAGES, ROOT, Block, blocks, shown, spans
 
 pytest_plugins = ["lightning_swarm.testing.plugin"]
 
@@ -37,7 +37,6 @@ RULES = {
 
 NUM_SWARMS = {
     "README.md": 1,
-    "docs/quickstart.md": 1,
     "docs/models.md": 4,
     "docs/faults.md": 5,
 }
@@ -97,7 +96,21 @@ def run(page: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     return names
 
 
-WITH_PYTHON = [page for page in PAGES if any(block.kind == "python" for block in blocks(page))]
+OF_ITS_OWN = ("docs/quickstart.md",)
+"""Run by a test that looks at what they end with."""
+
+WITH_PYTHON = [
+    page for page in PAGES if page not in OF_ITS_OWN and any(block.kind == "python" for block in blocks(page))
+]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[InMemoryStrategy]:
+    """The swarms that ran."""
+    found: list[InMemoryStrategy] = []
+    prepare = InMemoryStrategy.prepare
+    monkeypatch.setattr(InMemoryStrategy, "prepare", lambda self: [found.append(self), prepare(self)])
+    return found
 
 
 @pytest.mark.usefixtures("_small")
@@ -106,20 +119,39 @@ def test_python_runs(
     page: str,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    launched: list[InMemoryStrategy],
 ) -> None:
     monkeypatch.setattr(L, "Trainer", quick(page))
-    launched: list[InMemoryStrategy] = []
-    prepare = InMemoryStrategy.prepare
-    monkeypatch.setattr(InMemoryStrategy, "prepare", lambda self: [launched.append(self), prepare(self)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The number of training batches")
         run(page, request)
     assert len(launched) == NUM_SWARMS.get(page, 0)
     assert all(sum(server.num_forwards for server in strategy.servers) > 0 for strategy in launched)
-    if page == "docs/quickstart.md":
-        said = next(block.text for block in blocks(page) if block.kind == "text").splitlines()[-1]
-        assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+@pytest.mark.usefixtures("_small")
+def test_quickstart_says_what_it_ends_with_and_so_does_the_plain_trainer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launched: list[InMemoryStrategy]
+) -> None:
+    page = "docs/quickstart.md"
+    monkeypatch.setattr(L, "Trainer", quick(page))
+    script = shown(page)["train.py"]
+    arguments = "devices=4, strategy=SwarmStrategy(num_stages=2), "
+    [taken_out] = [block for block in spans(page) if block in arguments and "strategy" in block]
+    assert taken_out == arguments.rstrip(", ")
+    plain = script.replace(arguments, "")
+    assert plain != script
+    said = [next(block.text for block in blocks(page) if block.kind == "text")]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The number of training batches")
+        for text in (script, plain):
+            exec(text, {"__name__": "__main__"})
+            said.append(capsys.readouterr().out)
+    [swarm] = launched
+    assert [server.num_forwards > 0 for server in swarm.servers] == [True] * 4
+    words, losses = zip(*(one.splitlines()[-1].rsplit(maxsplit=1) for one in said), strict=True)
+    assert set(words) == {"loss after 20 steps:"}
+    assert list(map(float, losses)) == pytest.approx([float(losses[0])] * 3, rel=1e-2)
 
 
 @pytest.mark.usefixtures("_small")
@@ -144,9 +176,19 @@ def test_models_of_the_page_train_as_without(name: str, pipeline: str | None, mo
         torch.testing.assert_close(tensor, weights[1][key], rtol=0.0, atol=1e-4)
 
 
-def test_every_block_has_a_rule() -> None:
-    without = [str(block) for page in PAGES for block in blocks(page) if block.kind not in RULES]
-    assert not without, f"no rule says how these blocks are checked: {without}"
+def without_a_rule(page: str) -> list[str]:
+    return [str(block) for block in blocks(page) if block.kind not in RULES]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_has_a_rule(page: str) -> None:
+    assert not without_a_rule(page), "no rule says how these blocks are checked"
+
+
+def test_a_block_without_a_rule_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\n1\n```\n\n```rust\n1\n```\n\n- one\n\n  ```\n  1\n  ```\n\nend\n\n    indented\n")
+    assert without_a_rule(str(page)) == [f"{page}:5", f"{page}:11", f"{page}:17"]
 
 
 # ---------------------------------------------------------------------- what a page says that one sees
