@@ -313,16 +313,26 @@ class Ended(L.Callback):
 
 
 def test_a_trainer_whose_data_is_at_its_end_goes_back() -> None:
-    """It has served since then."""
+    """It has served since then. Who dies has a batch left: a thread that waits for the run's end cannot be killed."""
     found: list[Seen] = []
-    killing, ended = Killing([8], [["peer-1"]]), Ended()
-    waiting = Waiting(lambda: found[0], 9, lambda _: ended.num_ends > 0)
+    ended = Ended()
+
+    class KillingThen(Killing):
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if ended.num_ends:
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def make(seen: Seen) -> Logging:
         found[:] = [seen]
         return Logging(seen)
 
-    seen = run(3, killing, make, others={0: [waiting], 2: [ended]}, max_steps=-1, max_epochs=2)
+    others: dict[int, list[L.Callback]] = {
+        0: [Waiting(lambda: found[0], 9, lambda _: ended.num_ends > 0)],
+        1: [Waiting(lambda: found[0], 9, lambda seen: bool(seen.killed))],
+        2: [ended],
+    }
+    seen = run(3, KillingThen([1], [["peer-1"]]), make, others=others, max_steps=-1, max_epochs=2)
     assert len(seen.went_back) == 1
     assert ended.num_ends == 2
     assert_each_once(seen, [0, 2])
