@@ -20,8 +20,9 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.download import Download
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.model import Model
+from lightning_swarm.server.rounds import round_name
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stepping import Stepping, round_name
+from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import JOIN, LISTEN, READY, VIEW
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.joining import (
@@ -251,12 +252,12 @@ class Joiner:
         if stage is None or self._admission.is_member or not self._admission.led_by(caller):
             raise ProtocolError(f"this peer is not joining a run of {caller}")
         await self._stepping.reached(closing.step)
-        self._stepping.check(caller, closing.generation, closing.step, closing.attempt)
-        self._stepping.check_stages(closing)
+        self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
+        self._stepping.sums.check_stages(closing)
         round_of_stage = closing.stages[stage.index]
         if not round_of_stage.roster:
             raise ProtocolError(f"a round of stage {stage.index} must have members")
-        held = self._stepping.has_averaged(closing)  # asked again, shortly before the record is decided
+        held = self._stepping.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
             await self._stepping.reselect(closing.step, request.selection)
             mean = await collect(
@@ -267,9 +268,9 @@ class Joiner:
                 timeout=self._limits.call_timeout,
             )
         version_hash, _ = await self._executor.submit(FIRST, stage.fingerprint)
-        self._stepping.check(caller, closing.generation, closing.step, closing.attempt)
+        self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
         if not held:
-            self._stepping.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})
+            self._stepping.rounds.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})
         return encode(ListenReply(boot_id=self._admission.me.boot_id, version_hash=version_hash))
 
     @property

@@ -326,7 +326,7 @@ class Leadership:
             self._number = max(self._number, proposer.rival_number)
             self._leads = False
             return
-        books = await gather_books(self._transport, run, self._stepping.reselected, timeout=timeout)
+        books = await gather_books(self._transport, run, self._stepping.sums.reselected, timeout=timeout)
         if run.term != term:
             return  # another one was quicker meanwhile
         await self._coordinate(run, proposer, books)

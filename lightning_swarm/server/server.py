@@ -248,7 +248,7 @@ class Server:
 
         def compute() -> Forwarded:
             if not key.evaluation:
-                self.stepping.check_counts(stage, key)
+                self.stepping.sums.check_counts(stage, key)
             stage.check_version(key.step)
             with stage.holding(key.weights):
                 return stage.forward(inputs, extras, wants_grad, mode, seed)
@@ -313,7 +313,7 @@ class Server:
             try:
                 message = await self._fetch(request.source, gradient=True)
             except BaseException:
-                if self.stepping.may_count(stage, key):
+                if self.stepping.sums.may_count(stage, key):
                     self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
                 raise
             gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
@@ -321,7 +321,7 @@ class Server:
 
         def compute() -> list[Tensor | None]:
             nonlocal receipt
-            self.stepping.check_counts(stage, key)
+            self.stepping.sums.check_counts(stage, key)
             stage.check_version(key.step)
             graph = kept.graph
             if graph is None:
@@ -329,7 +329,7 @@ class Server:
             assert graph is not None
             input_gradients, parameter_gradients = stage.backward(graph, gradients, mode)
             if request.accumulate:
-                receipt = self.stepping.add(stage, key, parameter_gradients, request.weight)
+                receipt = self.stepping.sums.add(stage, key, parameter_gradients, request.weight)
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
@@ -366,14 +366,14 @@ class Server:
         if request.direction == "forward":
             return encode(CancelReply(added=False))
         # On the compute thread: a job that runs there is not interrupted, and may be about to add.
-        added, _ = await self._executor.submit(FIRST, lambda: self.stepping.holds(stage.index, request.key))
+        added, _ = await self._executor.submit(FIRST, lambda: self.stepping.sums.holds(stage.index, request.key))
         return encode(CancelReply(added=added))
 
     # ------------------------------------------------------------------ what a trainer left behind
 
     async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, ReceiptsRequest)
-        self.stepping.check(caller, request.generation, request.step, request.attempt)
+        self.stepping.sums.check(caller, request.generation, request.step, request.attempt)
         keys = [CallKey.of(request, receipt) for receipt in request.receipts]
         # First, for what is under way may be added meanwhile.
         pending = {
@@ -384,7 +384,7 @@ class Server:
             return [
                 StageReceipts(
                     stage_index=index,
-                    held=to_bitmap(self.stepping.holds(index, key) for key in keys),
+                    held=to_bitmap(self.stepping.sums.holds(index, key) for key in keys),
                     pending=to_bitmap(flags),
                 )
                 for index, flags in pending.items()
@@ -399,8 +399,10 @@ class Server:
         if self._closed:
             raise NotMember("this peer has left")
         self.admission.run.check_generation(key.generation)
-        if not key.evaluation and key.attempt != self.stepping.attempt:
-            raise ProtocolError(f"attempt {self.stepping.attempt} of the step is open, got a call of {key.attempt}")
+        if not key.evaluation and key.attempt != self.stepping.sums.attempt:
+            raise ProtocolError(
+                f"attempt {self.stepping.sums.attempt} of the step is open, got a call of {key.attempt}"
+            )
         stage = self.stepping.stage(stage_index)
         if stage.on_trainers:
             raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
@@ -411,7 +413,7 @@ class Server:
         if stage_index not in self.admission.loaded:
             raise NotMember(f"stage {stage_index} has no weights yet")
         if not key.evaluation:
-            self.stepping.check_counts(stage, key)
+            self.stepping.sums.check_counts(stage, key)
         if key.step < stage.version:
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
         return stage

@@ -17,11 +17,14 @@ from typing_extensions import override
 from lightning_swarm.errors import ConfigError, ProtocolError, StepError
 from lightning_swarm.network import Message
 from lightning_swarm.server import FORWARD
+from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import sums
 from lightning_swarm.steps.planning import Plan
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types.calls import CallKey, ForwardRequest, Mode
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Closing
 from lightning_swarm.types.wire import encode
 from tests.parity.float16 import HALF, InHalves, train
 from tests.parity.harness import (
@@ -404,7 +407,7 @@ def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkey
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
     # The closing would strike the batch.
     monkeypatch.setattr(sums, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
-    monkeypatch.setattr(Stepping, "_bind", bind_anyway)
+    monkeypatch.setattr(GradientSums, "bind", bind_anyway)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1
     with pytest.raises(AssertionError, match=r"batch \d+: loss"):
@@ -412,8 +415,8 @@ def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkey
     assert deviation(swarm, plain)[0] > 1e3 * LOSS_TOLERANCE
 
 
-def bind_anyway(self: Stepping, closing: Any) -> dict[int, int]:
-    return {index: self._place(closing.stages[index]) for index in self.stages}
+def bind_anyway(self: GradientSums, closing: Closing, me: Member) -> dict[int, int]:
+    return {index: closing.stages[index].roster.index(me) for index in self.stages}
 
 
 # ---------------------------------------------------------------------- refused

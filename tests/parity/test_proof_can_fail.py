@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_swarm.averaging import butterfly
 from lightning_swarm.pipeline.passage import Passage, replay
 from lightning_swarm.server import stepping
+from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import sums
 from lightning_swarm.steps.planning import Plan, plan_replays
 from lightning_swarm.steps.policy import clip_factor
@@ -98,15 +98,15 @@ def test_a_double_count_is_seen(plain: Run, double_count: list[CallKey], disarme
 def lost_microbatch(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
     """One gradient is acknowledged but never added."""
     planted: list[CallKey] = []
-    add = Stepping.add
+    add = GradientSums.add
 
-    def lose(self: Stepping, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float) -> bool:
+    def lose(self: GradientSums, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float) -> bool:
         if key.step == STEP and stage.index == 0 and not planted:
             planted.append(key)
             return True
         return add(self, stage, key, gradients, weight)
 
-    monkeypatch.setattr(Stepping, "add", lose)
+    monkeypatch.setattr(GradientSums, "add", lose)
     return planted
 
 

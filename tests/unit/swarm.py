@@ -266,10 +266,10 @@ class Swarm:
                 None if server.admission._run is None else server.admission._run.view(),
                 server.admission.left.is_set(),
                 stepping.version,
-                stepping.attempt,
-                stepping._averaged,
-                stepping._fenced,
-                stepping._reselected,
+                stepping.sums.attempt,
+                stepping.rounds._averaged,
+                stepping.sums._fenced,
+                stepping.sums.reselected,
             )
             state[f"{name}'s joiners"] = (
                 dict(server.donor._met),
@@ -281,7 +281,7 @@ class Swarm:
             state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
             for index in stepping.stages:
-                stage, ledger = stepping.stage(index), stepping._ledgers[index]
+                stage, ledger = stepping.stage(index), stepping.sums.ledgers[index]
                 state[f"{name}/{index}"] = (
                     stage.gradient_sum.numpy().tobytes(),
                     tuple(stage.touched),

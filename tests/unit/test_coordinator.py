@@ -174,7 +174,7 @@ def test_records_apply_in_order_and_once(make_swarm: MakeSwarm) -> None:
 def test_a_record_whose_caller_hung_up_is_told_again(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", "b")
     stepping = swarm.servers[B].stepping
-    apply, found = stepping._apply, []
+    apply, found = stepping.sums.apply, []
 
     def applied_unheard(record: Record, averaged: Any) -> None:
         apply(record, averaged)
@@ -182,7 +182,7 @@ def test_a_record_whose_caller_hung_up_is_told_again(make_swarm: MakeSwarm, monk
         if len(found) == 1:
             raise Unreachable("the caller is gone")  # here its handler is cancelled
 
-    monkeypatch.setattr(stepping, "_apply", applied_unheard)
+    monkeypatch.setattr(stepping.sums, "apply", applied_unheard)
     swarm.run(swarm.step(rows(0)))
     assert (stepping.version, stepping.stage(1).version) == (0, 1)
     swarm.settle()
@@ -393,8 +393,8 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     swarm = make_swarm("a", "b c")
     stage = swarm.servers[C].stepping.stage(1)
     swarm.run(swarm.through(key(50), rows(1)))
-    swarm.servers[A].stepping._ledgers[0]._receipts.clear()  # only the weights shall be wrong
-    swarm.servers[B].stepping._ledgers[1]._receipts.clear()
+    swarm.servers[A].stepping.sums.ledgers[0]._receipts.clear()  # only the weights shall be wrong
+    swarm.servers[B].stepping.sums.ledgers[1]._receipts.clear()
     momentum = {"momentum_buffer": torch.zeros(())}
     stage.optimizer.state[stage.trainable[0]] = momentum
     assert_undecided(swarm, "replicas of stage 1 have different weights")
@@ -421,13 +421,13 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
 
 def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = make_swarm("a", clip=1.0)
-    average = swarm.servers[A].stepping._average
+    average = swarm.servers[A].stepping.rounds._average
 
     async def negative(*args: Any) -> tuple[torch.Tensor, PartNorm]:
         mean, norm = await average(*args)
         return mean, replaced(norm, squared_norm=-1.0)
 
-    monkeypatch.setattr(swarm.servers[A].stepping, "_average", negative)
+    monkeypatch.setattr(swarm.servers[A].stepping.rounds, "_average", negative)
     assert_undecided(swarm, "not negative")
 
 

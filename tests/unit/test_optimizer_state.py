@@ -86,7 +86,7 @@ def test_state_from_before_the_first_step_is_loaded(make_swarm: MakeSwarm) -> No
 def test_a_stage_has_no_state_of_the_others_parameters(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b", optimizer=of(torch.optim.Adagrad))
     for server in swarm.servers.values():
-        (stage,) = server.stepping._stages.values()
+        (stage,) = server.stepping.sums.stages.values()
         assert set(stage.optimizer.state) == set(stage.parameters.values())
 
 

@@ -89,7 +89,7 @@ class Route:
     def holders(self, stage: int, receipt: Receipt) -> list[PeerId]:
         found = []
         for peer in self.swarm.rosters[stage]:
-            if peer not in self.dead and self.swarm.servers[peer].stepping._ledgers[stage].holds(receipt):
+            if peer not in self.dead and self.swarm.servers[peer].stepping.sums.ledgers[stage].holds(receipt):
                 found.append(peer)
         return found
 
@@ -391,7 +391,7 @@ def test_nothing_is_asked_that_was_not_asked_before(make_swarm: MakeSwarm, monke
 def test_a_replay_adds_at_its_holders_and_nowhere_else(make_swarm: MakeSwarm) -> None:
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
     route.run()
-    before = {peer: server.stepping._ledgers for peer, server in route.swarm.servers.items()}
+    before = {peer: server.stepping.sums.ledgers for peer, server in route.swarm.servers.items()}
     work = [Replay(receipt=route.receipts[2], holders={1: PeerId("b2")})]
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
     assert route.holders(1, route.receipts[2]) == ["b", "b2"]
@@ -480,7 +480,7 @@ def test_what_a_holder_refuses_as_its_sum_is_frozen_is_not_lost(make_swarm: Make
     swarm = make_swarm(*ROSTERS, limits=LIMITS)
     route = Route(swarm)
     route.run()
-    swarm.servers[PeerId("b2")].stepping._ledgers[1].freeze(())
+    swarm.servers[PeerId("b2")].stepping.sums.ledgers[1].freeze(())
     work = [Replay(receipt=route.receipts[0], holders={1: PeerId("b2")})]
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
     assert "b2" not in route.holders(1, route.receipts[0])

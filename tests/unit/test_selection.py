@@ -87,7 +87,7 @@ def test_a_selection_holds_from_the_open_step_on(make_swarm: MakeSwarm) -> None:
 
     for roster, num_elements in zip(swarm.rosters, (0, 3), strict=True):
         for name in roster:
-            (stage,) = swarm.servers[name].stepping._stages.values()
+            (stage,) = swarm.servers[name].stepping.sums.stages.values()
             assert stage.gradient_sum.numel() == num_elements
             assert len(stage.optimizer.param_groups) == 2
             assert stage.optimizer_state().keys() == stage.parameters.keys(), "what was learned of them is gone"

@@ -1,0 +1,301 @@
+"""What a server has added up in the open step: its stages' sums, and the ledgers that say what is in them.
+
+What changes a sum runs on the compute thread, so that freezing falls between two additions and never into one. Since it
+was asked for the run may have gone back, or on without this server: so the generation is looked at anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from lightning_swarm.errors import LeaseRevoked, NotMember, ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.run_state import RunState
+from lightning_swarm.selection import check_selection
+from lightning_swarm.server.ledger import Ledger
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.types.calls import CallKey, Receipt
+from lightning_swarm.types.runs import Member, Selection, Term
+from lightning_swarm.types.steps import Closing, FreezeRequest, Named, Record, StageClosing, StageLedger
+from lightning_swarm.types.wire import from_bitmap, to_bitmap
+
+_NO_FENCES: tuple[Term, frozenset[int]] = ((0, "", 0), frozenset())
+
+
+class GradientSums:
+    """Of the stages of one server.
+
+    Attributes:
+        stages: By index.
+        ledgers: Likewise; of the open step.
+        reselected: What trains in it, if it is not what trained in the step before.
+        attempt: Of the step.
+        round: Of the newest freeze in it.
+    """
+
+    def __init__(self) -> None:
+        self._run: RunState | None = None
+        self.stages: dict[int, Stage] = {}
+        self.ledgers: dict[int, Ledger] = {}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        # Batches that were struck from the open step, and by whom: who takes over may count them.
+        self._fenced = _NO_FENCES
+        self.reselected: Selection | None = None
+        self.attempt = self.round = 0
+
+    # ------------------------------------------------------------------ the run
+
+    def begin(self, run: RunState, stages: dict[int, Stage]) -> None:
+        """Enter the run with stages at its version."""
+        self._run, self.stages = run, stages
+        self.ledgers = {index: Ledger(run.version) for index in stages}
+        self._begin_step()
+
+    def step_out(self) -> None:
+        """Be in no run."""
+        self._run, self.stages, self.ledgers = None, {}, {}
+        self._begin_step()
+
+    def go_back(self) -> None:
+        """Begin anew with the run's next generation."""
+        manifest = self.run.manifest
+        for stage in self.stages.values():
+            stage.go_back(manifest.first_step, manifest.selection)
+        self.ledgers = {index: Ledger(manifest.first_step) for index in self.stages}
+        self._begin_step()
+
+    @property
+    def run(self) -> RunState:
+        """That this server is in."""
+        if self._run is None:
+            raise ProtocolError("this peer is in no run (any more)")
+        return self._run
+
+    @property
+    def in_run(self) -> bool:
+        """Whether there is one."""
+        return self._run is not None
+
+    @property
+    def version(self) -> int:
+        """Of the weights of all stages here; the step that is open."""
+        return self._run.version if self._run is not None else 0
+
+    def stage(self, index: int) -> Stage:
+        """One of the stages that this server holds."""
+        if index not in self.stages:
+            raise NotMember(f"this peer serves the stages {sorted(self.stages)}, not stage {index}")
+        return self.stages[index]
+
+    def check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
+        """Refuse who does not coordinate the run, and what is not of the open step."""
+        if self._run is None:
+            raise ProtocolError("this peer was not admitted to a run yet")
+        self._run.check_coordinator(caller)
+        here = (self._run.manifest.generation, self.version, self.attempt)
+        if (generation, step, attempt) != here:
+            raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
+
+    # ------------------------------------------------------------------ what counts
+
+    def settle(self, selection: Selection, generation: int) -> None:
+        """Train this in the open step, of which nothing was added yet."""
+        self.run.check_generation(generation)
+        check_selection(selection, self.run.manifest.stages)
+        if any(ledger.begun for ledger in self.ledgers.values()):
+            raise ProtocolError(f"step {self.version} has begun here; what it trains changes no more")
+        for stage in self.stages.values():
+            stage.select(selection)
+        self.reselected = selection
+
+    def strike(self, batches: Collection[int]) -> None:
+        """Add nothing of these batches of the open step any more, as long as who said so coordinates."""
+        self._fenced = (self.run.term, self._struck | set(batches))
+
+    @property
+    def _struck(self) -> frozenset[int]:
+        """Batches of the open step that who coordinates has struck."""
+        term, batches = self._fenced
+        return batches if self._run is not None and self._run.term == term else frozenset()
+
+    def may_count(self, stage: Stage, key: CallKey) -> bool:
+        """Whether the open step's record may count it."""
+        of_the_step = (key.generation, key.step) == (self.run.manifest.generation, stage.version)
+        return of_the_step and key.first not in self._struck
+
+    def check_counts(self, stage: Stage, key: CallKey) -> None:
+        """Refuse what no record will count: of a batch that was struck, or of a step that is over.
+
+        Raises:
+            LeaseRevoked: Its trainer was not heard of for a while.
+        """
+        if key.step == stage.version and key.first in self._struck:
+            raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
+        if key.step < stage.version:
+            raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
+
+    # ------------------------------------------------------------------ adding
+
+    def add(self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float) -> bool:
+        """Enter the receipt and add the gradients, once.
+
+        Returns:
+            True: the sum holds the microbatch, from now on or from before.
+        """
+        self.run.check_generation(key.generation)
+        self.check_counts(stage, key)
+        ledger = self.ledgers[stage.index]
+        if (key.step, key.attempt) != (ledger.step, ledger.attempt):
+            raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
+        if ledger.add(key.receipt):
+            stage.add(gradients, weight)
+        return True
+
+    def holds(self, stage_index: int, key: CallKey) -> bool:
+        """Whether the sum holds the microbatch."""
+        ledger = self.ledgers.get(stage_index)
+        return (
+            ledger is not None
+            and (ledger.step, ledger.attempt) == (key.step, key.attempt)
+            and ledger.holds(key.receipt)
+        )
+
+    # ------------------------------------------------------------------ closing
+
+    def freeze(self, request: FreezeRequest) -> tuple[list[StageLedger], list[str]]:
+        """The ledgers, and the tickets of earlier results that would keep what is named now from being computed."""
+        self.run.check_generation(request.generation)
+        self._check_round(request)
+        named = self._named(request)
+        self.round = request.round
+        reports, stale = [], []
+        for index, stage in sorted(self.stages.items()):
+            stale += self._bound(stage, named.get(index), request)
+            held, num_unnamed = self.ledgers[index].bitmap(self._expected(index, request))
+            reports.append(
+                StageLedger(
+                    stage_index=index,
+                    held=held,
+                    num_unnamed=num_unnamed,
+                    touched=to_bitmap(stage.touched),
+                    version_hash=stage.fingerprint(),
+                )
+            )
+        return reports, stale
+
+    def _check_round(self, request: FreezeRequest) -> None:
+        here = (self.version, self.attempt, self.round)
+        if (request.step, request.attempt) != here[:2] or request.round < self.round:
+            asked = (request.step, request.attempt, request.round)
+            raise ProtocolError(f"step, attempt, round are {here} here, got a request to freeze of {asked}")
+
+    def _named(self, request: FreezeRequest) -> dict[int, list[Receipt]]:
+        """By stage, what the sums here shall hold, if the request says so."""
+        if request.named is None:
+            return {}
+        if sorted(one.stage_index for one in request.named) != sorted(self.stages):
+            raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {request.named}")
+
+        def receipts(one: Named) -> list[Receipt]:
+            expected = self._expected(one.stage_index, request)
+            flags = from_bitmap(one.receipts, len(expected))
+            return [receipt for receipt, flag in zip(expected, flags, strict=True) if flag]
+
+        return {one.stage_index: receipts(one) for one in request.named}
+
+    def _bound(self, stage: Stage, named: list[Receipt] | None, request: FreezeRequest) -> list[str]:
+        """Say what may be added to a stage's sum from now on; returns tickets of earlier results, now stale."""
+        if request.reopens:
+            self._bounded(stage, self._expected(stage.index, request)).thaw()
+            return []
+        if named is None:
+            self.ledgers[stage.index].freeze(())
+            return []
+        ledger = self._bounded(stage, named)
+        ledger.freeze(named)
+        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in ledger.lacks(named)]
+
+    def _bounded(self, stage: Stage, named: Sequence[Receipt]) -> Ledger:
+        """A stage's ledger, begun anew with its sum if that holds more than what is named."""
+        ledger = self.ledgers[stage.index]
+        if ledger.goes_beyond(named):
+            stage.zero_sum()
+            ledger = self.ledgers[stage.index] = Ledger(ledger.step, ledger.attempt)
+        return ledger
+
+    def _expected(self, index: int, closing: FreezeRequest | Closing) -> list[Receipt]:
+        """The receipts that stage `index` shall have, all replicas together."""
+        return closing.batches if self.run.manifest.stages[index].on_trainers else closing.counted
+
+    def reopen(self) -> None:
+        """Another peer coordinates: what the one before it froze takes gradients again, until it is frozen anew."""
+        for ledger in self.ledgers.values():
+            ledger.thaw()
+
+    # ------------------------------------------------------------------ closed
+
+    def bind(self, closing: Closing, me: Member) -> dict[int, int]:
+        """Check that the frozen sums are what the closing names here.
+
+        Returns:
+            This server's place in the roster of each of its stages.
+        """
+        self.run.check_generation(closing.generation)
+        self.check_frozen(closing)
+        self.check_stages(closing)
+        places = {index: _place(closing.stages[index], me) for index in self.stages}
+        for index, place in places.items():
+            holders, touched = closing.stages[index].holders[place], closing.stages[index].touched
+            from_bitmap(touched, len(self.stages[index].trainable))
+            ledger = self.ledgers[index]
+            if not ledger.final:
+                raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
+            held, num_unnamed = ledger.bitmap(self._expected(index, closing))
+            if held != holders or num_unnamed:
+                raise ProtocolError(
+                    f"the sum of stage {index} on {me.peer_id} is not what the closing of step "
+                    f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
+                )
+        return places
+
+    def check_frozen(self, closing: Closing) -> None:
+        """Refuse a round that the sums are not frozen for (any more)."""
+        if closing.round != self.round:
+            raise ProtocolError(
+                f"the sums of step {closing.step} are frozen for round {self.round}, not {closing.round}"
+            )
+
+    def check_stages(self, closing: Closing) -> None:
+        """Refuse a closing of another number of stages than the run has."""
+        if len(closing.stages) != len(self.run.rosters):
+            raise ProtocolError(f"a closing of {len(closing.stages)} stages; there are {len(self.run.rosters)}")
+
+    def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+        """Apply a decided record to the stages, all or none; told twice, once."""
+        self.run.check_generation(record.closing.generation)
+        if all(stage.version == record.step + 1 for stage in self.stages.values()):
+            return  # told before, by a caller that hung up before it had the answer
+        self.run.check(record)
+        for stage in self.stages.values():
+            stage.check_applies(record)
+        for index, stage in self.stages.items():
+            touched = from_bitmap(record.closing.stages[index].touched, len(stage.trainable))
+            stage.apply(record, gradients[index], touched)
+            self.ledgers[index] = Ledger(record.step + 1)
+
+    def turn(self, record: Record) -> None:
+        """The record is applied: the next step is open."""
+        self.run.apply(record)
+        self._begin_step()
+
+
+def _place(closing: StageClosing, me: Member) -> int:
+    if me not in closing.roster:
+        raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the closing's roster")
+    if len(closing.holders) != len(closing.roster):
+        raise ProtocolError(f"a roster of {len(closing.roster)} came with the receipts of {len(closing.holders)}")
+    return closing.roster.index(me)
