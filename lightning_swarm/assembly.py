@@ -22,6 +22,7 @@ from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import host_of
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.copies import Copies
@@ -41,7 +42,7 @@ from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.role import Role
-from lightning_swarm.steps.snapshots import ask_held, newest_complete
+from lightning_swarm.steps.snapshot_orders import ask_held, newest_complete
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.events import EventKind
@@ -488,7 +489,7 @@ class Peer:
             before = self.runtime.run(survivors.release(self.transport, self.run, first_step, timeout=timeout))
             trainers = self.run.trainers
             self.run = None
-        alive = self.runtime.run(survivors.alive_among(self.transport, before or (), timeout=timeout))
+        alive = self.runtime.run(alive_among(self.transport, before or (), timeout=timeout))
         self._others = [one for one in trainers if one in alive and one != self.transport.peer_id]
         self._survivors = {peer for peer in alive if peer != self.transport.peer_id or self._announced}
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
@@ -96,10 +97,9 @@ async def await_prepared(directory: Directory, run_id: str, launch_id: str, *, t
     Raises:
         DeadlineExceeded: It was not said.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
+    deadline = now_s() + timeout
     while not await directory.read(_prepared(run_id, launch_id)):
-        if loop.time() > deadline:
+        if now_s() > deadline:
             raise DeadlineExceeded(
                 f"the run's starter did not finish `prepare_data` within {timeout:g} s. Raise `Limits.lead_timeout`."
             )
@@ -111,13 +111,12 @@ def _prepared(run_id: str, launch_id: str) -> str:
 
 
 async def _publish(directory: Directory, key: str, value: bytes, *, timeout: float) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
+    deadline = now_s() + timeout
     while True:
         try:
             await directory.announce(key, value, ttl_s=_ANNOUNCEMENT_TTL_S)
         except PeerError as error:
-            if loop.time() > deadline:
+            if now_s() > deadline:
                 raise
             _log.info("Nobody took the announcement, trying again: %s", error)
             await asyncio.sleep(_POLL_S)
@@ -151,8 +150,7 @@ async def find_servers(
     Raises:
         DeadlineExceeded: Says how many came.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
+    deadline = now_s() + timeout
     while True:
         check()
         found = await _announced(directory, run_id)
@@ -162,7 +160,7 @@ async def find_servers(
             found = await _connect(transport, found)
         if _suffice(found, num_servers, num_trainers):
             return [Member(peer_id=peer, boot_id=found[peer].boot_id) for peer in sorted(found)]
-        if loop.time() > deadline:
+        if now_s() > deadline:
             trainers = f" and {_num_trainers(found)} of {num_trainers} trainers" if num_trainers > 1 else ""
             raise DeadlineExceeded(
                 f"{len(found)} of {num_servers} servers{trainers} came within {timeout:g} s. Look above for their "

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import RELEASE
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.steps import VIEW
-from lightning_swarm.steps.snapshots import ask_held
+from lightning_swarm.steps.snapshot_orders import ask_held
 from lightning_swarm.tasks import first_of, gather
 from lightning_swarm.types.runs import LoopReply, LoopRequest, ReleaseRequest, RunView
 from lightning_swarm.types.wire import decode, encode
@@ -76,14 +77,13 @@ async def what_is_lost(
     Returns:
         In words; nothing if it can go on.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout
+    deadline = now_s() + timeout
     while True:
         servers = sorted({*run.servers, *(voter.peer_id for voter in run.voters)})
         # One that was started again answers, too, but is in no run.
         alive = set(await ask_held(transport, servers, timeout=silence_s))
         found = lost(run, alive)
-        if not found or loop.time() >= deadline or num_known_dead() >= len(servers) - len(alive):
+        if not found or now_s() >= deadline or num_known_dead() >= len(servers) - len(alive):
             return found
         await asyncio.sleep(_POLL_S)
 
@@ -95,21 +95,6 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
         return f"nobody of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
     num_voters, num_left = len(run.voters), sum(voter.peer_id in alive for voter in run.voters)
     return f"only {num_left} of {num_voters} voters answer" if num_left * 2 <= num_voters else ""
-
-
-async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout: float) -> set[PeerId]:
-    """Those that answer."""
-
-    async def answers(peer: PeerId) -> bool:
-        try:
-            async with asyncio.timeout(timeout):
-                await transport.ping(peer)
-        except (SwarmError, TimeoutError):
-            return False
-        return True
-
-    asked = list(peers)
-    return {peer for peer, there in zip(asked, await gather(map(answers, asked)), strict=True) if there}
 
 
 # ---------------------------------------------------------------------- trainers beside the lead

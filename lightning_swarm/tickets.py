@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.types.calls import Ticket, TicketName
@@ -142,18 +143,17 @@ class TicketStore:
         """
         if ticket.peer_id == self._transport.peer_id:
             return (await self._ready(ticket.name, timeout)).report
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while (left_s := deadline - loop.time()) > 0:
+        deadline = now_s() + timeout
+        while (left_s := deadline - now_s()) > 0:
             hold_s = min(left_s, _HOLD_S)
             request = encode(WaitRequest(name=ticket.name, hold_s=hold_s))
-            lost_s = loop.time() + hold_s + _REPLY_MARGIN_S
+            lost_s = now_s() + hold_s + _REPLY_MARGIN_S
             try:
                 body = await self._transport.call(
                     ticket.peer_id, WAIT_METHOD, request, timeout=hold_s + _REPLY_MARGIN_S
                 )
             except DeadlineExceeded:
-                if loop.time() < lost_s:
+                if now_s() < lost_s:
                     raise  # it is what the tensor failed with
                 continue  # it lives, or the call would have ended otherwise: the question or the answer was lost
             reply = decode(body, WaitReply)

@@ -16,7 +16,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.server import SNAPSHOT
 from lightning_swarm.server.admission import named
 from lightning_swarm.server.fingerprint import fingerprint
-from lightning_swarm.steps.snapshots import Held, ask_held, holders_of, newest_complete
+from lightning_swarm.steps.snapshot_orders import Held, ask_held, holders_of, newest_complete
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.snapshots import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.types.wire import decode, encode

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mappi
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Final, Protocol, TypeVar
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -133,13 +134,13 @@ class BaseTransport(Transport):
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
-        began_s = asyncio.get_running_loop().time()
+        began_s = now_s()
         patience_s = self._liveness.patience_s(peer)
         try:
             await self.call(peer, PING, b"", timeout=patience_s)
         except DeadlineExceeded as error:
             raise Unreachable(f"{peer} gave no sign of life for {patience_s:g} s.") from error
-        return asyncio.get_running_loop().time() - began_s
+        return now_s() - began_s
 
     async def _ping(self, peer: PeerId) -> None:
         """Beside an exchange. Whatever comes back, an error even, is a sign of life."""
@@ -270,10 +271,10 @@ class BaseTransport(Transport):
             self._loop.call_soon(self._end_deadlines)
 
     def _end_deadlines(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        at_s = now_s()
         for limit in self._deadlines:
             if not limit.expired():
-                limit.reschedule(now_s)
+                limit.reschedule(at_s)
 
     async def _wait_until_served(self) -> None:
         """Await the tasks that `_break_off` cancelled. A handler may be the one that closes its transport."""

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 from lightning_swarm.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import Message
 from lightning_swarm.network.framing import Buffer, Head, Kind, Reader, encode, encode_error, read_head, read_tensors
+from lightning_swarm.tasks import ended
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -200,7 +201,4 @@ async def _in_background(coroutine: Coroutine[Any, Any, _T]) -> AsyncIterator[as
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()  # Now it has been looked at, and asyncio does not complain.
+        await ended([task])

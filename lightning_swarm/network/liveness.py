@@ -7,13 +7,14 @@ answers pings. So an exchange may wait for long and still end soon after its pee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from lightning_swarm.errors import SwarmError
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.exchange import Channel
+from lightning_swarm.tasks import gather
 
 PINGS_PER_SILENCE: Final = 4
 """A peer is silent when so many pings in a row were not answered; a lost one does no harm."""
@@ -174,3 +175,18 @@ class Liveness:
         now_s = loop.time()
         watched.heard_s = max(watched.heard_s, now_s)
         watched.round_trip_s = max(now_s - began_s, _FADING * watched.round_trip_s)
+
+
+async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout: float | None = None) -> set[PeerId]:
+    """Those that answer, within `timeout` seconds or what the transport gives them."""
+
+    async def answers(peer: PeerId) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                await transport.ping(peer)
+        except (SwarmError, TimeoutError):
+            return False
+        return True
+
+    asked = list(peers)
+    return {peer for peer, there in zip(asked, await gather(map(answers, asked)), strict=True) if there}

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
 from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap, check_record
@@ -349,14 +350,14 @@ class MemoryDirectory(Directory):
         self._check_open()
         if self._network.is_frozen(self._peer_id):
             raise Unreachable(f"No other peer stored what {self._peer_id} announced under {key!r}.")
-        self._network.records(key)[self._peer_id] = (value, asyncio.get_running_loop().time() + ttl_s)
+        self._network.records(key)[self._peer_id] = (value, now_s() + ttl_s)
 
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
         """See `Directory`."""
         await self._network.depart(self._peer_id, self._peer_id)
         self._check_open()
-        records, now_s = self._network.records(key), asyncio.get_running_loop().time()
-        for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= now_s]:
+        records, at_s = self._network.records(key), now_s()
+        for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= at_s]:
             del records[peer]
         alone = self._network.is_frozen(self._peer_id)
         return {peer: value for peer, (value, _) in records.items() if not alone or peer == self._peer_id}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final, TypeVar
 
 import msgspec
 from typing_extensions import override
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.preemption.cloud import Cloud
 from lightning_swarm.preemption.http import Answer, Endpoint, NoAnswer
 
@@ -60,7 +60,7 @@ class AWS(Cloud):
 
     async def _get(self, path: str) -> Answer | None:
         """What there is under `path`; None: nothing, which is how "no notice" is said."""
-        if not self._token or asyncio.get_running_loop().time() >= self._renew_s:
+        if not self._token or now_s() >= self._renew_s:
             await self._renew()
         answer = await self._with_token(path)
         if answer.status == 401:  # the instance may have been stopped meanwhile, and its tokens with it
@@ -81,7 +81,7 @@ class AWS(Cloud):
         if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
             raise NoAnswer(f"AWS answered {_TOKEN_PATH} with status {answer.status} and no token")
         self._token = token
-        self._renew_s = asyncio.get_running_loop().time() + _TOKEN_S / 2
+        self._renew_s = now_s() + _TOKEN_S / 2
 
 
 def _decoded(answer: Answer, kind: type[_T], path: str) -> _T:

@@ -9,6 +9,7 @@ from typing import Final
 
 from torch import Tensor
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, PeerError, ProtocolError, TicketGone
 from lightning_swarm.network import Message, PeerId, Transport
@@ -132,11 +133,11 @@ class Donor:
         if request.version not in (None, stage.version):
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
         await self._place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
-        now_s = asyncio.get_running_loop().time()
-        download = self._downloads[caller] = _Download(now_s)
+        at_s = now_s()
+        download = self._downloads[caller] = _Download(at_s)
         if request.version is None:
             # Before the copy is made: of what is applied after it nothing may be missed.
-            self._followers[caller] = _Follower(stage.index, self._stepping.version, now_s)
+            self._followers[caller] = _Follower(stage.index, self._stepping.version, at_s)
         try:
             # On the compute thread, so that it falls between two records.
             copy, _ = await self._executor.submit(FIRST, lambda: self._copied(stage))
@@ -146,7 +147,7 @@ class Donor:
             if self._downloads.get(caller) is download:
                 self._end_download(caller)
             raise
-        download.copy, download.last_heard_s = copy, asyncio.get_running_loop().time()
+        download.copy, download.last_heard_s = copy, now_s()
         return Message(encode(copy.head))
 
     def _copied(self, stage: Stage) -> Copy:
@@ -178,7 +179,7 @@ class Donor:
             await self._throttle.take(stop - start)
         finally:
             download.num_pieces -= 1
-            download.last_heard_s = asyncio.get_running_loop().time()
+            download.last_heard_s = now_s()
             if caller in self._followers:
                 self._followers[caller].last_heard_s = download.last_heard_s
         return Message(tensors=copy.piece(start, stop))
@@ -190,7 +191,7 @@ class Donor:
         self._check_generation(request.generation)
         if follower is None or follower.stage_index != stage.index:
             raise TicketGone("no records are kept here for this peer (any more); it has to begin again")
-        follower.version, follower.last_heard_s = request.version, asyncio.get_running_loop().time()
+        follower.version, follower.last_heard_s = request.version, now_s()
         self._end_download(caller)
         self._drop_needless()
         await self._stepping.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
@@ -211,7 +212,7 @@ class Donor:
         Raises:
             Busy: There is no place.
         """
-        end_s = asyncio.get_running_loop().time() + within_s
+        end_s = now_s() + within_s
         if caller in self._downloads or caller in self._queued:
             raise Busy("this peer has a download under way, or asks for one")
         self._queued.add(caller)
@@ -228,14 +229,14 @@ class Donor:
     def _num_joining(self, caller: PeerId, *, helps: bool) -> int:
         """Who follows the records counts, too: each is sent a gradient with every step."""
         self._give_up_idle()
-        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        oldest_s = now_s() - _IDLE_S
         following = {
             peer for peer, one in self._followers.items() if not one.entered and one.last_heard_s >= oldest_s
         } - {caller}
         return len(self._downloads.keys() | (set() if helps else following))
 
     def _give_up_idle(self) -> None:
-        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        oldest_s = now_s() - _IDLE_S
         idle = [
             peer
             for peer, one in self._downloads.items()
@@ -271,7 +272,7 @@ class Donor:
 
     def _drop_needless(self) -> None:
         """Keep what some follower still needs, within bounds; those that need the oldest begin again."""
-        oldest_s = asyncio.get_running_loop().time() - self._limits.join_timeout
+        oldest_s = now_s() - self._limits.join_timeout
         followers = {peer: one for peer, one in self._followers.items() if one.last_heard_s >= oldest_s}
         while True:
             first = min((one.version for one in followers.values()), default=None)

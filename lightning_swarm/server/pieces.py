@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm import trees
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.server.admission import named
 from lightning_swarm.server.snapshots import copied
@@ -130,16 +131,16 @@ class Throttle:
 
     async def take(self, num_bytes: int) -> None:
         """Wait until they may be sent."""
-        now_s = asyncio.get_running_loop().time()
-        wait_s = max(self._free_s - now_s, 0.0)
+        at_s = now_s()
+        wait_s = max(self._free_s - at_s, 0.0)
         self.charge(num_bytes)
         if wait_s:
             await asyncio.sleep(wait_s)
 
     def charge(self, num_bytes: int) -> None:
         """They are sent at once, whatever was promised to others: those wait for longer."""
-        now_s = asyncio.get_running_loop().time()
-        self._free_s = max(self._free_s, now_s) + num_bytes / self._bytes_per_s
+        at_s = now_s()
+        self._free_s = max(self._free_s, at_s) + num_bytes / self._bytes_per_s
 
 
 def _overlaps(tensors: Sequence[Tensor], start: int, stop: int) -> Iterator[Tensor]:

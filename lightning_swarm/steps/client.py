@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 
 from torch import Tensor
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -334,8 +335,7 @@ class StepClient:
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         """Make a call at whoever coordinates, until one has answered it."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + self._patience_s
+        deadline_s = now_s() + self._patience_s
         while True:
             coordinator = self.run.coordinator
             try:
@@ -343,7 +343,7 @@ class StepClient:
             except PeerError as error:
                 if self._transport.closed:
                     raise
-                if loop.time() >= deadline_s:
+                if now_s() >= deadline_s:
                     raise type(error)(
                         f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
                         f"within {self._patience_s:g} s: {error}"

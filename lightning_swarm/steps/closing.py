@@ -22,7 +22,7 @@ from lightning_swarm.steps.planning import choose_blamed, choose_voters
 from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor, next_rosters
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
-from lightning_swarm.steps.snapshots import SnapshotOrders
+from lightning_swarm.steps.snapshot_orders import SnapshotOrders
 from lightning_swarm.steps.sums import Sums
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.types.runs import Selection

@@ -20,7 +20,7 @@ from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
-from lightning_swarm.steps.snapshots import SnapshotOrders
+from lightning_swarm.steps.snapshot_orders import SnapshotOrders
 from lightning_swarm.steps.takeover import first_lease
 from lightning_swarm.steps.trainers import Trainers
 from lightning_swarm.steps.watch import TrainerWatch

@@ -17,6 +17,7 @@ from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
@@ -24,7 +25,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import DRAIN, JOIN, LEAVE, LISTEN, MEET, READY
 from lightning_swarm.steps.policy import alone_in, choose_stage, next_rosters
-from lightning_swarm.tasks import gather
+from lightning_swarm.tasks import ended, gather
 from lightning_swarm.types.joining import (
     DrainReply,
     DrainRequest,
@@ -130,7 +131,7 @@ class Gate:
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
         # Before anyone is told, so that of two that come at once at least one is told of the other.
-        waiting = self._waiting[caller] = _Waiting(candidate, asyncio.get_running_loop().time())
+        waiting = self._waiting[caller] = _Waiting(candidate, now_s())
         try:
             await self._introduce(candidate)
         except BaseException:
@@ -164,7 +165,7 @@ class Gate:
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
         misses = self._misses.get(caller, _Misses())
-        wait_s = misses.until_s - asyncio.get_running_loop().time()
+        wait_s = misses.until_s - now_s()
         if wait_s > 0:
             raise Busy(f"{caller} missed {misses.count} rounds while it was joining; it may join in {wait_s:.0f} s")
         self._forget_the_silent(caller)
@@ -185,11 +186,11 @@ class Gate:
 
         A download may take long, but it costs nothing to say that one joins.
         """
-        now_s = asyncio.get_running_loop().time()
+        at_s = now_s()
         is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
         for peer, one in list(self._waiting.items()):
             soon = is_full and not one.caught_up
-            if one.last_heard_s < now_s - (_FIRST_READY_S if soon else self._limits.join_timeout):
+            if one.last_heard_s < at_s - (_FIRST_READY_S if soon else self._limits.join_timeout):
                 del self._waiting[peer]
 
     async def _introduce(self, candidate: Candidate) -> None:
@@ -231,7 +232,7 @@ class Gate:
             del self._waiting[caller]
             raise Busy(waiting.refusal)
         waiting.ready = waiting.caught_up = True
-        waiting.last_heard_s = asyncio.get_running_loop().time()
+        waiting.last_heard_s = now_s()
         return b""
 
     # ------------------------------------------------------------------ those that leave
@@ -323,10 +324,7 @@ class Gate:
         if not hearing:
             return
         _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late)
+        await ended(late)
         for one in self._waiting.values():
             asked = one.asked is not None and one.asked.request.closing is closing
             if asked and one.ready and one.holds is not one.asked and one.refusal is None:
@@ -360,7 +358,7 @@ class Gate:
         _log.info("%s missed a round: %s", peer, reason)
         if misses.count >= _MAX_MISSES:
             exclusion_s = _FIRST_EXCLUSION_S * 2 ** min(misses.count - _MAX_MISSES, 20)
-            misses.until_s = asyncio.get_running_loop().time() + exclusion_s
+            misses.until_s = now_s() + exclusion_s
             waiting.refusal = f"{peer} missed {misses.count} rounds: {reason}. Join again."
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:

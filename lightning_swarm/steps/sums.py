@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import (
     DeadlineExceeded,
     NotMember,
@@ -389,7 +390,7 @@ class Sums:
         Raises:
             StageLost: Nobody can, or nobody did for too long.
         """
-        now_s = asyncio.get_running_loop().time()
+        at_s = now_s()
         address = await self._servers.address()
         for index in empty:
             errors = {member.peer_id: self.gone[member.peer_id] for member in self._run.rosters[index]}
@@ -402,7 +403,7 @@ class Sums:
             ]
             if not silent:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
-            self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=now_s)
+            self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
             for peer in silent:
                 self.gone.pop(peer, None)
         await asyncio.sleep(self._pause_s)

@@ -12,9 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import PeerError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import FENCE, RECEIPTS
 from lightning_swarm.steps.policy import OpenStep
@@ -103,16 +105,7 @@ class TrainerWatch:
 
     async def is_whole(self) -> bool:
         """Whether somebody of every stage answers: else batches wait for that, and not for their trainers."""
-
-        async def answers(peer: PeerId) -> bool:
-            try:
-                await self._transport.ping(peer)
-            except PeerError:
-                return False
-            return True
-
-        servers = self._run.servers
-        there = {peer for peer, ok in zip(servers, await gather(map(answers, servers)), strict=True) if ok}
+        there = await alive_among(self._transport, self._run.servers)
         return all(any(member.peer_id in there for member in roster) for roster in self._run.rosters)
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
@@ -170,7 +163,7 @@ class TrainerWatch:
     ) -> str | None:
         """None: all stages have them, or the trainer came back. Else what is missing."""
         pause_s = _FIRST_LOOK_S
-        deadline = asyncio.get_running_loop().time() + self._timeout
+        deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
             held, pending = await self._look(step, receipts)
             first_trained = self._first_trained()
@@ -184,7 +177,7 @@ class TrainerWatch:
                 return None
             if missing - pending:
                 return f"{len(missing - pending)} gradients of what it left behind are nowhere"
-            if asyncio.get_running_loop().time() >= deadline:
+            if now_s() >= deadline:
                 return f"what it left behind was not completed in {self._timeout:g} s"
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)

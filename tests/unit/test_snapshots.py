@@ -18,7 +18,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import KEEP, SNAPSHOT
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.snapshots import Store, copied
-from lightning_swarm.steps.snapshots import choose_keepers, newest_complete, newest_through
+from lightning_swarm.steps.snapshot_orders import choose_keepers, newest_complete, newest_through
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.types.steps import Record

@@ -6,11 +6,11 @@ The functions are pure; `SnapshotOrders` asks the servers what they hold, when a
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -126,19 +126,19 @@ class SnapshotOrders:
 
     async def order(self, step: int, next_roster: Sequence[Sequence[Member]]) -> SnapshotOrder | None:
         """What the record of `step` tells the servers; None: they take no snapshot then."""
-        now_s = asyncio.get_running_loop().time()
+        at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
         if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
             return None
-        if self._last is not None and now_s < self._last[1] + self._interval_s:
+        if self._last is not None and at_s < self._last[1] + self._interval_s:
             return None
         held = await ask_held(self._transport, servers, timeout=self._timeout)
         on_trainers = [stage.on_trainers for stage in self._run.manifest.stages]
         through = newest_through(held, next_roster, on_trainers)
         if self._last is not None and through != self._last[0]:
-            if now_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
+            if at_s < self._last[1] + self._interval_s * _GIVEN_UP_AFTER:
                 return None  # it is on its way still, and what is on its way takes bandwidth
             _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
-        self._last = (step + 1, now_s)
+        self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
         return SnapshotOrder(keep=through, keepers=choose_keepers(next_roster, on_trainers, self.hosts))
