@@ -32,7 +32,7 @@ def test_a_swarm_learns_as_well_as_the_plain_trainer(
     swarm = accuracy(monkeypatch, capsys)
     [used] = made
     assert len(used.servers) == 3
-    assert all(server.num_forwards > 0 for server in used.servers)
+    assert all(server.calls.num_forwards > 0 for server in used.servers)
     assert swarm > 0.9
     # One of 359 images may fall on the other side of a rounding.
     assert swarm == pytest.approx(accuracy(monkeypatch, capsys, "--plain"), abs=0.004)

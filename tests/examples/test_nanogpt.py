@@ -49,7 +49,7 @@ def test_a_swarm_trains_it_as_the_plain_trainer_does(
     [used] = strategies
     assert used.config.pipeline == "transformer.h"
     assert len(used.servers) == 3
-    assert all(server.num_forwards > 0 for server in used.servers)
+    assert all(server.calls.num_forwards > 0 for server in used.servers)
     weights = plain.state_dict()
     assert swarm.state_dict().keys() == weights.keys()
     for name, tensor in swarm.state_dict().items():

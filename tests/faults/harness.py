@@ -535,8 +535,8 @@ class FaultySwarm(Swarm):
         left: dict[str, object] = {}
         for name, server in self.survivors().items():
             left |= {
-                f"{name}'s calls": list(server._calls),
-                f"{name}'s cache": list(server.cache._kept),
+                f"{name}'s calls": list(server.calls.under_way),
+                f"{name}'s cache": list(server.calls.cache._kept),
                 f"{name}'s tickets": list(server._tickets._entries),
                 f"{name}'s queue": server._executor.queued,
                 f"{name}'s tasks": tasks_of(server._tasks._tasks),
@@ -546,8 +546,8 @@ class FaultySwarm(Swarm):
                     index for index in server.stepping.stages if server.stepping.stage(index).gradient_sum.any()
                 ],
             }
-            if server.cache.used_bytes:
-                left[f"{name}'s cache, in bytes"] = server.cache.used_bytes
+            if server.calls.cache.used_bytes:
+                left[f"{name}'s cache, in bytes"] = server.calls.cache.used_bytes
             if server.admission.coordinator is not None:
                 left[f"{name}'s coordinator's tasks"] = tasks_of(server.admission.coordinator._tasks._tasks)
         for name, trainer in self.trainers.items():

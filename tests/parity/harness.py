@@ -74,7 +74,7 @@ class SwarmRun(Run):
     @property
     def num_dropped_graphs(self) -> int:
         """Forwards whose graph did not fit into a cache, over all servers."""
-        return sum(server.cache.num_dropped_graphs for server in self.strategy.servers)
+        return sum(server.calls.cache.num_dropped_graphs for server in self.strategy.servers)
 
 
 def run_plain(
@@ -341,7 +341,7 @@ def assert_replicas_equal(strategy: InMemoryHooks) -> None:
 def assert_nothing_kept(strategy: InMemoryHooks) -> None:
     """When the last step is decided, no peer holds a tensor of any call."""
     for peer in _remaining(strategy):
-        assert peer.server is None or peer.server.cache.used_bytes == 0
+        assert peer.server is None or peer.server.calls.cache.used_bytes == 0
         held = [name for name, entry in peer._tickets._entries.items() if entry.message is not None]
         assert not held, f"{peer.transport.peer_id} still holds {held[:3]}"
 
@@ -359,7 +359,7 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
     servers = {id(server): server for server, _ in held}.values()  # a trainer may serve what it computes itself
     assert len(servers) == num_servers + num_joiners
     assert len(held) == max(num_stages, num_servers) + num_joiners
-    assert all(server.num_forwards > 0 for server in servers), "some server computed nothing"
+    assert all(server.calls.num_forwards > 0 for server in servers), "some server computed nothing"
     routed = [peer.num_microbatches for stage in run.status.stages for peer in stage.peers]
     assert min(routed) > 0, "some peer was in no route"
     assert run.num_microbatches > len(run.losses), "batches were not cut"

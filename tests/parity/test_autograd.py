@@ -111,7 +111,7 @@ class UnderInferenceMode(Digits):
 @pytest.mark.parametrize("module", [Detached, UnderNoGrad, UnderInferenceMode])
 def test_a_call_that_is_not_backpropagated(module: type[Digits]) -> None:
     _, swarm = run_both(module)
-    assert all(server.cache.used_bytes == 0 for server in swarm.strategy.servers), "its leavings were kept"
+    assert all(server.calls.cache.used_bytes == 0 for server in swarm.strategy.servers), "its leavings were kept"
 
 
 # ---------------------------------------------------------------------- what a pipeline cannot do

@@ -94,7 +94,7 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     assert entered in (at + 1, at + 2), "messages take time, steps as well"
     assert joiner.stepping.stages == (0,), "both stages have one server, so it takes the first"
     assert [record.step for record in run.records if record.newcomers] == [entered - 1]
-    assert joiner.num_forwards > STEPS - entered, "it computes like the other server of its stage"
+    assert joiner.calls.num_forwards > STEPS - entered, "it computes like the other server of its stage"
     assert run.strategy.refusals == []
     assert joiner.admission.left.is_set(), "it was told of the end"
 
@@ -131,10 +131,10 @@ def test_a_server_leaves_with_the_next_step_and_nothing_is_computed_twice() -> N
     assert inside, "it was in"
     assert inside[-1] in (5, 6), "the record of the step in which it was told to leave may be the one that lets it go"
     joiner = run.strategy.servers[-1]
-    assert joiner.num_forwards > 0
+    assert joiner.calls.num_forwards > 0
     assert joiner.stepping.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
     counted = sum(len(record.closing.counted) for record in run.records)
-    assert sum(server.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
+    assert sum(server.calls.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
     assert run.strategy.refusals == []
 
 

@@ -211,7 +211,7 @@ def test_validate_test_and_predict_equal_the_plain_trainers(
             metrics = [ask(module, loader(digits()), ckpt_path=ckpt_path, verbose=False)[0] for ask in asked]
             predicted = trainer.predict(module, loader(digits()), ckpt_path=ckpt_path)
         if isinstance(strategy, InMemoryStrategy):
-            assert all(server.num_forwards > 0 for server in strategy.servers)
+            assert all(server.calls.num_forwards > 0 for server in strategy.servers)
         assert predicted is not None
         results.append(({k: v for one in metrics for k, v in one.items()}, torch.cat(predicted)))
     assert results[1][0] == pytest.approx(results[0][0], rel=1e-12)

@@ -575,7 +575,7 @@ def test_a_step_frees_what_it_held(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.step(rows(1), rows(2)))
     for server in swarm.servers.values():
         assert not server._tickets._entries
-        assert server.cache.used_bytes == 0
+        assert server.calls.cache.used_bytes == 0
         for index in server.stepping.stages:
             stage = server.stepping.stage(index)
             assert not stage.gradient_sum.any()

@@ -74,7 +74,7 @@ def names(record: Record) -> list[str]:
 
 
 def num_forwards(swarm: Swarm) -> int:
-    return sum(server.num_forwards for server in swarm.servers.values())
+    return sum(server.calls.num_forwards for server in swarm.servers.values())
 
 
 # ---------------------------------------------------------------------- leaving

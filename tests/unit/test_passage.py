@@ -140,7 +140,7 @@ def test_a_far_trainer_has_nothing_computed_again(make_swarm: MakeSwarm) -> None
 
     swarm.run(go())
     assert link.count["repeated"] == 0
-    assert [server.num_forwards for server in swarm.servers.values()] == [4, 4, 4]
+    assert [server.calls.num_forwards for server in swarm.servers.values()] == [4, 4, 4]
     assert_sums(swarm, inputs)
 
 

@@ -80,7 +80,7 @@ class Route:
         for x, output in zip(self.inputs, outputs, strict=True):
             torch.testing.assert_close(output, self.swarm.module(x), rtol=1e-12, atol=1e-12)
         for peer in self.alive:
-            assert not self.swarm.servers[peer]._calls, f"calls are left over on {peer}"
+            assert not self.swarm.servers[peer].calls.under_way, f"calls are left over on {peer}"
 
     @property
     def alive(self) -> list[PeerId]:
@@ -399,7 +399,7 @@ def test_a_replay_adds_at_its_holders_and_nowhere_else(make_swarm: MakeSwarm) ->
     assert route.holders(2, route.receipts[2]) == ["c"]
     assert route.events.counts["replay"] == 1
     assert before
-    num_forwards = route.swarm.servers[A].num_forwards
+    num_forwards = route.swarm.servers[A].calls.num_forwards
     assert num_forwards == NUM_MICROBATCHES, "what is there still was computed again"
 
 

@@ -103,7 +103,7 @@ def test_at_most_one_addition_per_key(make_swarm: MakeSwarm) -> None:
 def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> list[bool]:
     """A backward that brings its inputs along, when the servers have forgotten everything."""
     for server in swarm.servers.values():
-        server.cache.drop("")
+        server.calls.cache.drop("")
         server._tickets.drop(key().name(1, "backward"))
         server._tickets.drop(key().name(0, "backward"))
     structure, inputs = trees.flatten(((x,), {}))
@@ -127,7 +127,7 @@ def test_a_repeated_call_is_computed_once(make_swarm: MakeSwarm) -> None:
         await asyncio.gather(*(swarm.forward(key(), x) for _ in range(5)))
 
     swarm.run(go())
-    assert [server.num_forwards for server in swarm.servers.values()] == [1, 1]
+    assert [server.calls.num_forwards for server in swarm.servers.values()] == [1, 1]
 
 
 def test_a_recomputation_from_nothing_gives_the_same_sum(make_swarm: MakeSwarm) -> None:
@@ -172,7 +172,7 @@ def test_an_evaluation_leaves_no_trace(make_swarm: MakeSwarm) -> None:
 
     torch.testing.assert_close(output, swarm.module(x))
     assert swarm.state() == before
-    assert all(server.cache.used_bytes == 0 for server in swarm.servers.values())
+    assert all(server.calls.cache.used_bytes == 0 for server in swarm.servers.values())
     with pytest.raises(ProtocolError, match="a backward must belong"):
         swarm.run(swarm.backward(key(evaluation=True), output))
 
@@ -193,9 +193,9 @@ def test_a_cancelled_call_adds_nothing_and_may_be_sent_again(make_swarm: MakeSwa
     assert swarm.run(cancelled()) is False
     swarm.settle()
     assert swarm.state() == before
-    num_forwards = swarm.servers[A].num_forwards
+    num_forwards = swarm.servers[A].calls.num_forwards
     assert all(report.receipt for report in swarm.run(swarm.backward(key(), output)))
-    assert swarm.servers[A].num_forwards == num_forwards, "it gave away what it had kept, for nothing"
+    assert swarm.servers[A].calls.num_forwards == num_forwards, "it gave away what it had kept, for nothing"
 
 
 def test_a_cancel_that_comes_too_late_says_so(make_swarm: MakeSwarm) -> None:
@@ -235,7 +235,7 @@ class Unstoppable(InlineExecutor):
 def test_none_is_added_after_a_cancel_that_said_so(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a"), rows(1)
     server, executor = swarm.servers[A], Unstoppable()
-    server._executor = executor
+    server.calls._executor = executor
     output = swarm.run(swarm.forward(key(), x))
 
     async def go() -> bool:
@@ -275,10 +275,10 @@ def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_sw
         body = encode(CancelRequest(key=key(), stage_index=1, direction="forward"))
         for _ in range(3):
             await here.call(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x).body, timeout=1.0)
-            assert len(swarm.servers[B]._calls) == 1
+            assert len(swarm.servers[B].calls.under_way) == 1
             await asyncio.sleep(1.0)
             await here.call(B, CANCEL, body, timeout=1.0)
-            assert not swarm.servers[B]._calls
+            assert not swarm.servers[B].calls.under_way
 
     swarm.run(go())
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
@@ -293,14 +293,14 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         here = server._transport  # as above
         request = swarm.forward_request(key(), 1, [A, B], x).body
         await here.call(B, FORWARD, request, timeout=1.0)
-        (first,) = server._calls.values()
+        (first,) = server.calls.under_way.values()
         await asyncio.sleep(1.0)
         server._give_up(key().name(1, "forward"))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)
         assert first.done()
-        (second,) = server._calls.values()
+        (second,) = server.calls.under_way.values()
         await here.call(B, CANCEL, encode(CancelRequest(key=key(), stage_index=1, direction="forward")), timeout=1.0)
         assert second.cancelled()
 
