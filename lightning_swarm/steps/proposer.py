@@ -154,7 +154,8 @@ class Proposer:
             await _ask_all(ballot, reached, ask)
             if reached():
                 break
-            if ballot.lost:
+            if ballot.lost or ballot.rival is not None:
+                # Who has promised a higher term may be who is missing, and comes back to no lower one.
                 raise NotCoordinator(f"step {step} is decided under another term than {self.term}: {ballot.rival}")
             if now_s() >= deadline_s:
                 raise StepError(

@@ -30,7 +30,7 @@ from lightning_swarm.types.batches import (
     ReportReply,
 )
 from lightning_swarm.types.calls import Ticket
-from lightning_swarm.types.steps import Record
+from lightning_swarm.types.steps import Prepare, Record
 from lightning_swarm.types.wire import encode, from_bitmap
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer, batch_of
@@ -264,6 +264,21 @@ def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm, ca
     assert said.count("Step 1 waits for a majority of its voters: a, b, c.") == 4
     trial.train(1)
     trial.check()
+
+
+@pytest.mark.parametrize("number", [2, 7])
+def test_a_voter_that_tried_to_coordinate_in_vain_still_makes_a_majority(make_swarm: MakeSwarm, number: int) -> None:
+    """It promised itself a higher term, and without it there is no majority: the coordinator takes a higher one yet."""
+    trial = Trial(make_swarm, FaultPlan().kill("c", at=Phase.DECIDE, of="c", step=1))
+    trial.train(1)
+    server = trial.swarm.servers[B]
+    boot_id = server.stepping._boot_id
+    higher = Prepare(term=(number, B, boot_id), boot_id=boot_id, generation=0, step=1, fence=False)
+    assert server.voter.promise(higher).promised
+    trial.train(3, avoid="c")
+    trial.check()
+    assert trial.count("takeover") == 1
+    assert trial.swarm.loop.time() < 120.0
 
 
 # ---------------------------------------------------------------------- leaving
