@@ -21,6 +21,9 @@ from tests.parity.trainers import Curve, assert_exact
 
 Start = Callable[..., Run]
 
+KILLED_AT = 30
+"""In this step the only server of the second stage dies. Its launcher's process goes back to a snapshot, alone."""
+
 
 @pytest.fixture
 def start() -> Iterator[Start]:
@@ -38,7 +41,7 @@ def start() -> Iterator[Start]:
 @pytest.mark.parametrize(
     ("model", "devices", "num_stages", "clip", "joiner_at"),
     [
-        pytest.param("digits", 2, 2, 0.5, None, id="clipped"),
+        pytest.param("digits", 2, 2, 0.5, None, id="clipped, and a stage's only server is killed"),
         pytest.param("gpt-losses", 2, 4, None, 5, id="servers with two stages, one of which gets a second server"),
     ],
 )
@@ -46,7 +49,7 @@ def test_curve_equals_the_plain_trainers(
     start: Start, tmp_path: Path, model: str, devices: int, num_stages: int, clip: float | None, joiner_at: int | None
 ) -> None:
     # DataLoader workers: forked from a process with a swarm in it, alive when it leaves, and masters of SIGCHLD.
-    options: list[object] = ["--clip", clip, "--num-workers", 2] if clip else []
+    options: list[object] = ["--clip", clip, "--num-workers", 2, "--kill-at", KILLED_AT] if clip else []
     if joiner_at:
         options += ["--joiner-at", joiner_at]
     run = start(
@@ -85,6 +88,13 @@ def test_curve_equals_the_plain_trainers(
         assert joiner_at <= step <= joiner_at + 2, "it was ready before the step was over"
     assert len(result["status"]) == num_stages
     assert sum(map(len, result["status"])) == max(devices, num_stages) + bool(joiner_at)
+    assert (result["went_back"] == []) == (clip is None)
+    if clip:
+        (back,) = result["went_back"]
+        assert 0 < back <= KILLED_AT
+        assert (tmp_path / "fired").read_text() == f"kill peer-1 at BACKWARD_DONE, step {KILLED_AT}\n"
+        assert not (tmp_path / "traffic-1.json").exists(), "it came to its end"
+        assert any("went_back: " in line for line in run.output)
     assert all(num_microbatches > 0 for stage in result["status"] for num_microbatches in stage)
     norms = assert_plain(tmp_path, model, clip)
     if clip:

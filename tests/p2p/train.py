@@ -25,6 +25,8 @@ from typing_extensions import override
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' models, whatever the working directory
 
 from lightning_swarm import SwarmStrategy
+from lightning_swarm.config import Limits
+from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from tests.parity.models import MODELS, Net, Recipe, loader
 from tests.parity.trainers import numbered, places_of, watched
 
@@ -84,6 +86,10 @@ class WatchedStrategy(SwarmStrategy):
         (self.out / f"traffic-{self.local_rank}.json").write_text(json.dumps(content))
 
 
+class FaultyStrategy(WatchedStrategy, FaultySwarmStrategy):
+    """The same, struck by a plan."""
+
+
 class Notes(L.Callback):
     """Of each of several trainers: which samples it trained on, where they counted, and what the records count."""
 
@@ -123,6 +129,7 @@ class Watch(L.Callback):
         self.joiner_at = joiner_at
         self.fail_at = fail_at
         self.losses: list[float] = []
+        self.went_back: list[int | None] = []  # to which steps
         self.status: Any = None
         self.newcomers: list[Any] = []  # the step that each came with, and the peers
 
@@ -136,6 +143,8 @@ class Watch(L.Callback):
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (first := self._first_again(trainer)) is not None:
+            del self.losses[first:]
         self.losses.append(float(outputs["loss"]))
         assert isinstance(trainer.strategy, SwarmStrategy)
         assert trainer.strategy._session is not None
@@ -145,6 +154,16 @@ class Watch(L.Callback):
         print("batch", len(self.losses), flush=True)
         if len(self.losses) == self.fail_at and trainer.is_global_zero:
             raise RuntimeError("the user's own mistake")
+
+    def _first_again(self, trainer: L.Trainer) -> int | None:
+        """The step to which the run has gone back since the last batch."""
+        assert isinstance(trainer.strategy, SwarmStrategy)
+        assert trainer.strategy.peer is not None
+        steps = [event.step for event in trainer.strategy.peer.events.newest if event.kind == "went_back"]
+        if len(steps) == len(self.went_back):
+            return None
+        self.went_back = steps
+        return steps[-1]
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -173,6 +192,26 @@ def wait_until(happened: Callable[[], bool], otherwise: str) -> None:
         threading.Event().wait(0.1)
 
 
+def make_strategy(arguments: argparse.Namespace) -> WatchedStrategy:
+    """As the tests want it."""
+    options: dict[str, Any] = {
+        "num_stages": arguments.num_stages,
+        "role": arguments.role,
+        "microbatch_size": arguments.microbatch_size,
+        "pipeline": "net",
+        "target_batch_size": arguments.target_batch_size,
+    }
+    if arguments.kill_at is None:
+        return WatchedStrategy(arguments.out, **options)
+    return FaultyStrategy(
+        arguments.out,
+        faults=FaultPlan().kill("peer-1", at=Phase.BACKWARD_DONE, step=arguments.kill_at),
+        fired=arguments.out / "fired",
+        limits=Limits(snapshot_interval=0.1),
+        **options,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=["digits", "gpt-losses", "wide"])
@@ -188,6 +227,7 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--joiner-at", type=int)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -201,14 +241,7 @@ def main() -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
-        strategy=WatchedStrategy(
-            arguments.out,
-            num_stages=arguments.num_stages,
-            role=arguments.role,
-            microbatch_size=arguments.microbatch_size,
-            pipeline="net",
-            target_batch_size=arguments.target_batch_size,
-        ),
+        strategy=make_strategy(arguments),
         max_steps=arguments.max_steps,
         max_epochs=-1,
         precision=arguments.precision,
@@ -221,7 +254,7 @@ def main() -> None:
     )
     trainer.fit(model, data)
     result = {"pid": os.getpid(), "losses": watch.losses, "status": watch.status, "steps": trainer.global_step}
-    result["newcomers"] = watch.newcomers
+    result["newcomers"], result["went_back"] = watch.newcomers, watch.went_back
     (arguments.out / "result.json").write_text(json.dumps(result))
     torch.save(model.state_dict(), arguments.out / "weights.pt")
 
