@@ -90,6 +90,9 @@ class Kind(enum.IntEnum):
     """Nobody waits for the answer to this exchange any more."""
 
 
+_KINDS: Final = frozenset(Kind)
+
+
 class Reader(Protocol):
     """What is needed of an `asyncio.StreamReader`."""
 
@@ -347,7 +350,7 @@ def _parse_fixed(data: bytes) -> Fixed:
         )
     if _CHECKSUM.unpack_from(data, _FIXED.size)[0] != zlib.crc32(data[: _FIXED.size]):
         raise Damaged("The header of a message is damaged.")
-    if kind not in tuple(Kind) or reserved:
+    if kind not in _KINDS or reserved:
         raise ProtocolError(f"Unknown kind of message: {kind}, {reserved}.")
     if control_bytes > _MAX_CONTROL_BYTES:
         raise ProtocolError(

@@ -134,7 +134,7 @@ class StreamPool:
         open_stream: Callable[[PeerId], Awaitable[Stream]],
         *,
         max_open: int = 64,
-        max_idle: int = 4,
+        max_idle: int = 16,
         idle_timeout: float = 30.0,
     ) -> None:
         self._open_stream = open_stream
