@@ -193,7 +193,7 @@ def test_the_forger_of_these_tests_knows_the_format(read: Read) -> None:
         {"magic": b"HTTP"},
         {"version": 2},
         {"kind": 0},
-        {"kind": 5},
+        {"kind": 6},
         {"reserved": 1},
         {"control_checksum": 0},
         {"payload_bytes": 1},
