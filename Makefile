@@ -18,7 +18,7 @@ export MYPY_CACHE_DIR := $(CACHE)/mypy
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1	\2/p' Makefile | expand -t 16
 
-demo: $(STAMP) ## train a small GPT on a swarm of four local peers, then without one, and compare (a few minutes)
+demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed, then on none; compare (a few minutes)
 	@$(BIN)/python -m examples.bytes.demo $(ARGS)
 
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other.

@@ -21,7 +21,7 @@ from lightning_swarm.config import Preemption, SwarmConfig
 from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, PeerId, Transport
-from lightning_swarm.network.addresses import host_of
+from lightning_swarm.network.addresses import Address, host_of, widest
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.pipeline.around import Around
@@ -162,6 +162,11 @@ class Peer:
             limits=self._config.limits,
             events=self.events,
         )
+
+    @property
+    def address(self) -> str:
+        """Where others reach this peer, as `lightning-swarm join` takes it."""
+        return str(widest([Address.parse(text) for text in self.runtime.run(self.transport.addresses())]))
 
     def check_run_id(self) -> None:
         """Ask the peers that this one was told of whether they are for its run.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_swarm.types.events import EventKind
@@ -16,6 +17,7 @@ from lightning_swarm.types.events import EventKind
 _log = logging.getLogger(__name__)
 
 _WARNED: Final = frozenset({"strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
+_FATES: Final = frozenset({"gone", "left", "joined"})  # of a peer: each ends another
 _MAX_KEPT: Final = 256
 
 
@@ -29,6 +31,7 @@ class Event:
         stage: Where, if it is about one.
         step: Of the run, if it belongs to one.
         reason: Why, in words.
+        unix_time_s: When it was noted; two are equal without it.
     """
 
     kind: EventKind
@@ -36,6 +39,11 @@ class Event:
     stage: int | None = None
     step: int | None = None
     reason: str = ""
+    unix_time_s: float = field(default_factory=time.time, compare=False)
+
+    def is_like(self, other: Event) -> bool:
+        """Whether the same happened to the same, for whatever reason."""
+        return (self.kind, self.peer, self.stage, self.step) == (other.kind, other.peer, other.stage, other.step)
 
     def __str__(self) -> str:
         where = [f"step {self.step}"] if self.step is not None else []
@@ -75,13 +83,24 @@ class EventLog:
         reason: str = "",
     ) -> None:
         """Count it; say and keep it unless the same happened to the same before: one word about a thousand retries."""
-        event = Event(kind, peer, stage, step, reason)
         with self._lock:
             self._counts[kind] += 1
-            if any((one.kind, one.peer, one.stage, one.step) == (kind, peer, stage, step) for one in self._kept):
+        self._keep(Event(kind, peer, stage, step, reason))
+
+    def hear(self, kind: EventKind, *, peer: str, stage: int | None = None, step: int, reason: str = "") -> None:
+        """Say and keep what a record tells of a peer, unless it was noted here: who noted it elsewhere counts it."""
+        with self._lock:
+            known = next((one.kind for one in reversed(self._kept) if one.peer == peer and one.kind in _FATES), None)
+        if known is not None and (kind == "joined") == (known == "joined"):
+            return
+        self._keep(Event(kind, peer, stage, step, reason))
+
+    def _keep(self, event: Event) -> None:
+        with self._lock:
+            if any(one.is_like(event) for one in self._kept):
                 return
             self._kept.append(event)
-        _log.log(logging.WARNING if kind in _WARNED else logging.INFO, "%s", event)
+        _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", event)
 
     def take(self, seen: Counter[EventKind]) -> Counter[EventKind]:
         """What was noted since the counts were `seen`, which are brought up to date: no event is lost in between."""

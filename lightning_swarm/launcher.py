@@ -223,6 +223,11 @@ class SwarmLauncher(_Launcher):
     def kill(self, signum: int) -> None:
         """Lightning passes signals on here. The children are asked to leave in `Strategy.teardown` instead."""
 
+    @property
+    def processes(self) -> list[int]:
+        """Of the other peers that this one started."""
+        return [child.pid for child in self._children]
+
     def check_children(self) -> None:
         """Raise if a child has ended."""
         for number, child in enumerate(self._children, start=1):

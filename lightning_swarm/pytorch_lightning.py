@@ -1,4 +1,4 @@
-"""`SwarmStrategy` and `SwarmCLI` for ``import pytorch_lightning``, whose classes are not those of `lightning.pytorch`.
+"""`SwarmStrategy`, `SwarmView` and `SwarmCLI` for ``import pytorch_lightning``, which has classes of its own.
 
 ``strategy="swarm"`` needs ``import lightning_swarm`` only.
 """
@@ -7,17 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import Strategy
 
 from lightning_swarm.framework import PYTORCH_LIGHTNING
 from lightning_swarm.strategy import SwarmHooks
+from lightning_swarm.view import ViewHooks
 
 if TYPE_CHECKING:
     from lightning_swarm.cli.pytorch_lightning import SwarmCLI
 
-__all__ = ["SwarmCLI", "SwarmStrategy"]
+__all__ = ["SwarmCLI", "SwarmStrategy", "SwarmView"]
 
 
 class SwarmStrategy(SwarmHooks, Strategy):  # type: ignore[misc]  # noqa: D101 - checked and documented in its first base
@@ -40,6 +42,10 @@ class SwarmStrategy(SwarmHooks, Strategy):  # type: ignore[misc]  # noqa: D101 -
             precision_plugin=precision_plugin,  # type: ignore[arg-type]
             **kwargs,
         )
+
+
+class SwarmView(ViewHooks, ProgressBar):  # type: ignore[misc]  # noqa: D101 - documented in its first base
+    __doc__ = ViewHooks.__doc__
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from lightning_swarm.errors import PeerError, StepError
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
+from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import Metrics, StepClient
@@ -226,6 +227,11 @@ class Session:
         new = self.pipeline.link.events.take(self._told)
         noted, self._steps.events = self._steps.events, Counter()
         return dict(new + noted)
+
+    @property
+    def run(self) -> RunState:
+        """Who is in it, as this trainer knows it."""
+        return self._steps.run
 
     @property
     def num_servers(self) -> int:

@@ -435,6 +435,22 @@ class SwarmHooks(ResumingHooks):
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
             _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
 
+    @property
+    def address(self) -> str:
+        """Where others join, as ``lightning-swarm join`` and `initial_peers` take it.
+
+        Raises:
+            ConfigError: There is no peer yet, or any more.
+        """
+        if self.peer is None:
+            raise ConfigError("`address` needs a run under way: ask for it from fit_start to fit_end.")
+        return self.peer.address
+
+    @property
+    def local_processes(self) -> list[int]:
+        """Ids of the processes that were started for this machine's other peers, and have not been missed."""
+        return self._launcher.processes if isinstance(self._launcher, SwarmLauncher) else []
+
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.
 

@@ -1,6 +1,7 @@
 """The same training twice, on a swarm of four local peers and in one process, and how far the two are apart.
 
-Ends with text that the swarm's checkpoint writes in a plain process, and with a picture of both loss curves.
+After a third of the steps one of the four is killed, and a new one joins. Ends with text that the swarm's checkpoint
+writes in a plain process, and with a picture of both loss curves.
 
 In float32, rounding alone drives two such curves apart: the plain Trainer on one thread and on two
 differs by 1e-7 after 10 steps and by 2e-4 after 300.
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -56,6 +58,29 @@ def read_curve(out: Path) -> dict[int, float]:
         return {int(row["step"]): float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]}
 
 
+@dataclass(frozen=True)
+class Peers:
+    """How many there were after each step, and after which ones something happened."""
+
+    steps: list[int]
+    counts: list[int]
+    events: dict[str, int]
+
+
+def read_peers(out: Path) -> Peers:
+    """As replacement.py wrote it.
+
+    Raises:
+        RuntimeError: No peer was killed and replaced.
+    """
+    with (out / "peers.csv").open(newline="") as file:
+        rows = [(int(row["step"]), int(row["peers"]), row["event"]) for row in csv.DictReader(file)]
+    events = {event: step for step, _, event in reversed(rows) if event}
+    if not {"killed", "gone", "joined"} <= events.keys():
+        raise RuntimeError(f"One peer was to be killed, and another to join; what happened: {events or 'nothing'}.")
+    return Peers([step for step, _, _ in rows], [count for _, count, _ in rows], events)
+
+
 def relative_differences(swarm: dict[int, float], plain: dict[int, float]) -> list[float]:
     """Of each step, in order.
 
@@ -70,26 +95,33 @@ def relative_differences(swarm: dict[int, float], plain: dict[int, float]) -> li
     return [abs(swarm[step] - plain[step]) / abs(plain[step]) for step in sorted(plain)]
 
 
-def draw(path: Path, swarm: dict[int, float], plain: dict[int, float], differences: list[float]) -> None:
-    """Both curves on top of each other, and below them how far they are apart."""
+def draw(path: Path, swarm: dict[int, float], plain: dict[int, float], differences: list[float], peers: Peers) -> None:
+    """Both curves on top of each other, below them how far they are apart, and how many peers there were."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     steps = sorted(plain)
-    figure, (losses, gap) = plt.subplots(
-        2, sharex=True, figsize=(8, 6), height_ratios=[3, 1], layout="constrained", dpi=120
+    figure, (losses, gap, count) = plt.subplots(
+        3, sharex=True, figsize=(8, 7), height_ratios=[5, 2, 1], layout="constrained", dpi=120
     )
     losses.plot(steps, [plain[s] for s in steps], color="tab:orange", linewidth=4, alpha=0.5, label="plain Trainer")
     losses.plot(steps, [swarm[s] for s in steps], color="tab:blue", linewidth=1, label="swarm: 4 peers, 2 stages")
     losses.set_ylabel("training loss (nats per byte)")
-    losses.legend()
     gap.semilogy(steps, [max(d, RESOLUTION) for d in differences], color="tab:gray", linewidth=1)
     gap.set_ylabel(f"relative difference\n(at least {RESOLUTION:.0e})")
-    gap.set_xlabel("step")
-    for axes in (losses, gap):
+    count.step(peers.steps, peers.counts, where="post", color="tab:blue")
+    count.set_ylim(0, max(peers.counts) + 1)
+    count.set_yticks(range(max(peers.counts) + 1))
+    count.set_ylabel("peers")
+    count.set_xlabel("step")
+    for axes in (losses, gap, count):
         axes.grid(alpha=0.3)
+        # Counted from 0 are the losses, from 1 the steps that are done.
+        axes.axvline(peers.events["killed"], color="tab:red", linestyle="--", label="a peer is killed")
+        axes.axvline(peers.events["joined"], color="tab:green", linestyle="--", label="a new one is let in")
+    losses.legend()
     figure.savefig(path)
     plt.close(figure)
 
@@ -109,7 +141,7 @@ def write_sample(checkpoint: Path, seed: int) -> str:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--max-steps", type=int, default=300, help="steps of each training (default: 300)")
+    parser.add_argument("--max-steps", type=int, default=200, help="steps of each training (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of both trainings and of the sample (default: 0)")
     parser.add_argument("--out", type=Path, help="a new folder (default: runs/demo/ and the time of day)")
     return parser.parse_args()
@@ -124,20 +156,24 @@ def run(arguments: argparse.Namespace) -> None:
         raise RuntimeError(f"`--out` must be a new folder, so that no results are overwritten, got {out}.") from None
     options = ("--max-steps", str(arguments.max_steps), "--seed", str(arguments.seed))
     print("A GPT on bytes learns Python's own standard library.")
-    train("on a swarm: 2 stages on 4 local peers", out / "swarm", *options)
+    kill_at = max(arguments.max_steps // 3, 1)
+    title = f"on a swarm: 2 stages on 4 local peers, of which one is killed after step {kill_at} and replaced"
+    train(title, out / "swarm", "--kill-at", str(kill_at), *options)
     train("the same with the plain Trainer, in one process", out / "plain", "--plain", *options)
 
-    swarm, plain = read_curve(out / "swarm"), read_curve(out / "plain")
+    swarm, plain, peers = read_curve(out / "swarm"), read_curve(out / "plain"), read_peers(out / "swarm")
     differences = relative_differences(swarm, plain)
     checkpoint = out / "swarm" / "checkpoints" / "last.ckpt"
     print(f"\n== what the swarm's checkpoint writes after {PROMPT.decode()!r}\n")
     print(write_sample(checkpoint, arguments.seed))
     picture = out / "curves.png"
-    draw(picture, swarm, plain, differences)
+    draw(picture, swarm, plain, differences, peers)
     worst = max(range(len(differences)), key=differences.__getitem__)
+    happened = sorted(peers.events.items(), key=lambda event: event[1])
     print("\n== results")
     print(f"loss of the last step          swarm {swarm[max(swarm)]:.4f}, plain {plain[max(plain)]:.4f}")
     print(f"largest relative difference    {differences[worst]:.1e}, in step {sorted(plain)[worst]}")
+    print("peers                          " + ", ".join(f"one {what} at step {s}" for what, s in happened))
     print(f"checkpoint                     {checkpoint}")
     print(f"loss curves                    {picture}")
 

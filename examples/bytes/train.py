@@ -7,19 +7,18 @@ script again, so whatever is slow waits until ``fit`` asks for it.
 import argparse
 import logging
 import os
-import sys
 import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT
-from examples.bytes.status import StatusLine
+from lightning_swarm import SwarmView
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -30,6 +29,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-stages", type=int, default=2, help="parts the model is cut into (default: 2)")
     parser.add_argument("--max-steps", type=int, default=300, help="steps to train (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="decides initial weights and batches (default: 0)")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="then kill a local peer; a new one joins")
+    parser.add_argument("--threads", type=int, help="of torch, here and in each peer (default: the cores by the peers)")
     parser.add_argument("--out", type=Path, default=Path("runs/bytes"), help="folder for the log and the checkpoints")
     return parser.parse_args()
 
@@ -43,7 +44,7 @@ def build_trainer(arguments: argparse.Namespace) -> L.Trainer:
 
         strategy = SwarmStrategy(num_stages=arguments.num_stages)
         # The peers share this machine's cores; with all of them each, they would get in each other's way.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices))
+        torch.set_num_threads(arguments.threads or max(1, (os.cpu_count() or 1) // devices))
     interval = max(1, arguments.max_steps // 3)
     return L.Trainer(
         accelerator="cpu",
@@ -58,11 +59,27 @@ def build_trainer(arguments: argparse.Namespace) -> L.Trainer:
         logger=CSVLogger(arguments.out, name="", version=""),
         callbacks=[
             ModelCheckpoint(arguments.out / "checkpoints", filename="{step}", monitor="val_loss", save_last=True),
-            TQDMProgressBar(refresh_rate=1 if sys.stdout.isatty() else 0),
-            StatusLine(),
+            SwarmView(),
+            *([_replacement(arguments)] if arguments.kill_at is not None else []),
         ],
         enable_model_summary=False,
     )
+
+
+def _replacement(arguments: argparse.Namespace) -> L.Callback:
+    from examples.bytes.replacement import Replacement
+
+    # The new peer is one process of the same program, and shares this machine's cores as the others do.
+    options = {
+        "devices": 1,
+        "threads": arguments.threads or torch.get_num_threads(),
+        "num-stages": arguments.num_stages,
+        "max-steps": arguments.max_steps,
+        "seed": arguments.seed,
+        "out": arguments.out,
+    }
+    program = ["-m", "examples.bytes.train", *(f"--{name}={value}" for name, value in options.items())]
+    return Replacement(arguments.kill_at, arguments.out, program)
 
 
 def main() -> None:
@@ -73,6 +90,8 @@ def main() -> None:
     # Lightning's own business with a torch that is newer than it.
     warnings.filterwarnings("ignore", message=".*LeafSpec")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # The view shows them.
+    logging.getLogger("lightning_swarm.events").setLevel(logging.ERROR)
     L.seed_everything(arguments.seed, verbose=False)
     trainer = build_trainer(arguments)
     trainer.fit(ByteGPT(), PythonSource(seed=arguments.seed))

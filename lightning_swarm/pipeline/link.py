@@ -82,6 +82,7 @@ class Link:
         """
         await self.copies.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in record.next_roster]
+        self._hear(rosters, step=record.step + 1)
         again = self._due_again(rosters)
         await gather(
             self._meet(one) for one in (again | {one.member.peer_id: one for one in record.newcomers}).values()
@@ -90,6 +91,16 @@ class Link:
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
         for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
+
+    def _hear(self, rosters: Sequence[Sequence[PeerId]], *, step: int) -> None:
+        """Who joined and who is there no more. The coordinator notes it, which may be another peer."""
+        before = {*self.unreached, *(peer for router in self.routers for peer in router.peers)}
+        held = list(zip(range(len(self.routers)), rosters, strict=False))
+        for stage, roster in held:
+            for peer in sorted(set(roster) - before):
+                self.events.hear("joined", peer=peer, stage=stage, step=step)
+        for peer in sorted(before.difference(*(roster for _, roster in held))):
+            self.events.hear("left", peer=peer, step=step)
 
     def _due_again(self, rosters: Sequence[Sequence[PeerId]]) -> dict[PeerId, Candidate]:
         """Whom to try to reach again: now and then each of them, and at once those whose stage has nobody else."""

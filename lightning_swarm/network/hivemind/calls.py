@@ -51,6 +51,7 @@ class Calls:
         opening = self._lines.get(peer)
         if opening is None or _has_ended(opening):
             opening = self._lines[peer] = self._spawn(self._open(peer))
+            opening.add_done_callback(_seen)
         # Others may wait for the same stream, and it is of use to the next call, too.
         return await (await asyncio.shield(opening)).ask(request)
 
@@ -59,6 +60,12 @@ class Calls:
             line = _Line(peer, await self._open_stream(peer))
         self._spawn(line.read())
         return line
+
+
+def _seen(opening: asyncio.Task[_Line]) -> None:
+    # Whoever waited for it may have been cancelled; asyncio would complain of an error that nobody asked for.
+    if not opening.cancelled():
+        opening.exception()
 
 
 def _has_ended(opening: asyncio.Task[_Line]) -> bool:

@@ -1,0 +1,101 @@
+"""A machine is lost in the middle of the training, and another one comes in its place."""
+
+import csv
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lightning_swarm import SwarmStrategy
+
+GRACE_S = 15.0
+
+
+class Replacement(L.Callback):
+    """Kills one of the local peers after a step, and has a new one join by the command that a user would type.
+
+    Writes ``peers.csv``: after each step the number of peers, and what happened to one.
+
+    Args:
+        at_step: When.
+        out: Folder for that file, and for what the new peer prints.
+        program: What the new peer runs: the same as all others.
+
+    Raises:
+        RuntimeError: At the end of the training, if the peer is not gone, or no new one was let in.
+    """
+
+    def __init__(self, at_step: int, out: Path, program: Sequence[str]) -> None:
+        self.at_step = at_step
+        self.out = out
+        self.program = program
+        self.joiner: subprocess.Popen[bytes] | None = None
+        self.rows: list[tuple[int, int, str]] = []
+        self._there: set[str] = set()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Look who is there, and when it is time, strike."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, SwarmStrategy):
+            raise RuntimeError("only a swarm goes on without one of its machines: leave out `--plain` or `--kill-at`")
+        there = {str(peer.peer_id) for stage in strategy.status().stages for peer in stage.peers}
+        gone, come = self._there - there, there - self._there if self._there else set()
+        self._there = there
+        happened = "gone" if gone else "joined" if come else ""
+        if self.joiner is None and trainer.global_step >= self.at_step:
+            self._kill(strategy.local_processes[-1], trainer.global_step)
+            self._start(strategy.address)
+            happened = "killed"
+        for peer in sorted(gone):
+            print(f"step {trainer.global_step}: peer {peer[-6:]} is out of the run; {len(there)} are left", flush=True)
+        for peer in sorted(come):
+            print(f"step {trainer.global_step}: peer {peer[-6:]} is let in; {len(there)} train on", flush=True)
+        self.rows.append((trainer.global_step, len(there), happened))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write it down. A demonstration of nothing must not look like one of something."""
+        with (self.out / "peers.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("step", "peers", "event"), *self.rows])
+        missing = {"killed", "gone", "joined"} - {happened for _, _, happened in self.rows}
+        if missing:
+            raise RuntimeError(
+                f"A peer was to be killed after step {self.at_step} and replaced before step {trainer.global_step}; "
+                f"what did not happen: {', '.join(sorted(missing))}. Raise `--max-steps`: the new peer needs time "
+                f"to start, or look into {self.out / 'joiner.log'}."
+            )
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The run is over, or has failed. The new peer ends by itself then."""
+        if self.joiner is None:
+            return
+        try:
+            self.joiner.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.joiner.kill()
+            self.joiner.wait()
+        self.joiner = None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """It must not wait for a run that is no more."""
+        if self.joiner is not None:
+            self.joiner.terminate()
+            self.teardown(trainer, pl_module, "fit")
+
+    def _kill(self, process: int, step: int) -> None:
+        os.kill(process, signal.SIGKILL)
+        print(f"step {step}: killed a peer, process {process}, with SIGKILL", flush=True)
+
+    def _start(self, address: str) -> None:
+        command = ["join", address, *self.program]
+        log = self.out / "joiner.log"
+        with log.open("wb") as file:
+            self.joiner = subprocess.Popen(
+                [sys.executable, "-m", "lightning_swarm", *command], stdout=file, stderr=subprocess.STDOUT
+            )
+        print(f"a new peer starts: lightning-swarm {shlex.join(command)}", flush=True)
