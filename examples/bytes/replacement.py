@@ -37,6 +37,7 @@ class Replacement(L.Callback):
         self.program = program
         self.joiner: subprocess.Popen[bytes] | None = None
         self.rows: list[tuple[int, int, str]] = []
+        self._struck = False
         self._there: set[str] = set()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -47,16 +48,17 @@ class Replacement(L.Callback):
         there = {str(peer.peer_id) for stage in strategy.status().stages for peer in stage.peers}
         gone, come = self._there - there, there - self._there if self._there else set()
         self._there = there
-        happened = "gone" if gone else "joined" if come else ""
-        if self.joiner is None and trainer.global_step >= self.at_step:
+        happened = [*(["gone"] if gone else []), *(["joined"] if come else [])]
+        if not self._struck and trainer.global_step >= self.at_step:
+            self._struck = True
             self._kill(strategy.local_processes[-1], trainer.global_step)
             self._start(strategy.address)
-            happened = "killed"
+            happened.append("killed")
         for peer in sorted(gone):
             print(f"step {trainer.global_step}: peer {peer[-6:]} is out of the run; {len(there)} are left", flush=True)
         for peer in sorted(come):
             print(f"step {trainer.global_step}: peer {peer[-6:]} is let in; {len(there)} train on", flush=True)
-        self.rows.append((trainer.global_step, len(there), happened))
+        self.rows += [(trainer.global_step, len(there), event) for event in happened or [""]]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write it down. A demonstration of nothing must not look like one of something."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import trees
+from lightning_swarm.errors import PeerError
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
 from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
@@ -18,6 +20,8 @@ from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.wire import decode, encode
+
+_log = logging.getLogger(__name__)
 
 
 async def gather_weights(
@@ -166,10 +170,18 @@ async def _states(
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
     async def one(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
         request = StateRequest(stage_index=index, step=step, generation=run.manifest.generation, optimizer=optimizer)
-        peers = [member.peer_id for member in run.rosters[index]]
         # Its own copy costs nothing.
-        peer = transport.peer_id if transport.peer_id in peers else peers[0]
-        message = await transport.stream(peer, STATE, Message(encode(request)), timeout=timeout, max_bytes=max_bytes)
-        return decode(message.body, StageState), message.tensors
+        members = sorted(run.rosters[index], key=lambda member: member.peer_id != transport.peer_id)
+        for member in members:
+            try:
+                message = await transport.stream(
+                    member.peer_id, STATE, Message(encode(request)), timeout=timeout, max_bytes=max_bytes
+                )
+                return decode(message.body, StageState), message.tensors
+            except PeerError as error:  # it may have died since the record
+                if member is members[-1]:
+                    raise
+                _log.warning("Stage %d is asked for at another of its peers: %s", index, error)
+        raise AssertionError("a stage has members")
 
     return await gather(one(index) for index in range(len(run.rosters)))

@@ -65,6 +65,7 @@ class ViewHooks(_ProgressBar):
         self._plain_interval_s = plain_interval_s
         self._num_events = num_events
         self._enabled = True
+        self._hinted = False
         self._phase = ""
         self._live: Terminal | None = None
         self._failure: Exception | None = None
@@ -169,20 +170,26 @@ class ViewHooks(_ProgressBar):
     def _open(self) -> None:
         if self._began_s is None:
             self._began_s = time.monotonic()
-        if self._live is not None or not sys.stdout.isatty():
+        console = self._console() if self._live is None else None
+        if console is None:
             return
-        try:
-            from lightning_swarm.view.terminal import Terminal
-        except ImportError:
-            _log.warning("A swarm is shown as a panel if rich is there: pip install rich.")
-            return
-        live = Terminal(self._console(), self._render, self._failed, refresh_per_second=self._refresh_per_second)
+        from lightning_swarm.view.terminal import Terminal
+
+        live = Terminal(console, self._render, self._failed, refresh_per_second=self._refresh_per_second)
         live.open()
         self._live = live
 
-    def _console(self) -> Console:
-        from rich.console import Console
-
+    def _console(self) -> Console | None:
+        """The terminal, if there is one."""
+        if not sys.stdout.isatty():
+            return None
+        try:
+            from rich.console import Console
+        except ImportError:
+            if not self._hinted:
+                _log.warning("With rich this would be a panel: pip install rich.")
+            self._hinted = True
+            return None
         return Console()
 
     def _close(self) -> None:

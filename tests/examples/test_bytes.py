@@ -1,6 +1,5 @@
-"""The byte-level GPT that the demo trains: its data, its model, its status line."""
+"""The byte-level GPT that the demo trains: its data, its model, and the peer that is replaced."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import lightning as L
@@ -8,8 +7,12 @@ import pytest
 import torch
 
 from examples.bytes.data import PythonSource, Windows, read_bytes, source_files
+from examples.bytes.demo import draw, read_peers
 from examples.bytes.model import ByteGPT, warmup_cosine
-from examples.bytes.status import render
+from examples.bytes.replacement import Replacement
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase, local_swarm
+from tests.parity.harness import quiet_warnings
+from tests.parity.models import DigitsMLP, digits, loader
 
 
 @pytest.fixture
@@ -154,27 +157,50 @@ def test_generate_refuses_an_empty_prompt(model: ByteGPT) -> None:
         model.generate(b"", 1)
 
 
-@dataclass(frozen=True)
-class Peer:
-    peer_id: str
-    num_microbatches: int = 0
-    samples_per_s: float = 0.0
-    queued: int = 0
+class Staged(Replacement):
+    """Where no processes are: a planned fault kills the peer, and another one joins the swarm in memory."""
+
+    def __init__(self, at_step: int, out: Path, *, joins: bool = True) -> None:
+        super().__init__(at_step, out, ["-m", "examples.bytes.train"])
+        self.joins = joins
+
+    def _kill(self, process: int, step: int) -> None:
+        assert (process, step) == (4242, self.at_step)
+
+    def _start(self, address: str) -> None:
+        assert address
+        if self.joins:
+            self.strategy.join()
 
 
-@dataclass(frozen=True)
-class Stage:
-    index: int
-    peers: tuple[Peer, ...]
+def train_with(replacement: Staged, monkeypatch: pytest.MonkeyPatch, *, steps: int) -> None:
+    plan = FaultPlan().kill("peer-3", at=Phase.BACKWARD, step=replacement.at_step)
+    monkeypatch.setattr(InMemoryStrategy, "local_processes", [17, 4242])
+    monkeypatch.setattr(InMemoryStrategy, "address", "127.0.0.1:1/peer-0")
+    with local_swarm(4, num_stages=2, faults=plan) as swarm, quiet_warnings():
+        trainer = swarm.trainer(max_steps=steps, max_epochs=-1, callbacks=[replacement])
+        replacement.strategy = swarm.strategies[0]
+        trainer.fit(DigitsMLP(), loader(digits(), 20))
 
 
-@dataclass(frozen=True)
-class Status:
-    step: int
-    stages: tuple[Stage, ...]
+def test_a_peer_is_killed_and_replaced_and_the_demo_can_draw_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_with(Staged(3, tmp_path), monkeypatch, steps=12)
+    peers = read_peers(tmp_path)
+    assert peers.events["killed"] == 3 < peers.events["gone"] <= peers.events["joined"]
+    assert (peers.counts[0], peers.counts[-1]) == (4, 4)
+    assert (min(peers.steps), max(peers.steps)) == (1, 12)
+    said = capsys.readouterr().out
+    assert "peer peer-3 is out of the run" in said
+    assert "peer peer-4 is let in; 4 train on" in said
+    losses = {step: 3.0 / (1 + step) for step in range(12)}
+    draw(tmp_path / "curves.png", losses, losses, [0.0] * 12, peers)
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_status_is_one_line() -> None:
-    busy = Peer("12D3KooWabcd", num_microbatches=12, samples_per_s=61.4, queued=1)
-    text = render(Status(step=3, stages=(Stage(0, (busy, Peer("12D3KooWefgh"))), Stage(1, ()))))
-    assert text == "stage 0: abcd 61/s q1 n12, efgh 0/s q0 n0   stage 1: nobody"
+def test_a_demo_in_which_nobody_joins_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="what did not happen: joined"):
+        train_with(Staged(3, tmp_path, joins=False), monkeypatch, steps=8)
+    with pytest.raises(RuntimeError, match="another to join"):
+        read_peers(tmp_path)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_swarm.checkpoint import gather_optimizer, gather_weights, renumbered
-from lightning_swarm.errors import ProtocolError, SwarmError
+from lightning_swarm.errors import ProtocolError, SwarmError, Unreachable
+from lightning_swarm.network import PeerId
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows
 
@@ -85,6 +86,19 @@ def test_before_the_first_step_there_is_no_optimizer_state(make_swarm: MakeSwarm
     state = swarm.run(gather_optimizer(swarm.trainer, swarm.steps.run, 0, timeout=1.0))
     names = {id(parameter): name for name, parameter in swarm.module.named_parameters()}
     assert renumbered(two_groups(swarm.module), names, state)["state"] == {}
+
+
+def test_a_stage_is_had_from_whoever_of_its_peers_is_left(make_swarm: MakeSwarm) -> None:
+    """As when one is killed between a step and the checkpoint of it: no record has left it out yet."""
+    swarm = trained(make_swarm, [rows(0)], "a b c", "c")
+    expected = swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0))
+    for peer in ("a", "b"):
+        swarm.network.kill(PeerId(peer))
+        weights = swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0))
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=0.0)
+    swarm.network.kill(PeerId("c"))
+    with pytest.raises(Unreachable):
+        swarm.run(gather_weights(swarm.trainer, swarm.steps.run, 1, timeout=1.0))
 
 
 def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:

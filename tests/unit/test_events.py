@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -55,6 +56,30 @@ def test_each_reader_sees_what_is_new_to_it() -> None:
     assert events.take(early) == {"strike": 2, "gone": 1}
     assert not events.take(early)
     assert set(events.counts) <= set(EVENT_KINDS)
+
+
+def test_what_others_say_is_kept_once_and_not_counted() -> None:
+    events = EventLog()
+    events.note("gone", peer="b", step=3)
+    events.hear("left", peer="b", step=4)  # as the record of step 3 has it: known
+    events.hear("joined", peer="c", stage=1, step=4)
+    events.note("joined", peer="c", stage=1, step=4)  # the coordinator is this peer
+    events.hear("joined", peer="b", stage=0, step=6)
+    events.hear("left", peer="b", step=9)
+    assert [(event.kind, event.peer, event.step) for event in events.newest] == [
+        ("gone", "b", 3),
+        ("joined", "c", 4),
+        ("joined", "b", 6),
+        ("left", "b", 9),
+    ]
+    assert events.counts == {"gone": 1, "joined": 1}
+
+
+def test_each_event_knows_when_it_was_noted() -> None:
+    events = EventLog()
+    before = time.time()
+    events.note("pause", step=3)
+    assert before <= events.newest[0].unix_time_s <= time.time()
 
 
 def test_two_threads_note_and_read() -> None:
