@@ -76,7 +76,7 @@ def rates(scene: Scene) -> str:
     """How fast it goes, as far as that is known."""
     if scene.samples_per_s is not None:
         return f"{scene.samples_per_s:.0f} samples/s"
-    return f"{scene.steps_per_s:.3g} steps/s" if scene.steps_per_s is not None else ""
+    return f"{scene.steps_per_s:.3g} steps/s" if scene.steps_per_s else ""
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
