@@ -126,7 +126,7 @@ def test_python_runs(
         warnings.filterwarnings("ignore", "The number of training batches")
         run(page, request)
     assert len(launched) == NUM_SWARMS.get(page, 0)
-    assert all(sum(server.num_forwards for server in strategy.servers) > 0 for strategy in launched)
+    assert all(sum(server.calls.num_forwards for server in strategy.servers) > 0 for strategy in launched)
 
 
 @pytest.mark.usefixtures("_small")
@@ -148,7 +148,7 @@ def test_quickstart_says_what_it_ends_with_and_so_does_the_plain_trainer(
             exec(text, {"__name__": "__main__"})
             said.append(capsys.readouterr().out)
     [swarm] = launched
-    assert [server.num_forwards > 0 for server in swarm.servers] == [True] * 4
+    assert [server.calls.num_forwards > 0 for server in swarm.servers] == [True] * 4
     words, losses = zip(*(one.splitlines()[-1].rsplit(maxsplit=1) for one in said), strict=True)
     assert set(words) == {"loss after 20 steps:"}
     assert list(map(float, losses)) == pytest.approx([float(losses[0])] * 3, rel=1e-2)

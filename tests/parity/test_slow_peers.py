@@ -89,7 +89,7 @@ class Clock(L.Callback):
         assert isinstance(strategy, PacedStrategy)
         assert strategy._loop_of_all is not None
         self.ends_s.append(strategy._loop_of_all.time())
-        self.num_forwards.append(strategy.servers[-1].num_forwards)
+        self.num_forwards.append(strategy.servers[-1].calls.num_forwards)
         self.losses.append(float(outputs["loss"]))
 
 
@@ -117,7 +117,7 @@ def test_the_run_goes_on_at_the_others_pace_and_the_slow_one_helps() -> None:
     # Who is slow the trainer knows from the first step, in which all get equal parts.
     took_s, without_s = (one.ends_s[-1] - one.ends_s[0] for one in (clock, without))
     assert took_s <= 1.1 * without_s, "they would be better off without it"
-    *others, slow = (server.num_forwards for server in strategy.servers)
+    *others, slow = (server.calls.num_forwards for server in strategy.servers)
     assert slow < min(others) / 4
     assert clock.num_forwards[-1] > clock.num_forwards[STEPS // 2] > 0, "it got no work"
     events = strategy.peers[0].events.counts
