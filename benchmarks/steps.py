@@ -14,6 +14,7 @@ import time
 
 import hivemind
 import torch
+import torch.multiprocessing
 
 from benchmarks.runs import table, train, write
 from benchmarks.together import Together, run_together
@@ -36,6 +37,7 @@ def swarm_ms(width: int, seconds: float) -> list[float]:
 def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
     """Likewise; what the first peer saw."""
     torch.set_num_threads(1)
+    torch.multiprocessing.set_sharing_strategy("file_system")  # as an import of hivemind alone would have it
     first = hivemind.DHT(start=True) if together.rank == 0 else None
     addresses = together.exchange([str(address) for address in first.get_visible_maddrs()] if first else [])[0]
     dht = first or hivemind.DHT(initial_peers=addresses, start=True)

@@ -19,7 +19,7 @@ def main() -> None:
     """Run the rounds, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--microbatches", type=int, default=32)
     arguments = parser.parse_args()
     batch = (*MODEL, "--batch-size", arguments.microbatches)
