@@ -8,22 +8,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from lightning_swarm.clock import now_s
-from lightning_swarm.errors import ProtocolError, Unreachable
+from lightning_swarm.errors import Busy, ProtocolError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.exchange import STALL_TIMEOUT_S
-from lightning_swarm.network.framing import Kind, encode_cancel, exchange_id_of, read_fixed, read_whole
+from lightning_swarm.network.framing import (
+    Kind,
+    encode_cancel,
+    encode_error,
+    exchange_id_of,
+    read_fixed,
+    read_whole,
+)
 from lightning_swarm.network.hivemind.streams import Stream
 from lightning_swarm.tasks import ended
 
 MAX_CALLS: Final = 1024
-"""Most calls of one stream that are answered at once. Who sends more waits."""
+"""Most calls of one stream that are answered at once. Who sends more is told that this peer is busy."""
 
 _IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
 _PATIENCE_S: Final = 60.0
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
+_OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
+_MAX_UNSENT_BYTES: Final = 8 << 20  # left by calls that were given up, for a peer that does not read
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
@@ -51,21 +61,36 @@ class Calls:
         opening = self._lines.get(peer)
         if opening is None or _has_ended(opening):
             opening = self._lines[peer] = self._spawn(self._open(peer))
-            opening.add_done_callback(_seen)
-        # Others may wait for the same stream, and it is of use to the next call, too.
-        return await (await asyncio.shield(opening)).ask(request)
+            opening.add_done_callback(partial(self._forget_failed, peer))
+        if not opening.done():
+            # Others may wait for the same stream, and it is of use to the next call, too.
+            await asyncio.wait({opening})
+        if opening.cancelled():
+            raise Unreachable(f"The transport was closed before a stream to {peer} was open.")
+        if isinstance(error := opening.exception(), Unreachable):
+            raise Unreachable(str(error)) from error
+        return await opening.result().ask(request)
 
     async def _open(self, peer: PeerId) -> _Line:
         async with self._room:
-            line = _Line(peer, await self._open_stream(peer))
-        self._spawn(line.read())
+            try:
+                async with asyncio.timeout(_OPENING_S):
+                    stream = await self._open_stream(peer)
+            except TimeoutError as error:
+                raise Unreachable(f"Cannot open a stream to {peer} within {_OPENING_S:g} s.") from error
+        line = _Line(peer, stream)
+        self._spawn(line.read()).add_done_callback(lambda _: self._forget_ended(peer))
         return line
 
+    def _forget_failed(self, peer: PeerId, opening: asyncio.Task[_Line]) -> None:
+        # To look at its exception is to have seen it: perhaps nobody waits any more.
+        if (opening.cancelled() or opening.exception() is not None) and self._lines.get(peer) is opening:
+            del self._lines[peer]
 
-def _seen(opening: asyncio.Task[_Line]) -> None:
-    # Whoever waited for it may have been cancelled; asyncio would complain of an error that nobody asked for.
-    if not opening.cancelled():
-        opening.exception()
+    def _forget_ended(self, peer: PeerId) -> None:
+        opening = self._lines.get(peer)
+        if opening is not None and _has_ended(opening):
+            del self._lines[peer]
 
 
 def _has_ended(opening: asyncio.Task[_Line]) -> bool:
@@ -94,17 +119,23 @@ class _Line:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[exchange_id] = answer
         try:
-            await self._stream.write(request)
+            # It does not wait until the request is sent: others may keep the stream full, and the answer says it, too.
+            self._stream.write_soon(request)
             return await answer
         except OSError as error:
             raise Unreachable(f"The connection to {self._peer} broke: {error}.") from error
         except asyncio.CancelledError:
-            with suppress(OSError):
-                self._stream.write_soon(encode_cancel(exchange_id))
+            self._take_back(exchange_id)
             raise
         finally:
             del self._answers[exchange_id]
             self._used_s = now_s()
+
+    def _take_back(self, exchange_id: int) -> None:
+        with suppress(OSError):
+            self._stream.write_soon(encode_cancel(exchange_id))
+        if self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            self._stream.close()
 
     async def read(self) -> None:
         """Hand out answers until the stream ends, or nobody has used it for long."""
@@ -118,10 +149,13 @@ class _Line:
                     if self.ended:
                         return
                     continue
-                data = await read_whole(self._stream.channel, head)
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    data = await read_whole(self._stream.channel, head)
                 answer = self._answers.get(head.exchange_id)
                 if answer is not None and not answer.done():  # else nobody waits for it any more
                     answer.set_result(data)
+        except TimeoutError:
+            problem = f"an answer stopped half way for {STALL_TIMEOUT_S:g} s"
         except (OSError, EOFError, ProtocolError) as error:
             problem = str(error) or problem
         finally:
@@ -142,18 +176,21 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
         serve: Makes the encoded answer to an encoded call.
         spawn: Runs a task for as long as the transport is open.
     """
-    room = asyncio.Semaphore(MAX_CALLS)
     under_way: dict[int, asyncio.Task[None]] = {}
 
     async def answer(request: bytes) -> None:
-        data = await serve(request)
-        with suppress(OSError):  # the caller hung up, which is noticed below
-            await stream.write(data)
+        await send(await serve(request))
+
+    async def send(data: bytes) -> None:
+        try:
+            async with asyncio.timeout(STALL_TIMEOUT_S):
+                await stream.write(data)
+        except OSError:  # the caller hung up, or does not read its answers
+            stream.close()
 
     def begin(exchange_id: int, request: bytes) -> None:
         def forget(_: asyncio.Task[None]) -> None:
             del under_way[exchange_id]
-            room.release()
 
         under_way[exchange_id] = spawn(answer(request))
         under_way[exchange_id].add_done_callback(forget)
@@ -175,7 +212,10 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
                 continue
             if head.exchange_id in under_way:
                 raise ProtocolError(f"call {head.exchange_id} came twice")
-            await room.acquire()
+            if len(under_way) >= MAX_CALLS:  # to wait here would be to hear of no call that is taken back
+                busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
+                await send(b"".join(encode_error(head.exchange_id, busy)))
+                continue
             begin(head.exchange_id, request)
     except (OSError, EOFError, ProtocolError):
         return

@@ -40,7 +40,14 @@ class Stream:
 
     def write_soon(self, buffer: Buffer) -> None:
         """Send a buffer that does not change."""
+        if self._writer.is_closing():  # uvloop would raise what is no OSError
+            raise ConnectionResetError("it is closed")
         self._writer.write(buffer)
+
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Buffered here, because the other side does not read as fast."""
+        return self._writer.transport.get_write_buffer_size()
 
     @property
     def ended(self) -> bool:
