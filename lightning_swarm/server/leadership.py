@@ -14,6 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, NotCoordinator, ProtocolError, SwarmError
 from lightning_swarm.events import EventLog
@@ -89,19 +90,21 @@ class Leadership:
         transport.handle_call(TAKE_OVER, self._handle_take_over)
 
     async def begin(self, run: RunState) -> None:
-        """The run begins, and its manifest says who coordinates."""
-        self._run = run
+        """The run begins, and its manifest says who coordinates.
+
+        That one may be admitted last: until then it is busy, and nobody takes over for that within the start timeout.
+        """
         if run.coordinator == self._me.peer_id:
             await self._coordinate(run, self._proposer(run, run.term), None)
-        await self.follow(run)
+        await self.follow(run, waits_until_s=now_s() + self._limits.start_timeout)
 
-    async def follow(self, run: RunState) -> None:
-        """Watch who coordinates a run."""
+    async def follow(self, run: RunState, *, waits_until_s: float = 0.0) -> None:
+        """Watch who coordinates a run; until then, on the loop's clock, one that begins may not coordinate yet."""
         self._run = run
         await self._tasks.close()
         self._tasks = TaskOwner()
         await self._tasks.start()
-        self._tasks.spawn(self._keep_watch(run))
+        self._tasks.spawn(self._keep_watch(run, waits_until_s))
 
     async def go_back(self) -> None:
         """The run entered its next generation."""
@@ -188,7 +191,9 @@ class Leadership:
 
     async def _handle_watch(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, WatchRequest)
-        run = self._following()
+        if self._run is None:  # at a run's beginning those that were admitted before this peer look for it
+            raise Busy("this peer was not admitted to a run yet")
+        run = self._run
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(request.hold_s, _MAX_HOLD_S)):
                 while self._leads and run.term == request.term and run.version <= request.version:
@@ -216,7 +221,7 @@ class Leadership:
 
     # ------------------------------------------------------------------ watching
 
-    async def _keep_watch(self, run: RunState) -> None:
+    async def _keep_watch(self, run: RunState, waits_until_s: float) -> None:
         while not self._over.is_set():
             coordinator = self.coordinator
             if coordinator is not None:
@@ -226,7 +231,9 @@ class Leadership:
             try:
                 reply = await self._watch(run)
             except SwarmError as error:
-                if run.term == asked:
+                if isinstance(error, Busy) and run.version == run.manifest.first_step and now_s() < waits_until_s:
+                    await asyncio.sleep(_RETRY_S)
+                elif run.term == asked:
                     await self._miss(run, str(error))
                 continue
             await self._follow_term(run, reply.term)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_swarm import membership
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator
 from lightning_swarm.network import Message, PeerId
@@ -600,3 +601,34 @@ def test_a_server_joins_with_the_coordinator_that_took_over(make_swarm: MakeSwar
     trial.train(3)
     trial.check()
     assert E in {peer for roster in trial.members() for peer in roster}
+
+
+# ---------------------------------------------------------------------- a run that begins
+
+
+@pytest.mark.parametrize(("late_s", "found"), [(60.0, []), (200.0, [B])])
+def test_a_coordinator_that_is_admitted_last_is_waited_for(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, late_s: float, found: list[PeerId]
+) -> None:
+    """Those that were admitted before it look for it at once. What takes longer than a start may is a fault."""
+    limits = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, start_timeout=120.0)
+    swarm = make_swarm("a b c", "d b c", admit=False, voters="a b c", limits=limits)
+    connect = swarm.servers[A].admission._connect
+
+    async def slowly() -> None:
+        await asyncio.sleep(late_s)
+        await connect()
+
+    monkeypatch.setattr(swarm.servers[A].admission, "_connect", slowly)
+
+    async def begin() -> None:
+        admitting = asyncio.create_task(membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1e3))
+        await asyncio.sleep(30.0)
+        assert [name for name, server in swarm.servers.items() if not server.admission.has_run] == [A]
+        await admitting
+
+    swarm.run(begin())
+    swarm.settle()
+    took_over = [name for name, server in swarm.servers.items() if server.events.counts["takeover"]]
+    assert took_over == found
+    assert [name for name, server in swarm.servers.items() if server.admission.coordinator] == (found or [A])
