@@ -88,8 +88,9 @@ class ResumingHooks(_Strategy):
             return
         if self._session.num_trainers > 1:
             raise ConfigError(
-                "a run goes back with its only trainer: the others would go on from newer weights; this one has "
-                f"{self._session.num_trainers}. Look for a learning rate with one trainer, and set what it finds."
+                "weights are loaded in the middle of a run where one trainer is all there is, for others would go on "
+                f"from newer ones; this run has {self._session.num_trainers}. Load them before `fit`; look for a "
+                "learning rate with one trainer, and set what it finds."
             )
         assert self._weights is not None
         self._way_back.weights_replaced()
