@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -56,6 +57,7 @@ class SwarmOptimization:
         self._version = session.version  # records that were counted here
         self.on_place: Callable[[News], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False
+        self._num_moved = 0  # how often schedulers were moved for records that are not counted yet
         self.pending_samples = 0  # granted in the open step, not yet in a record
         self._through: dict[int, _Batch] = {}  # likewise the batches, by their leases
         self._lost: dict[int, _Batch] = {}  # they were through, count nowhere all the same, and are to run again
@@ -70,6 +72,8 @@ class SwarmOptimization:
         """Take the place of the optimizer's steps."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         epoch_loop.automatic_optimization.run = self.run  # type: ignore[method-assign]
+        self._update = partial(type(epoch_loop).update_lr_schedulers, epoch_loop)
+        epoch_loop.update_lr_schedulers = self._update_schedulers  # type: ignore[method-assign]
         # Lightning asks this to time schedulers, logging and checkpoints.
         epoch_loop._accumulated_batches_reached = lambda: self.stepped  # type: ignore[method-assign]
 
@@ -185,12 +189,15 @@ class SwarmOptimization:
         self._version = self._session.version
         self.pending_samples = 0
         self.stepped = False
+        self._num_moved = 0
         self._through, self._lost = {}, {}
 
     def _begin(self, optimizer: Optimizer, num_samples: int) -> int:
         """Get a place. Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
         try:
-            return self._session.begin_batch(num_samples, gradient_scale=self._scale.value)
+            return self._session.begin_batch(
+                num_samples, gradient_scale=self._scale.value, before_record=lambda: self._prepare(optimizer)
+            )
         finally:
             self._take_lost()
             self.on_place(replace(self._session.news, lost=dict(self._lost)))
@@ -199,7 +206,6 @@ class SwarmOptimization:
     def _count_others(self, optimizer: Optimizer) -> None:
         """Records that came beside this trainer's own steps."""
         while self._version < self._session.version:
-            self._catch_up()
             self._lightning.optim_progress.optimizer.step.increment_ready()
             self._count(optimizer)
 
@@ -234,7 +240,7 @@ class SwarmOptimization:
 
     def _step(self, optimizer: Optimizer, *, last: bool) -> None:
         """Wait for the record and count it."""
-        self._catch_up()
+        self._prepare(optimizer)
         call = self._framework.call
         call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
@@ -257,6 +263,8 @@ class SwarmOptimization:
 
     def _count(self, optimizer: Optimizer) -> None:
         """A record was applied."""
+        self._move_schedulers(optimizer, int(self.stepped))
+        self._num_moved -= self.stepped
         self._lightning.optim_progress.optimizer.step.increment_completed()
         self._version += 1
         self.pending_samples = 0
@@ -304,10 +312,23 @@ class SwarmOptimization:
                 logger.log_metrics(metrics, step=step)
         self._num_servers = num_servers
 
-    def _catch_up(self) -> None:
-        """Lightning moves schedulers once a batch; a trainer that jumps over steps moves them for the others."""
-        if self.stepped:
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Before the next record, have the hyperparameters of its step: those that came are not all counted."""
+        self._move_schedulers(optimizer, self.stepped + self._session.version - self._version)
+
+    def _move_schedulers(self, optimizer: Optimizer, num_moves: int) -> None:
+        """Lightning moves schedulers once a batch; a trainer that passes more records moves them for the others."""
+        while self._num_moved < num_moves:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # elsewhere, as `_count` has it
             self.trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
+            self._num_moved += 1
+
+    def _update_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """What Lightning calls after a batch: they may have been moved for a record that did not come yet."""
+        if interval == "step" and not update_plateau_schedulers and self._num_moved:
+            self._num_moved -= 1
+        else:
+            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
 
     def _must_close(self, *, last: bool) -> bool:
         """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch."""

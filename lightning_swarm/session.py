@@ -16,7 +16,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import Metrics, StepClient
-from lightning_swarm.types.batches import Logged
+from lightning_swarm.types.batches import Grant, Logged
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
@@ -108,12 +108,13 @@ class Session:
         self.selection = selection
         self.pipeline.first_trained = first_trained(selection, self._stages)
 
-    def begin_batch(self, num_samples: int, *, gradient_scale: float) -> int:
+    def begin_batch(self, num_samples: int, *, gradient_scale: float, before_record: Callable[[], None]) -> int:
         """Get a place in the open step for the batch in hand. While it waits for one, records may be applied.
 
         Args:
             num_samples: Of the batch.
             gradient_scale: What its loss will be multiplied by.
+            before_record: Called before each record that it waits for.
 
         Returns:
             The lease of the place.
@@ -122,7 +123,15 @@ class Session:
             RunOver: There will be no place.
         """
         try:
-            grant = self._runtime.run(self._steps.grant(num_samples, gradient_scale))
+            number = self._steps.number_batch()
+            grant: Grant | None = None
+            while grant is None:
+                found = self._runtime.run(self._steps.ask(number, num_samples, gradient_scale))
+                if isinstance(found, Grant):
+                    grant = found
+                else:
+                    before_record()
+                    self._runtime.run(self._steps.record(found))
         finally:
             self.pipeline.version = self._steps.version
         self._refresh()

@@ -147,7 +147,28 @@ class StepClient:
         Raises:
             RunOver: The run's last step is decided.
         """
-        number = next(self._numbers)
+        number = self.number_batch()
+        while True:
+            found = await self.ask(number, num_samples, gradient_scale)
+            if isinstance(found, Grant):
+                return found
+            await self.record(found)
+
+    def number_batch(self) -> int:
+        """For one more batch."""
+        return next(self._numbers)
+
+    async def ask(self, number: int, num_samples: int, gradient_scale: float = 1.0) -> Grant | int:
+        """A place in the open step, or the step whose record has to come first.
+
+        Args:
+            number: Of the batch, by `number_batch`.
+            num_samples: Of it.
+            gradient_scale: What its loss will be multiplied by.
+
+        Raises:
+            RunOver: The run's last step is decided.
+        """
         while True:
             request = GrantRequest(
                 step=self.version,
@@ -165,7 +186,7 @@ class StepClient:
             if reply.wait is None:
                 raise ProtocolError("a coordinator grants, says wait or says that the run is over; it did none of it")
             if reply.wait.step is not None:
-                await self.record(reply.wait.step)
+                return reply.wait.step
 
     async def send_metrics(self, lease: int, metrics: Metrics) -> None:
         """Leave what a batch added to metrics where the lead finds it if the batch counts. Before `done`."""

@@ -62,10 +62,14 @@ class Places:
         return GrantReply(grant=grant)
 
     def opened(self, number: int) -> OpenStep:
-        """A step with places for those who wait: the lead first, so that it waits for one record only."""
+        """A step with places for those who wait.
+
+        The lead comes first, so that it waits for one record only; but where a batch is a step, nobody else would ever
+        have a place: there they take turns.
+        """
         manifest = self._run.manifest
         step = OpenStep(number, manifest.target_batch_size)
-        waiting = sorted(self._waiting.items(), key=lambda item: item[0] != manifest.lead)
+        waiting = sorted(self._waiting.items(), key=lambda item: item[0] != manifest.lead or self._fills(item[1]))
         self._waiting, self._reserved = {}, {}
         for trainer, request in () if self._is_beyond(step) else waiting:
             with contextlib.suppress(ProtocolError):  # which it will get when it asks again
@@ -89,6 +93,10 @@ class Places:
         self._on_grant(step, trainer)
         generation = self._run.manifest.generation
         return Grant(lease=lease, generation=generation, step=step.step, attempt=0, first=first, weight=weight)
+
+    def _fills(self, request: GrantRequest) -> bool:
+        target = self._run.manifest.target_batch_size
+        return target is not None and request.num_samples >= target
 
     def _is_beyond(self, step: OpenStep) -> bool:
         max_steps = self._run.manifest.max_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, StepError
-from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences
+from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
 from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, train
 from tests.parity.trainers import assert_exact as assert_exact_curve
 
@@ -52,6 +53,23 @@ def test_the_curve_is_that_of_the_batches_that_counted(num_trainers: int, schedu
         assert trainer.global_step == 8 if rank == 0 else 5 <= trainer.global_step <= 8
     (leads,) = (trainer.optimizers[0].param_groups for rank, trainer in seen.trainers.items() if rank == 0)
     assert seen.records[-1].hyperparameters[0]["lr"] != leads[0]["lr"] or schedule == "constant"
+
+
+def test_each_record_has_the_hyperparameters_of_its_step_where_trainers_take_turns() -> None:
+    """Each batch is a step, so the lead passes those of the others while it waits for a place."""
+    recipe = Recipe(schedule="onecycle")
+    seen = train(3, lambda seen: DigitsMLP(recipe), swarm={"target_batch_size": 4}, max_steps=12)
+    of_the_lead = [any(seen.batches[place][0] == 0 for place in places) for places in seen.steps]
+    assert (False, False) in itertools.pairwise(of_the_lead), "the lead passed two records for one place"
+    optimizer = make_optimizer(DigitsMLP(recipe), recipe)
+    schedule = make_schedule(optimizer, recipe)
+    assert schedule is not None
+    for record in seen.records:
+        for named, group in zip(record.hyperparameters, optimizer.param_groups, strict=True):
+            assert named["lr"] == pytest.approx(group["lr"], rel=1e-12), record.step
+        optimizer.step()
+        schedule.step()
+    assert_exact_curve(seen, lambda: DigitsMLP(recipe), digits(), num_trainers=3, target_batch_size=4)
 
 
 def test_what_stands_around_a_list_of_blocks_is_averaged_among_the_trainers() -> None:

@@ -174,7 +174,7 @@ def test_trainers_give_signs_of_life(make_swarm: MakeSwarm) -> None:
 
 def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
     """However fast the others are: it would pass over the steps that they fill."""
-    swarm, other = begun(make_swarm, 2)
+    swarm, other = begun(make_swarm, 4)
     second = client(swarm, SECOND)
 
     async def train(steps: StepClient) -> None:
@@ -186,6 +186,7 @@ def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
     async def go() -> list[int]:
         versions = []
         busy = [asyncio.create_task(train(one)) for one in (other, second)]
+        await asyncio.sleep(1.0)
         await swarm.record(0)
         for _ in range(6):
             await asyncio.sleep(1.0)  # its next batch: the others fill a step meanwhile, and stand in line for more
@@ -193,7 +194,7 @@ def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
             grant = await swarm.steps.grant(2)
             versions.append(grant.step - before)
             await swarm.through(key(grant.first, step=grant.step), rows(2), weight=grant.weight)
-            assert await swarm.steps.done(grant.lease, [key(grant.first).receipt])
+            await swarm.steps.done(grant.lease, [key(grant.first).receipt])
             await swarm.record(grant.step)
         for task in busy:
             task.cancel()
@@ -201,6 +202,33 @@ def test_the_lead_waits_for_one_record_at_most(make_swarm: MakeSwarm) -> None:
         return versions
 
     assert swarm.run(go()) == [1] * 6
+
+
+@pytest.mark.parametrize("target_batch_size", [1, 2])
+def test_trainers_take_turns_where_a_batch_is_a_step(make_swarm: MakeSwarm, target_batch_size: int) -> None:
+    """The lead leaves a second step to its next batch, so it waits for a place before that step's record is decided."""
+    swarm = make_swarm("a", "b", target_batch_size=target_batch_size, limits=LIMITS)
+    steps_of: dict[str, list[int]] = {name: [] for name in ("lead", "other", "second")}
+
+    async def train(name: str, steps: StepClient) -> None:
+        while steps.version < 20:
+            before = steps.version
+            grant, _ = await batch(swarm, steps, 1)
+            steps_of[name].append(grant.step)
+            await asyncio.sleep(0.1)
+            if name != "lead" or grant.step == before:
+                await steps.record(grant.step)
+
+    async def go() -> None:
+        trainers = {"lead": swarm.steps, "other": client(swarm), "second": client(swarm, SECOND)}
+        async with asyncio.timeout(100.0), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(train(name, steps)) for name, steps in trainers.items()]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                task.cancel()
+
+    swarm.run(go())
+    assert all(sum(step < 20 for step in steps) in (6, 7, 8) for steps in steps_of.values()), steps_of
 
 
 def test_who_waits_longer_gets_a_place_first(make_swarm: MakeSwarm) -> None:
