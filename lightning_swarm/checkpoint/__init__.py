@@ -181,7 +181,7 @@ async def _states(
             except PeerError as error:  # it may have died since the record
                 if member is members[-1]:
                     raise
-                _log.warning("Stage %d is asked for at another of its peers: %s", index, error)
+                _log.info("Stage %d is asked for at another of its peers: %s", index, error)
         raise AssertionError("a stage has members")
 
     return await gather(one(index) for index in range(len(run.rosters)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -340,3 +341,32 @@ def test_a_client_that_reads_no_more_closes_its_transport() -> None:
         lone.run(go())
     finally:
         lone.close()
+
+
+def test_nobody_complains_of_a_way_that_nobody_waits_for_any_more() -> None:
+    """A call that was given up while its stream was opened, to a peer that turned out to be dead."""
+    calls = pytest.importorskip("lightning_swarm.network.hivemind.calls")
+
+    async def main() -> list[dict[str, Any]]:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        begun, gate = asyncio.Event(), asyncio.Event()
+        opening: list[Any] = []
+
+        async def open_stream(peer: PeerId) -> Any:
+            opening.append(asyncio.current_task())
+            begun.set()
+            await gate.wait()
+            raise Unreachable(f"{peer} is dead")
+
+        call = asyncio.create_task(calls.Calls(open_stream, asyncio.create_task).ask(PeerId("b"), b""))
+        await begun.wait()
+        call.cancel()
+        gate.set()
+        await asyncio.wait({call, *opening})
+        opening.clear()
+        del call
+        gc.collect()
+        return complaints
+
+    assert asyncio.run(main()) == []

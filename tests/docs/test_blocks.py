@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
 from lightning_swarm.cli import SwarmCLI
@@ -55,7 +56,8 @@ def quick(page: str) -> Callable[..., L.Trainer]:
             given["devices"] = 1  # the plain Trainer
         if page not in COMPLETE:
             given["max_steps"] = min(given.get("max_steps", 3), 3)
-        given = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False, **given}
+        has_bar = any(isinstance(callback, ProgressBar) for callback in given.get("callbacks", ()))
+        given = {"accelerator": "cpu", "enable_progress_bar": has_bar, "enable_model_summary": False, **given}
         return real(**{**given, "logger": False, "enable_checkpointing": False})
 
     return make
