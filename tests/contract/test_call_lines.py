@@ -13,7 +13,7 @@ import pytest
 
 from lightning_swarm.errors import Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode
+from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode, encode_cancel
 
 pytest.importorskip("lightning_swarm.network.hivemind")
 from lightning_swarm.network.hivemind import calls
@@ -70,6 +70,10 @@ def run(go: Callable[[Tasks], Coroutine[Any, Any, None]], *, fast: bool = False)
     assert complaints == []
 
 
+def patient(peer: PeerId) -> float:
+    return LONG_S
+
+
 def request(exchange_id: int, num_bytes: int = 0) -> bytes:
     return b"".join(encode(Kind.CALL, exchange_id, "method", Message(bytes(num_bytes))))
 
@@ -80,7 +84,7 @@ def test_a_transport_that_closes_cancels_nobody_who_waits_for_a_stream() -> None
         raise AssertionError
 
     async def go(tasks: Tasks) -> None:
-        asking = asyncio.create_task(Calls(never, tasks.spawn).ask(PEER, request(1)))
+        asking = asyncio.create_task(Calls(never, tasks.spawn, patient).ask(PEER, request(1)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await tasks.end()
@@ -101,7 +105,7 @@ def test_an_opening_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError
 
     async def go(tasks: Tasks) -> None:
-        caller = Calls(never, tasks.spawn)
+        caller = Calls(never, tasks.spawn, patient)
         for number in (1, 2):
             with pytest.raises(Unreachable, match="within"):
                 await caller.ask(PEER, request(number))
@@ -119,7 +123,7 @@ def test_an_opening_that_fails_when_nobody_waits_any_more_is_no_complaint() -> N
         raise Unreachable("Cannot open it.")
 
     async def go(tasks: Tasks) -> None:
-        caller = Calls(refuse, tasks.spawn)
+        caller = Calls(refuse, tasks.spawn, patient)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(SHORT_S):
                 await caller.ask(PEER, request(1))
@@ -137,7 +141,7 @@ def test_a_call_given_up_as_its_stream_closes_is_only_cancelled(fast: bool) -> N
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            asking = asyncio.create_task(Calls(open_stream, tasks.spawn).ask(PEER, request(1)))
+            asking = asyncio.create_task(Calls(open_stream, tasks.spawn, patient).ask(PEER, request(1)))
             await asyncio.sleep(SHORT_S)
             ours.close()
             await asyncio.sleep(0)
@@ -156,7 +160,7 @@ def test_calls_to_a_peer_that_does_not_read_break_its_stream_and_do_not_fill_the
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            caller = Calls(open_stream, tasks.spawn)
+            caller = Calls(open_stream, tasks.spawn, patient)
             largest = 0
             for number in range(1, 1000):
                 asking = asyncio.create_task(caller.ask(PEER, request(number, 1 << 20)))
@@ -180,7 +184,7 @@ def test_an_answer_that_comes_while_much_is_to_be_sent_is_not_waited_for() -> No
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            caller = Calls(open_stream, tasks.spawn)
+            caller = Calls(open_stream, tasks.spawn, patient)
             first = asyncio.create_task(caller.ask(PEER, request(1)))
             await theirs.channel.readexactly(HEADER_BYTES)
             others = [asyncio.create_task(caller.ask(PEER, request(number, 1 << 20))) for number in (2, 3, 4, 5)]
@@ -197,6 +201,37 @@ def test_an_answer_that_comes_while_much_is_to_be_sent_is_not_waited_for() -> No
     run(go)
 
 
+def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() -> None:
+    async def go(tasks: Tasks) -> None:
+        async with connected() as first, connected() as second:
+            left = [first[0], second[0]]
+
+            async def open_stream(peer: PeerId) -> Stream:
+                return left.pop(0)
+
+            caller = Calls(open_stream, tasks.spawn, lambda _: 2 * SHORT_S)
+            for _ in range(3):  # to give up early says nothing of the stream
+                asking = asyncio.create_task(caller.ask(PEER, request(1)))
+                await first[1].channel.readexactly(len(request(1)))
+                asking.cancel()
+                await asyncio.wait({asking})
+                await first[1].channel.readexactly(len(encode_cancel(1)))
+                await first[1].write(b"".join(encode(Kind.ANSWER, 1, "method", Message())))
+                await asyncio.sleep(SHORT_S)
+            assert not first[0].ended
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3 * SHORT_S):
+                    await caller.ask(PEER, request(2))
+            assert first[0].ended
+            again = asyncio.create_task(caller.ask(PEER, request(3)))
+            answer = b"".join(encode(Kind.ANSWER, 3, "method", Message()))
+            await second[1].channel.readexactly(len(request(3)))
+            await second[1].write(answer)
+            assert await again == answer
+
+    run(go)
+
+
 def test_an_answer_that_stops_half_way_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "STALL_TIMEOUT_S", SHORT_S)
 
@@ -206,7 +241,7 @@ def test_an_answer_that_stops_half_way_breaks_the_stream(monkeypatch: pytest.Mon
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            caller = Calls(open_stream, tasks.spawn)
+            caller = Calls(open_stream, tasks.spawn, patient)
             asking = asyncio.create_task(caller.ask(PEER, request(1)))
             await theirs.write(b"".join(encode(Kind.ANSWER, 1, "method", Message()))[:-1])
             with pytest.raises(Unreachable, match="half way"):

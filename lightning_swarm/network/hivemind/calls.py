@@ -44,11 +44,18 @@ class Calls:
     Args:
         open_stream: Opens a stream to a peer.
         spawn: Runs a task for as long as the transport is open.
+        patience_s: How long a peer may be silent.
     """
 
-    def __init__(self, open_stream: Callable[[PeerId], Awaitable[Stream]], spawn: Spawn) -> None:
+    def __init__(
+        self,
+        open_stream: Callable[[PeerId], Awaitable[Stream]],
+        spawn: Spawn,
+        patience_s: Callable[[PeerId], float],
+    ) -> None:
         self._open_stream = open_stream
         self._spawn = spawn
+        self._patience_s = patience_s
         self._room = asyncio.Semaphore(_MAX_OPENING)
         self._lines: dict[PeerId, asyncio.Task[_Line]] = {}
 
@@ -78,7 +85,7 @@ class Calls:
                     stream = await self._open_stream(peer)
             except TimeoutError as error:
                 raise Unreachable(f"Cannot open a stream to {peer} within {_OPENING_S:g} s.") from error
-        line = _Line(peer, stream)
+        line = _Line(peer, stream, self._patience_s)
         self._spawn(line.read()).add_done_callback(lambda _: self._forget_ended(peer))
         return line
 
@@ -102,9 +109,11 @@ def _has_ended(opening: asyncio.Task[_Line]) -> bool:
 class _Line:
     """The stream to one peer, and who waits for answers."""
 
-    def __init__(self, peer: PeerId, stream: Stream) -> None:
+    def __init__(self, peer: PeerId, stream: Stream, patience_s: Callable[[PeerId], float]) -> None:
         self._peer = peer
         self._stream = stream
+        self._patience_s = patience_s
+        self._unheard_s: float | None = None  # since when nothing came, of what was asked
         self._answers: dict[int, asyncio.Future[bytes]] = {}
         self._used_s = now_s()
         self._closed = False
@@ -121,6 +130,7 @@ class _Line:
         try:
             # It does not wait until the request is sent: others may keep the stream full, and the answer says it, too.
             self._stream.write_soon(request)
+            self._unheard_s = now_s() if self._unheard_s is None else self._unheard_s
             return await answer
         except OSError as error:
             raise Unreachable(f"The connection to {self._peer} broke: {error}.") from error
@@ -134,7 +144,9 @@ class _Line:
     def _take_back(self, exchange_id: int) -> None:
         with suppress(OSError):
             self._stream.write_soon(encode_cancel(exchange_id))
-        if self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
+        silent = self._unheard_s is not None and now_s() - self._unheard_s >= self._patience_s(self._peer)
+        # A peer that was cut off without a word may have come back by another connection.
+        if silent or self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
             self._stream.close()
 
     async def read(self) -> None:
@@ -151,6 +163,7 @@ class _Line:
                     continue
                 async with asyncio.timeout(STALL_TIMEOUT_S):
                     data = await read_whole(self._stream.channel, head)
+                self._unheard_s = None
                 answer = self._answers.get(head.exchange_id)
                 if answer is not None and not answer.done():  # else nobody waits for it any more
                     answer.set_result(data)

@@ -42,7 +42,8 @@ class HivemindTransport(BaseTransport):
         self._p2p = p2p
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._daemon.open_stream, protocol=_STREAM))
-        self._calls = Calls(partial(self._daemon.open_stream, protocol=_CALL), self._spawn)
+        open_stream = partial(self._daemon.open_stream, protocol=_CALL)
+        self._calls = Calls(open_stream, self._spawn, self._liveness.patience_s)
         self._watch: asyncio.Task[None] | None = None
 
     @property
