@@ -162,7 +162,8 @@ class WayBack:
 
     def _could_go_on(self, version: int, counts: Counts) -> bool:
         """On the swarm's loop: what is said now holds when this trainer hears of it."""
-        found = self.states.find(version, counts) if self.states is not None else None
+        states = self.states  # which the trainer's own thread may let go meanwhile
+        found = states.find(version, counts) if states is not None else None
         if found is not None:
             self._said[version] = found
         return found is not None or version == self.first_step

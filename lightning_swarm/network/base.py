@@ -6,11 +6,12 @@ import asyncio
 import itertools
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import Any, Final, Protocol, TypeVar
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import (
+    Busy,
     ConfigError,
     DeadlineExceeded,
     ProtocolError,
@@ -137,7 +138,8 @@ class BaseTransport(Transport):
         began_s = now_s()
         patience_s = self._liveness.patience_s(peer)
         try:
-            await self.call(peer, PING, b"", timeout=patience_s)
+            with suppress(Busy):  # it lives
+                await self.call(peer, PING, b"", timeout=patience_s)
         except DeadlineExceeded as error:
             raise Unreachable(f"{peer} gave no sign of life for {patience_s:g} s.") from error
         return now_s() - began_s

@@ -10,6 +10,7 @@ import pytest
 from lightning_swarm.errors import Busy, Unreachable
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import TRAILER_BYTES, Kind, encode, encode_cancel, read_head
+from lightning_swarm.network.liveness import alive_among
 from tests.contract.world import HivemindWorld
 
 pytest.importorskip("lightning_swarm.network.hivemind")
@@ -167,6 +168,17 @@ def test_who_calls_very_often_at_once_is_told_so_and_may_take_calls_back(
             answer = await read_head(stream.channel)
             assert (answer.kind, answer.exchange_id) == (Kind.ANSWER, 5)
             stream.close()
+
+    world.run(go())
+
+
+def test_who_is_too_busy_to_answer_is_alive(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_CALLS", 0)
+
+    async def go() -> None:
+        with pytest.raises(Busy):
+            await ask(world)
+        assert await alive_among(world.a.transport, [world.b.id]) == {world.b.id}
 
     world.run(go())
 
