@@ -5,7 +5,7 @@ Peers of these runs train and serve, so with its trainer a stage loses one of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from typing_extensions import override
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeftOut, StageLost, Unreachable
 from lightning_swarm.network import PeerId
+from lightning_swarm.pipeline.policy import StageRouter
+from lightning_swarm.session import Session
 from lightning_swarm.steps import ARMED, DONE, GRANT, RECORD
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
@@ -43,12 +45,16 @@ def freeze(seen: Seen) -> None:
     seen.network.freeze(VICTIM)
 
 
-def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool, killed: PeerId | None = None) -> None:
-    """When the victim says that its batch is armed, or through: after it was heard, or before. With it dies another."""
-    strategy = seen.trainers[RANK].strategy
+def session_of(seen: Seen, rank: int) -> Session:
+    strategy = seen.trainers[rank].strategy
     assert isinstance(strategy, trainers.ThreadStrategy)
-    session = strategy._session
-    assert session is not None
+    assert strategy._session is not None
+    return strategy._session
+
+
+def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
+    """When the victim says that its batch is armed, or through: after it was heard, or before."""
+    session = session_of(seen, RANK)
     for router in session.pipeline.link.routers:  # its own server freezes, too, and what that added is lost
         router.set_peers(peer for peer in router.peers if peer != VICTIM)
     handlers = seen.network.find(session._steps.run.manifest.coordinator)._call_handlers
@@ -59,14 +65,57 @@ def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool, killed: Peer
             return await handler(caller, body)
         handlers[method] = handler
         seen.said = True  # type: ignore[attr-defined]
-        if killed is not None:
-            seen.network.kill(killed)
         if not is_heard:
             freeze(seen)
             raise Unreachable("it froze before it was heard")
         answer = await handler(caller, body)
         freeze(seen)
         return answer
+
+    handlers[method] = freezing
+
+
+def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
+    """Freeze the victim when it asks for something, and kill who holds what of its batches is through.
+
+    That is while the step waits for others: when it is averaged, nothing of it can be lost any more. And in the epoch
+    of these batches, for what runs again is numbered as of the epoch that it does so in.
+    """
+    session = session_of(seen, RANK)
+    routers = session.pipeline.link.routers
+    coordinator = seen.network.find(session._steps.run.manifest.coordinator)
+    handlers = coordinator._call_handlers
+    handler = handlers[method]
+
+    def lead_there(router: StageRouter) -> Callable[[Iterable[PeerId]], None]:
+        def set_peers(peers: Iterable[PeerId]) -> None:
+            there = [peer for peer in peers if peer != VICTIM]
+            StageRouter.set_peers(router, [killed] if killed in there else there)
+
+        return set_peers
+
+    for router in routers:
+        router.set_peers = lead_there(router)  # type: ignore[method-assign]  # with each record, too
+        router.set_peers(router.peers)
+    pinned_from = session.version, place_of(seen.modules[RANK])[1]
+
+    async def freezing(caller: PeerId, body: bytes) -> bytes:
+        role = next(peer for peer in seen.peers if peer.transport is coordinator).server.admission.coordinator
+        assert role is not None
+        step = role.books.open
+        through = [batch.first for batch in step._batches.values() if batch.trainer == VICTIM and batch.completed]
+        epochs = {seen.numbers[step.step, first][0] for first in through}
+        is_lost = any((step.step, first) >= pinned_from for first in through)
+        same_epoch = epochs == {seen.trainers[RANK].current_epoch}
+        if caller != VICTIM or not (is_lost and same_epoch) or role.books.finishing:
+            return await handler(caller, body)
+        handlers[method] = handler
+        for router in routers:
+            del router.set_peers
+        seen.said = True  # type: ignore[attr-defined]
+        seen.network.kill(killed)
+        freeze(seen)
+        raise Unreachable("it froze before it was heard")
 
     handlers[method] = freezing
 
@@ -250,7 +299,7 @@ def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_b
     """Its trainer froze while it waited for the record, or for its next place; a server that had added of it died."""
 
     def fault(seen: Seen) -> None:
-        freeze_when_it_says(seen, method, is_heard=False, killed=PeerId("peer-2"))
+        lose_what_is_through(seen, method, PeerId("peer-2"))
 
     seen, lead = run("before forward", fault, num_records=2, target_batch_size=target_batch_size)
     assert seen.said  # type: ignore[attr-defined]
