@@ -26,8 +26,9 @@ from lightning_swarm.network.framing import (
 from lightning_swarm.network.hivemind.streams import Stream
 from lightning_swarm.tasks import ended
 
-MAX_CALLS: Final = 1024
-"""Most calls of one stream that are answered at once. Who sends more is told that this peer is busy."""
+MAX_CALLS: Final = 4096
+"""Most calls of one stream that are answered at once. Who sends more is told that this peer is busy. A trainer may wait
+for as many results as a server holds calls (`Limits.max_pending_calls`), and ask for other things beside."""
 
 _IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
 _PATIENCE_S: Final = 60.0
