@@ -221,7 +221,7 @@ class Peer:
         assert self.server is not None
         admission, limits = self.server.admission, self._config.limits
         beside = self._beside = self._beside or survivors.Beside(self.transport, admission, limits=limits)
-        runtime = UntilOver(self.runtime, admission.left, admission.released, grace_s=limits.leave_timeout)
+        runtime = self._until_over(admission, admission.released, grace_s=limits.leave_timeout)
         run = runtime.run(self._begun(beside, admission, timeout=limits.lead_timeout))
         self.runtime.run(self._remain(run))
         ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
@@ -248,13 +248,21 @@ class Peer:
         """Serve until the run is over. A peer whose server would join again notices, too, if nobody says so.
 
         Raises:
+            StepError: It broke off.
             WentBack: It goes on from an earlier step.
         """
         assert self.server is not None
         admission = self.server.admission
-        runtime = UntilOver(self.runtime, admission.left, admission.released, grace_s=0.0)
+        runtime = self._until_over(admission, admission.released)
         with contextlib.suppress(RunOver):
             runtime.run(self._until_dismissed())
+
+    def _until_over(
+        self, admission: Admission, back: asyncio.Event | None = None, *, grace_s: float = 0.0
+    ) -> UntilOver:
+        """Without `back` at the lead, which is told by nobody to go back, but may be told that it came too late."""
+        back = back or asyncio.Event()
+        return UntilOver(self.runtime, admission.left, back, end=lambda: admission.end, grace_s=grace_s)
 
     async def _until_dismissed(self) -> None:
         assert self.server is not None
@@ -320,7 +328,8 @@ class Peer:
         self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
         self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
         self.runtime.run(self._remain(self.run))
-        runtime = UntilLost(self.runtime, self._lost_for_good)
+        above = self.runtime if self.server is None else self._until_over(self.server.admission)
+        runtime = UntilLost(above, self._lost_for_good)
         return self._session(self.run, stages, model.blocks, device, runtime)
 
     def _session(
@@ -353,15 +362,16 @@ class Peer:
                 device=device,
             ),
         )
+        is_lead = self.transport.peer_id == run.manifest.lead
         steps = StepClient(
             self._training,
             run,
             timeout=limits.call_timeout,
             patience_s=limits.stage_timeout,
             on_record=link.follow,
+            alone_s=limits.lead_timeout if is_lead else None,
         )
         link.check = steps.renew
-        is_lead = self.transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, told=self._told, around=around, is_lead=is_lead)
 
     async def _remain(self, run: RunState) -> None:
@@ -417,6 +427,8 @@ class Peer:
 
     async def _what_is_lost(self, timeout: float) -> str:
         assert self.run is not None
+        if self.server is not None and self.server.admission.left.is_set():  # it is over, and the others are free
+            return ""
         silence_s = self._config.limits.silence_timeout
         return await survivors.what_is_lost(
             self.transport, self.run, self.num_known_dead, timeout=timeout, silence_s=silence_s

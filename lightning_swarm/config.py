@@ -26,7 +26,8 @@ class Limits:
         silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
             peer that computes gives signs of life. Longer by itself where round trips take long.
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
-            anew with each batch that it validates and each file that it saves.
+            anew with each batch that it validates and each file that it saves. When nothing was heard even of its
+            process for as long, the run ends for all its peers.
         start_timeout: Seconds that the starter waits for its peers, imports included.
         stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone, where it has no snapshot to
             go back to; then the run ends.

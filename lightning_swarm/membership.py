@@ -12,7 +12,7 @@ from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import ADMIT, LOAD, RESTART
-from lightning_swarm.steps import LEAVE
+from lightning_swarm.steps import ending
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Manifest, Member, RestartRequest
 from lightning_swarm.types.state import StageState
@@ -270,11 +270,4 @@ def _weights(module: StageModule, manifest: Manifest) -> Message:
 
 async def dismiss(transport: Transport, run: RunState, *, timeout: float) -> None:
     """Tell all others in the run that it is over, those too that were left out. One that is gone is no error."""
-
-    async def one(peer: PeerId) -> None:
-        try:
-            await transport.call(peer, LEAVE, b"", timeout=timeout)
-        except SwarmError as error:  # refused by one that was never admitted: it goes on waiting for a run
-            _log.info("Server %s did not hear of the end: %s", peer, error)
-
-    await gather(one(peer) for peer in sorted({*run.servers, *run.trainers} - {transport.peer_id}))
+    await ending.dismiss(transport, {*run.servers, *run.trainers} - {transport.peer_id}, timeout=timeout)

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.errors import PeerError, RunOver, StageLost, WentBack
+from lightning_swarm.errors import PeerError, StageLost, SwarmError, WentBack
 from lightning_swarm.tasks import ended
 
 _T = TypeVar("_T")
@@ -132,13 +132,23 @@ class UntilOver(_Within):
     Args:
         runtime: Whose loop it is.
         over: Set when the run has ended.
+        end: What to raise then.
         back: Set when it is void, and goes on from an earlier step.
         grace_s: Other peers that leave may be noticed before the end is told: seconds to wait for it then.
     """
 
-    def __init__(self, runtime: Runtime, over: asyncio.Event, back: asyncio.Event, *, grace_s: float) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        over: asyncio.Event,
+        back: asyncio.Event,
+        *,
+        end: Callable[[], SwarmError],
+        grace_s: float,
+    ) -> None:
         super().__init__(runtime)
         self._over = over
+        self._end = end
         self._back = back
         self._grace_s = grace_s
 
@@ -152,7 +162,7 @@ class UntilOver(_Within):
             if task.done() and isinstance(task.exception(), PeerError):
                 await asyncio.wait({over, back}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
             if over.done():
-                raise RunOver("the lead has ended the run")
+                raise self._end()
             if back.done():
                 raise WentBack("the run goes back to a snapshot, and this trainer's loop with it")
             return task.result()

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_swarm import trees
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Busy, NotMember, ProtocolError
+from lightning_swarm.errors import Busy, NotMember, ProtocolError, RunOver, StepError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -20,9 +20,9 @@ from lightning_swarm.server.leadership import Leadership
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import LEAVE, VIEW
+from lightning_swarm.steps import BREAK_OFF, LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.types.runs import Manifest, Member, ReleaseRequest, RestartRequest
+from lightning_swarm.types.runs import BrokenOff, Manifest, Member, ReleaseRequest, RestartRequest
 from lightning_swarm.types.state import StageState, StateRequest
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
@@ -72,6 +72,7 @@ class Admission:
         self._former: tuple[PeerId, ...] = ()  # leads of runs that it was in before: they end it, too
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.left = asyncio.Event()
+        self._broken_off = ""  # why it is over, where its lead did not say so
         self.released = asyncio.Event()  # the lead goes back with the run; set until a trainer here has seen it
         self.goes_on_at = 0  # likewise: the step from which the next run goes on
         self.leadership = Leadership(
@@ -81,6 +82,7 @@ class Admission:
         transport.handle_call(ADMIT, self._handle_admit)
         transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
         transport.handle_call(LEAVE, self._handle_leave)
+        transport.handle_call(BREAK_OFF, self._handle_break_off)
         transport.handle_stream(STATE, self._handle_state, max_bytes=0)
         transport.handle_call(VIEW, self._handle_view)
 
@@ -115,6 +117,13 @@ class Admission:
     def asked(self) -> PeerId | None:
         """The coordinator of the run that this server is joining, or has joined."""
         return self._asked
+
+    @property
+    def end(self) -> RunOver | StepError:
+        """What a loop ends with, once this peer has `left`: the run came to its end, or broke off."""
+        if self._broken_off:
+            return StepError(f"the run is over: {self._broken_off}")
+        return RunOver("the lead has ended the run")
 
     def led_by(self, peer: PeerId) -> bool:
         """Whether `peer` coordinates the run that this server is in, or wants to join."""
@@ -252,6 +261,16 @@ class Admission:
         if body:
             raise ProtocolError(f"{LEAVE} takes no arguments, got {len(body)} bytes")
         self.left.set()
+        return b""
+
+    async def _handle_break_off(self, caller: PeerId, body: bytes) -> bytes:
+        """The lead is gone, as who coordinates says."""
+        broken_off = decode(body, BrokenOff)
+        if not self.led_by(caller):
+            raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
+        if not self.left.is_set():  # what was said first holds
+            self._broken_off = broken_off.reason
+            self.left.set()
         return b""
 
     async def _handle_view(self, caller: PeerId, body: bytes) -> bytes:

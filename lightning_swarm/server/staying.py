@@ -14,7 +14,7 @@ from typing import Final, Literal
 from lightning_swarm import hello
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Busy, DeadlineExceeded, PeerError, SwarmError, Unreachable
+from lightning_swarm.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.server import Server
@@ -74,6 +74,8 @@ class Stay:
         self._events = events
         self._leaving = asyncio.Event()
         self._seen: RunView | None = None  # the newest that others showed of this server's run
+        self._heard_s = 0.0  # of anyone of the run
+        self._led_s = 0.0  # of its coordinator, or its lead: one of them would end it
 
     def leave(self) -> None:
         """Be let go by one of the next records, then end. Twice is fine."""
@@ -83,6 +85,8 @@ class Stay:
         """As `last`, of a peer that trains, too: its loop goes on whatever becomes of its server."""
         try:
             await self.last(_log.info)
+        except StepError as error:  # so does its loop
+            _log.warning("This peer's server ends: %s", error)
         except SwarmError as error:
             _log.warning("This peer trains on, and serves no more: %s", error)
 
@@ -94,7 +98,8 @@ class Stay:
 
         Raises:
             ConfigError: This peer's model or version is not the run's.
-            PeerError: The run does not let this peer in, or go, or it broke off.
+            PeerError: The run does not let this peer in, or go, or it broke off, and nobody said so.
+            StepError: It broke off, as its coordinator says.
         """
         num_returns, admission = 0, self._server.admission
         while await self._entered():
@@ -105,6 +110,8 @@ class Stay:
             if how == "released":  # its lead goes back with it, and begins again from an earlier step
                 continue
             if how != "left out":
+                if how == "over" and isinstance(admission.end, StepError):
+                    raise admission.end
                 say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.")
                 return
             num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
@@ -159,7 +166,7 @@ class Stay:
 
     async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out", "released"]:
         admission = self._server.admission
-        heard_s = now_s()
+        self._heard_s = self._led_s = now_s()
         while not admission.left.is_set():
             if not admission.has_run:
                 return "left" if self._leaving.is_set() else "released"
@@ -174,26 +181,37 @@ class Stay:
             behind.clear()
             if admission.left.is_set() or self._leaving.is_set() or not admission.has_run:
                 continue
-            left_out = await self._is_left_out()
-            if left_out:
+            if await self._is_left_out():
                 return "left out"
-            heard_s = now_s() if left_out is not None else heard_s
-            if now_s() >= heard_s + _SILENCE_S:
-                raise Unreachable(
-                    f"run {self._run_id!r} is over or broke off, and nobody said so: none of its "
-                    f"peers answered for {_SILENCE_S:g} s. Start this peer again when the run goes on."
-                )
+            self._check_heard()
         return "over"
 
-    async def _is_left_out(self) -> bool | None:
-        """Whether the others have gone on without this server. None: nobody answers."""
-        run = self._server.admission.run
-        others = [peer for peer in run.servers if peer != self._transport.peer_id]
+    def _check_heard(self) -> None:
+        """Raise if the run is over, and nobody is left who would say so."""
+        unled_s = max(_SILENCE_S, self._limits.lead_timeout)
+        for who, since_s, timeout in (
+            ("none of its peers", self._heard_s, _SILENCE_S),
+            ("neither its lead nor a coordinator", self._led_s, unled_s),
+        ):
+            if now_s() >= since_s + timeout:
+                raise Unreachable(
+                    f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
+                    f"answered for {timeout:g} s. Start this peer again when the run goes on."
+                )
+
+    async def _is_left_out(self) -> bool:
+        """Whether the others have gone on without this server, as far as anyone answers."""
+        run, own = self._server.admission.run, self._transport.peer_id
+        others = [peer for peer in run.servers if peer != own]
         first = [run.coordinator] if run.coordinator in others else []
-        views = await self._views(first) or await self._views([peer for peer in others if peer not in first])
+        views = await self._views(first)
+        is_led = bool(views) or own in (run.manifest.lead, run.coordinator)
+        views = views or await self._views([peer for peer in others if peer not in first])
+        if is_led or await self._answers(run.manifest.lead):
+            self._heard_s = self._led_s = now_s()
         if not views:
-            lead = run.manifest.lead
-            return False if lead == self._transport.peer_id or await self._answers(lead) else None
+            return False
+        self._heard_s = now_s()
         newest = max(views, key=lambda view: (view.manifest.generation, view.version))
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False

@@ -39,6 +39,7 @@ READY = "run.ready"
 LISTEN = "run.listen"
 DRAIN = "run.drain"
 LEAVE = "run.leave"
+BREAK_OFF = "run.break_off"
 HELD = "snapshot.held"
 
 ROLE_CALLS = (SELECT, GRANT, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)

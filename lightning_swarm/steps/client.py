@@ -19,7 +19,15 @@ from typing import Any, Final, TypeAlias, TypeVar, cast
 from torch import Tensor
 
 from lightning_swarm.clock import now_s
-from lightning_swarm.errors import LeaseRevoked, NotCoordinator, PeerError, ProtocolError, RunOver, SwarmError
+from lightning_swarm.errors import (
+    LeaseRevoked,
+    NotCoordinator,
+    PeerError,
+    ProtocolError,
+    RunOver,
+    StepError,
+    SwarmError,
+)
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import (
@@ -80,6 +88,7 @@ class StepClient:
         timeout: Seconds for the coordinator to answer.
         patience_s: Seconds to look for one that answers.
         on_record: Takes note of a record, before anything is sent for the step after it.
+        alone_s: At the lead: seconds without an answer of any other peer, when the others have ended the run.
 
     Attributes:
         newest: The newest record that this trainer knows of.
@@ -99,10 +108,12 @@ class StepClient:
         timeout: float,
         patience_s: float,
         on_record: Callable[[Record], Awaitable[None]],
+        alone_s: float | None = None,
     ) -> None:
         self._transport = transport
         self._timeout = timeout
         self._patience_s = patience_s
+        self._alone_s = alone_s
         self._journal = Journal()
         self._numbers = itertools.count(1)  # of batches
         self._registered = run.term  # the last one whose coordinator was told what is under way here
@@ -356,7 +367,8 @@ class StepClient:
 
     async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         """Make a call at whoever coordinates, until one has answered it."""
-        deadline_s = now_s() + self._patience_s
+        heard_s = now_s()
+        deadline_s = heard_s + self._patience_s
         while True:
             coordinator = self.run.coordinator
             try:
@@ -370,7 +382,14 @@ class StepClient:
                         f"within {self._patience_s:g} s: {error}"
                     ) from error
                 _log.info("%s is asked for again: %s", method, error)
-                await self._find()
+                if await self._find():
+                    heard_s = now_s()
+                elif self._alone_s is not None and now_s() >= heard_s + self._alone_s:
+                    raise StepError(
+                        f"the run is over, for this peer leads it and has heard of no other one for {self._alone_s:g} "
+                        "s: after as long they end it, if they live. Start it again with `ckpt_path`, and its peers "
+                        "with it. Raise `Limits.lead_timeout` to be waited for longer."
+                    ) from error
 
     async def _known_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
         """Before the first call to a new coordinator: it may not have heard this trainer's answer when it asked."""
@@ -402,17 +421,20 @@ class StepClient:
             raise error
         return cast(_T, answer)
 
-    async def _find(self) -> None:
-        """Look who coordinates; if it is the one that did, wait a moment."""
+    async def _find(self) -> bool:
+        """Look who coordinates; if it is the one that did, wait a moment. Whether anybody else is there."""
         before = self.run.term
-        await self._look()
+        num_there = await self._look()
         if self.run.term == before:
             await asyncio.sleep(_RETRY_S)
+        return num_there > 0
 
-    async def _look(self) -> None:
-        """Follow the highest term that any server knows of."""
-        for reply in (await look_around(self._transport, self.run, timeout=self._timeout)).values():
+    async def _look(self) -> int:
+        """Follow the highest term that any server knows of; how many say so."""
+        replies = await look_around(self._transport, self.run, timeout=self._timeout)
+        for reply in replies.values():
             self._follow(reply.term)
+        return len(replies)
 
     def _follow(self, term: Term) -> None:
         if self.run.follow(term):

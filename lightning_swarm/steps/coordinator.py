@@ -16,6 +16,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.books import Books, Outcome
 from lightning_swarm.steps.closing import Closer
+from lightning_swarm.steps.ending import dismiss
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
@@ -62,6 +63,7 @@ class Coordinator:
         books: Books | None = None,
     ) -> None:
         timeout = limits.call_timeout
+        self._limits = limits
         self._transport = transport
         self._run = run
         self._events = events
@@ -117,6 +119,7 @@ class Coordinator:
         for trainer in step.missing():
             self._watch.watch(trainer)
         self._finish_if_ready(step)
+        self._spawn(self._end_without_lead())
 
     async def retire(self) -> None:
         """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
@@ -141,6 +144,19 @@ class Coordinator:
         self._snapshots.go_back()
         self._watch.go_back()
         await self.trainers.go_back()
+        self._spawn(self._end_without_lead())
+
+    async def _end_without_lead(self) -> None:
+        """End the run for all, if its lead is gone. Who is not told here is told by the next one to coordinate."""
+        own = self._transport.peer_id
+        if self._run.manifest.lead == own:
+            return
+        silence_s, timeout = self._limits.silence_timeout, self._limits.leave_timeout
+        reason = await self.trainers.lead.until_gone(self._transport, silence_s=silence_s)
+        await self.trainers.fail(reason)
+        others = {*self._run.servers, *self._run.trainers, *self.gate.waiting} - {own}
+        await dismiss(self._transport, others, broken_off=reason, timeout=timeout)
+        await dismiss(self._transport, [own], broken_off=reason, timeout=timeout)  # last: with it ends this role
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         if not self._tasks.is_running:  # a call that waited for something while this role ended

@@ -23,7 +23,8 @@ from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError,
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import DRAIN, JOIN, LEAVE, LISTEN, MEET, READY
+from lightning_swarm.steps import DRAIN, JOIN, LISTEN, MEET, READY
+from lightning_swarm.steps.ending import dismiss
 from lightning_swarm.steps.policy import alone_in, choose_stage, next_rosters
 from lightning_swarm.tasks import ended, gather
 from lightning_swarm.types.joining import (
@@ -105,16 +106,14 @@ class Gate:
         """The members that asked to be let go, the first to ask first."""
         return list(self._leaving)
 
+    @property
+    def waiting(self) -> list[PeerId]:
+        """Who wants to join."""
+        return list(self._waiting)
+
     async def close(self) -> None:
         """The run is over: tell those who did not get in, as far as they can be told."""
-
-        async def tell(peer: PeerId) -> None:
-            try:
-                await self._transport.call(peer, LEAVE, b"", timeout=self._limits.leave_timeout)
-            except SwarmError as error:
-                _log.info("Server %s, which was joining, did not hear of the end: %s", peer, error)
-
-        await gather(tell(peer) for peer in self._waiting)
+        await dismiss(self._transport, self._waiting, timeout=self._limits.leave_timeout)
 
     def go_back(self) -> None:
         """The run entered its next generation: what anyone downloaded is of the old one."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import StepError, SwarmError
+from lightning_swarm.network import Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.policy import OpenStep
 
@@ -101,6 +103,29 @@ class LeadWatch:
                 f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
                 "`Limits.lead_timeout` if what it does between two batches takes longer."
             )
+
+    async def until_gone(self, transport: Transport, *, silence_s: float) -> str:
+        """Wait until nothing was heard of it for its timeout, neither of its loop nor of its process; why to end then.
+
+        One whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was frozen,
+        that time does not count.
+
+        Args:
+            transport: Of who coordinates.
+            silence_s: Seconds between two looks, and for an answer.
+        """
+        lead, silent_s = self._run.manifest.lead, 0.0
+        while True:
+            asked_s = now_s()
+            is_heard = self._heard_s + silence_s > asked_s or await alive_among(transport, [lead], timeout=silence_s)
+            if not is_heard and silent_s >= self._timeout:
+                break
+            await asyncio.sleep(silence_s)
+            silent_s = 0.0 if is_heard else silent_s + min(now_s() - asked_s, 2 * silence_s)
+        return (
+            f"the lead {lead} was not heard of for {self._timeout:g} s, and nobody inherits its loop. Start the run "
+            "again with `ckpt_path`. Raise `Limits.lead_timeout` to wait longer for a lead that may come back."
+        )
 
     async def ask(self, step: int, hyperparameters: list[dict[str, Any]]) -> None:
         """Its loop waits for the record of a step."""

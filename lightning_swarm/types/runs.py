@@ -72,6 +72,12 @@ class RunView(Wire, frozen=True):
     term: Term  # of who coordinates
 
 
+class BrokenOff(Wire, frozen=True):
+    """The run ends without its lead, which would have ended it in order, and without a word."""
+
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
+
+
 class ReleaseRequest(Wire, frozen=True):
     """The run goes back further than its servers can: a server is in no run any more, and waits for the next."""
 

@@ -396,14 +396,21 @@ class FaultySwarm(Swarm):
         if not self.joiners and not self._leavers:
             return
         for name in [one for one in self.servers if one not in self.joiners]:
-            self._live(name)
+            self.live(name)
         await self.books.begun.wait()
         for name in self.joiners:
-            self._live(name)
+            self.live(name)
         for name in self._leavers:
             self.stays[name].leave()
 
-    def _live(self, name: PeerId) -> None:
+    def take_ends(self) -> dict[PeerId, BaseException | None]:
+        """How the lives of servers ended that did, which fails no test any more."""
+        ended = [name for name, life in self._lives.items() if life.done()]
+        return {name: self._lives.pop(name).exception() for name in ended}
+
+    def live(self, name: PeerId) -> None:
+        """Let a server stay in the run as its process would have it."""
+
         async def find() -> Sequence[PeerId]:
             return [*reversed(self.announced), self.manifest.coordinator]
 

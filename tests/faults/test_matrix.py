@@ -51,12 +51,14 @@ def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize("phase", OF_TRAINERS, ids=lambda phase: phase.name)
 def test_the_lead_dies(phase: Phase) -> None:
-    """Nobody inherits its loop: the others end with an error that says so, and what was decided holds."""
+    """Nobody inherits its loop: all the others end with an error that says so, and what was decided holds."""
     plan = FaultPlan()
     Case("kill", LEAD, phase).add_to(plan)
     limits = Limits(call_timeout=30.0, lead_timeout=100.0)
     swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, limits=limits)
     try:
+        for name in swarm.servers:
+            swarm.live(name)
         with pytest.raises(StepError, match=f"the lead {LEAD} was not heard of for 100 s"):
             swarm.train()
         plan.check()
@@ -65,6 +67,11 @@ def test_the_lead_dies(phase: Phase) -> None:
         assert sorted(swarm.books.records) == list(range(swarm.newest + 1))
         assert swarm.newest < swarm.num_steps - 1
         assert swarm.survivors().keys() == swarm.servers.keys()
+        ends = swarm.take_ends()
+        assert ends.keys() == swarm.servers.keys(), "a server stays for ever"
+        for error in ends.values():
+            assert isinstance(error, StepError)
+            assert f"the run is over: the lead {LEAD} was not heard of for 100 s" in str(error)
         swarm.audit_samples()
         swarm.audit_state()
     finally:

@@ -265,6 +265,7 @@ class Swarm:
             state[name] = (
                 None if server.admission._run is None else server.admission._run.view(),
                 server.admission.left.is_set(),
+                str(server.admission.end),
                 stepping.version,
                 stepping.sums.attempt,
                 stepping.rounds._averaged,

@@ -39,6 +39,7 @@ from lightning_swarm.steps import (
     APPLY,
     ARMED,
     AVERAGE,
+    BREAK_OFF,
     DONE,
     DRAIN,
     FENCE,
@@ -93,6 +94,7 @@ from lightning_swarm.types.joining import (
     ReadyRequest,
 )
 from lightning_swarm.types.runs import (
+    BrokenOff,
     Leading,
     Member,
     PullRequest,
@@ -366,6 +368,7 @@ SAMPLES = [
     Sample(STREAM, LOAD, momenta),
     Sample(STREAM, LEND, lent),
     Sample(CALL, LEAVE, lambda _: Message()),
+    Sample(CALL, BREAK_OFF, plain(lambda _: BrokenOff(reason="the lead is gone")), target=B, caller=A),
     Sample(CALL, RELEASE, plain(lambda _: ReleaseRequest(generation=0))),
     Sample(CALL, RESTART, plain(lambda s: RestartRequest(generation=1, first_step=3, selection=other_selection(s)))),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
