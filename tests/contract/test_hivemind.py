@@ -359,7 +359,7 @@ def test_nobody_complains_of_a_way_that_nobody_waits_for_any_more() -> None:
             await gate.wait()
             raise Unreachable(f"{peer} is dead")
 
-        call = asyncio.create_task(calls.Calls(open_stream, asyncio.create_task).ask(PeerId("b"), b""))
+        call = asyncio.create_task(calls.Calls(open_stream, asyncio.create_task, lambda _: 10.0).ask(PeerId("b"), b""))
         await begun.wait()
         call.cancel()
         gate.set()
