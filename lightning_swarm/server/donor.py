@@ -31,6 +31,7 @@ _MAX_PIECE_BYTES: Final = 4 << 20
 _MIN_PIECE_BYTES: Final = 64 << 10
 _IDLE_S: Final = 60.0  # then a download is given up
 _HOLD_S: Final = 20.0
+_CATCH_UP: Final = 4.0  # times as fast as records come, at least
 _CONNECT_TIMEOUT_S: Final = 8.0  # the coordinator asks for a little longer
 
 
@@ -77,6 +78,8 @@ class Donor:
         self._queued: set[PeerId] = set()  # for a place
         self._freed = asyncio.Event()  # a place, perhaps; another event then
         self._throttle = Throttle(limits.max_upload)
+        self._noted_s = 0.0  # when the newest record was applied
+        self._interval_s = 0.0  # between it and the one before
         self._kept: dict[int, tuple[Record, Mapping[int, Tensor]]] = {}  # by step
         transport.handle_call(MEET, self._handle_meet)
         transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
@@ -85,6 +88,8 @@ class Donor:
 
     def note(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """A record was applied here."""
+        at_s = now_s()
+        self._interval_s, self._noted_s = at_s - self._noted_s, at_s
         self._followers = {peer: one for peer, one in self._followers.items() if not one.entered}
         for newcomer in record.newcomers:
             peer = newcomer.member.peer_id
@@ -203,7 +208,11 @@ class Donor:
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
         record, gradients = self._kept[request.version]
         gradient = gradients[stage.index].cpu()
-        self._throttle.charge(gradient.nbytes)  # it is sent at once: who falls behind downloads everything again
+        self._throttle.charge(gradient.nbytes)  # before any download: who falls behind begins that again
+        if request.version + 1 < self._stepping.version:
+            # Many records one right after the other would fill the line before activations.
+            at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
+            await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
         return Message(encode(NextReply(record=record)), (gradient,))
 
     async def _place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:

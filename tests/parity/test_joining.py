@@ -186,12 +186,13 @@ def uplinks(bytes_per_s: float) -> Callable[[InMemoryStrategy], None]:
     return prepare
 
 
-def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", [10, 20])
+def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     """No step takes much longer while they come than when they are there, for then it takes twelve to average."""
     monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)  # the model is small, too
     line = 1_000_000.0
     joining = Timed(count=10, prepare=uplinks(line))
-    run = swarm(joining, limits=Limits(max_upload=int(line / 10)), max_steps=40)
+    run = swarm(joining, limits=Limits(max_upload=int(line / share)), max_steps=40)
     assert len(joining.entered_at) == 10
     last = joining.entered_at[-1]
     assert last < 20
