@@ -148,9 +148,11 @@ def _check_options(argv: list[str], run: Any) -> None:
     path = [str(Path(argv[0]).resolve().parent), *sys.path]
     with (
         mock.patch.object(sys, "argv", argv),
+        mock.patch.dict(sys.modules),
         mock.patch.object(sys, "path", path),
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
     ):
+        sys.modules.pop(argv[0], None)  # a program is not what other tests may have imported
         try:
             run()
         except _ParsedError:
