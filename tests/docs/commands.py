@@ -148,17 +148,19 @@ def _check_options(argv: list[str], run: Any) -> None:
     path = [str(Path(argv[0]).resolve().parent), *sys.path]
     with (
         mock.patch.object(sys, "argv", argv),
-        mock.patch.dict(sys.modules),
         mock.patch.object(sys, "path", path),
         mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop),
     ):
-        sys.modules.pop(argv[0], None)  # a program is not what other tests may have imported
+        imported = sys.modules.pop(argv[0], None)  # by other tests; it runs afresh here
         try:
             run()
         except _ParsedError:
             return
         except SystemExit as error:
             raise NotUnderstood(f"{shlex.join(argv)}: its parser refuses that") from error
+        finally:
+            if imported is not None:
+                sys.modules[argv[0]] = imported
     raise NotUnderstood(f"{argv[0]} reads no options")
 
 
