@@ -156,7 +156,8 @@ class Proposer:
                 break
             if ballot.lost or ballot.rival is not None:
                 # Who has promised a higher term may be who is missing, and comes back to no lower one.
-                raise NotCoordinator(f"step {step} is decided under another term than {self.term}: {ballot.rival}")
+                rival = "another one" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
+                raise NotCoordinator(f"step {step} is not for the term {self.term} to decide, but for {rival}")
             if now_s() >= deadline_s:
                 raise StepError(
                     f"step {step}: a majority of its voters {[one.peer_id for one in ballot.voters]} must have {what} "

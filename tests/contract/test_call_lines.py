@@ -115,24 +115,6 @@ def test_an_opening_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
     run(go)
 
 
-def test_an_opening_that_fails_when_nobody_waits_any_more_is_no_complaint() -> None:
-    fails = asyncio.Event()
-
-    async def refuse(peer: PeerId) -> Stream:
-        await fails.wait()
-        raise Unreachable("Cannot open it.")
-
-    async def go(tasks: Tasks) -> None:
-        caller = Calls(refuse, tasks.spawn, patient)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(SHORT_S):
-                await caller.ask(PEER, request(1))
-        fails.set()
-        await asyncio.wait(tasks.all)
-
-    run(go)
-
-
 @pytest.mark.parametrize("fast", [False, True], ids=["asyncio", "uvloop"])
 def test_a_call_given_up_as_its_stream_closes_is_only_cancelled(fast: bool) -> None:
     async def go(tasks: Tasks) -> None:
