@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_swarm.averaging import butterfly
 from lightning_swarm.pipeline.passage import Passage, replay
-from lightning_swarm.server import stepping
+from lightning_swarm.server import rounds
 from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import sums
@@ -172,7 +172,7 @@ def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatc
         rounded.append(float((half - vector).abs().max()))
         return await average(half, total_weight, **rest)
 
-    monkeypatch.setattr(stepping, "average", coarse)
+    monkeypatch.setattr(rounds, "average", coarse)
     swarm = train()
     assert max(rounded) > 0.0
     assert_seen(swarm, plain)

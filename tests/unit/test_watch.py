@@ -419,13 +419,13 @@ def test_a_fence_ends_what_is_under_way_and_refuses_what_comes(make_swarm: MakeS
         )
         await asyncio.sleep(1.0)
         assert run.servers[A].calls.under_way
-        assert run.servers[B].cache.used_bytes
+        assert run.servers[B].calls.cache.used_bytes
         run.network.kill(OTHER)
         with pytest.raises(LeaseRevoked):
             await waiting
         assert run.loop.time() < 10.0
         assert not run.servers[A].calls.under_way
-        assert not run.servers[A].cache.used_bytes
-        assert not run.servers[B].cache.used_bytes
+        assert not run.servers[A].calls.cache.used_bytes
+        assert not run.servers[B].calls.cache.used_bytes
 
     run.swarm.run(go())
