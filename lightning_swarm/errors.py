@@ -8,6 +8,7 @@
     ├── StageError           the user's own blocks (or a gradient through them) raised on a peer
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   ├── StageLost        nobody was left of a stage, for too long
+    │   ├── TrainerFailed    a trainer's own code raised: the run ends for all
     │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
     │   └── WentBack         the lead goes back with the run, and with it this trainer
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
@@ -48,6 +49,10 @@ class StepError(SwarmError):
 
 class StageLost(StepError):
     """Nobody is left of a stage, for as long as the swarm may wait. The run goes on from a checkpoint."""
+
+
+class TrainerFailed(StepError):
+    """A trainer's own code raised, and the run ends for all, as it would on one machine."""
 
 
 class LeftOut(StepError):
@@ -119,6 +124,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         StageError,
         StepError,
         StageLost,
+        TrainerFailed,
         LeaseRevoked,
         RunOver,
         PeerError,

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_swarm.assembly import Peer
-from lightning_swarm.errors import StageLost, SwarmError
+from lightning_swarm.errors import StageLost, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back.place import DataPlace, RandomState, random_state
 from lightning_swarm.going_back.states import Between, Counts, LoopStates, restore_metrics
@@ -190,12 +190,14 @@ class WayBack:
     def find(self, trainer: Trainer, peer: Peer, error: SwarmError) -> Goal | None:
         """At the lead: where to go on after an error. None: nowhere; for want of a snapshot, the error gets a note.
 
+        A trainer's own error is nothing to go back from: it would be hidden, and raised again perhaps.
+
         Args:
             trainer: The lead's.
             peer: Its own.
             error: What broke the run off.
         """
-        if self.states is None and self._goal is None:
+        if isinstance(error, TrainerFailed) or (self.states is None and self._goal is None):
             return None
         try:
             if peer.run is not None:  # else it was to go on from the goal, and did not come to begin

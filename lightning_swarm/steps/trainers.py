@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError, TrainerFailed
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
@@ -305,7 +305,7 @@ class Trainers:
         request = decode(body, Quit)
         if caller == self._run.manifest.lead:
             raise ProtocolError("the lead ends the run by dismissing the others")
-        await self.fail(f"trainer {caller} ended, and its server with it: {request.reason}")
+        await self.fail(f"trainer {caller} ended, and its server with it: {request.reason}", TrainerFailed)
         return b""
 
     async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
