@@ -17,7 +17,7 @@ TEXT = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
 def test_words_are_those_of_the_code() -> None:
     table = TEXT.partition("The words in `code` are events")[0]
     named = set(re.findall(r"`([a-z_]+)`", table))
-    assert named - set(EVENT_KINDS) <= {"training_step", "ckpt_path", "serve"}
+    assert named - set(EVENT_KINDS) <= {"training_step", "ckpt_path", "serve", "fit"}
     assert {*re.findall(r"`Limits\.(\w+)`", TEXT)} <= {*Limits.__dataclass_fields__}
     methods = {*re.findall(r"^\| `(\w+)\(", TEXT, flags=re.MULTILINE)}
     assert methods == {*get_args(Kind)} <= {*vars(FaultPlan)}
