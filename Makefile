@@ -65,7 +65,7 @@ docs: $(STAMP) ## build the documentation into runs/docs
 	@echo "== docs"
 	@$(BIN)/sphinx-build -q -W --keep-going -d $(CACHE)/sphinx docs runs/docs
 
-# Those that together take less than 20 minutes.
+# Those that are to take less than 20 minutes together.
 BENCHMARKS := throughput streaming allreduce hops steps startup recovery overhead
 
 bench: $(STAMP) ## run the benchmarks; one of them: .venv/bin/python -m benchmarks.recovery
