@@ -24,7 +24,7 @@ demo: $(STAMP) ## train a small GPT on four local peers, of which one is killed,
 # One thread per process: where several peers share the cores, threads that outnumber them wait for each other.
 test: $(STAMP) ## run the tests; some of them: make test ARGS="-n 0 tests/unit -k router"
 	@echo "== test"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -o cache_dir=$(CACHE)/pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -o cache_dir=$(CACHE)/pytest $(ARGS)
 
 # Each Lightning lies over the installed one. docs/versions.md says which failures are Lightning's own.
 LIGHTNINGS := 2.5.0 2.5.6 2.6.0

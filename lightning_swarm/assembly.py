@@ -262,7 +262,14 @@ class Peer:
     ) -> UntilOver:
         """Without `back` at the lead, which is told by nobody to go back, but may be told that it came too late."""
         back = back or asyncio.Event()
-        return UntilOver(self.runtime, admission.left, back, end=lambda: admission.end, grace_s=grace_s)
+        return UntilOver(
+            self.runtime,
+            admission.left,
+            back,
+            end=lambda: admission.end,
+            deaf=lambda: self.transport.closed,
+            grace_s=grace_s,
+        )
 
     async def _until_dismissed(self) -> None:
         assert self.server is not None

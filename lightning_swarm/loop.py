@@ -263,21 +263,24 @@ class SwarmOptimization:
 
     def _count(self, optimizer: Optimizer) -> None:
         """A record was applied."""
+        if self.stepped:
+            self._log_step()
         self._move_schedulers(optimizer, int(self.stepped))
         self._num_moved -= self.stepped
         self._lightning.optim_progress.optimizer.step.increment_completed()
+        heard = self._session.take(self._version)
         self._version += 1
         self.pending_samples = 0
         self._through = {}
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        record = self._session.newest_record
-        self._logs.decide(self._session.take_logs(), self._session.take_metrics())
+        self._logs.decide(heard.logs if heard else (), heard.metrics if heard else ())
         if self._session.is_lead:
             self._log_events()
-        if record is None:  # it came before the run went back to what it made; the next one says as much
+        if heard is None:  # a later one says as much
             return
+        record = heard.record
         if not self._session.is_lead:
             for group, values in zip(optimizer.param_groups, record.hyperparameters, strict=True):
                 set_hyperparameters(group, values)
@@ -300,6 +303,13 @@ class SwarmOptimization:
         if not saved:
             return "No checkpoint was saved in this run. Add a ModelCheckpoint, so that there is one to resume from."
         return f"Start a swarm again with `trainer.fit(..., ckpt_path={saved[0]!r})`."
+
+    def _log_step(self) -> None:
+        """Of a step that is not the last one in this batch, what all trainers share: Lightning logs once a batch."""
+        connector = self.trainer._logger_connector
+        if self._session.is_lead and connector.should_update_logs:
+            connector.log_metrics(self._logs.of_step)
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
 
     def _log_events(self) -> None:
         """In the Trainer's loggers, where there is something to say: a quiet run logs what a plain one does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
@@ -10,14 +10,25 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_swarm.errors import ConfigError, ProtocolError
-from lightning_swarm.metric_states import Contents, check_metric, computed_of, pack, put, take, together, unpack
+from lightning_swarm.metric_states import (
+    Contents,
+    check_metric,
+    computed_of,
+    has_value,
+    pack,
+    put,
+    take,
+    together,
+    unpack,
+)
 from lightning_swarm.steps.client import Metrics
 from lightning_swarm.types.batches import MAX_LOGS, MetricState
 
 _NOTHING = Contents(0, {})
 
-PendingMetrics: TypeAlias = tuple[Collection[str], Mapping[int, Sequence[tuple[str, Contents]]]]
-"""The names of metrics that are followed, and what the lead's own batches in the open step added, by their leases."""
+PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, Contents]]]]
+"""Which metrics are followed, and whether they have a value for each batch; and what the lead's own batches in the open
+step added, by their leases."""
 
 
 class SharedMetrics:
@@ -36,6 +47,7 @@ class SharedMetrics:
         self._results = results
         self._max_bytes = max_bytes
         self._metrics: dict[str, Metric] = {}
+        self._with_values: set[str] = set()  # those that have one for each batch, by their `forward`
         self._before: dict[str, Contents] | None = None  # what they held before the batch in hand
         self._lease = 0  # of the batch in hand
         self._step: dict[int, list[tuple[str, Contents]]] = {}  # of the lead's own batches in the open step
@@ -44,7 +56,9 @@ class SharedMetrics:
 
     def follow(self, metric: Metric) -> None:
         """It was logged. With it go those that share its states."""
-        if any(one is metric for one in self._metrics.values()):
+        known = next((name for name, one in self._metrics.items() if one is metric), None)
+        if known is not None:
+            self._with_values |= {known} if has_value(metric) else set()
             return
         names = {id(one): name for name, one in self._module.named_modules() if isinstance(one, Metric)}
         if id(metric) not in names:
@@ -57,6 +71,8 @@ class SharedMetrics:
             if name not in self._metrics:
                 check_metric(name, one)
                 self._metrics[name] = one
+            if has_value(one):
+                self._with_values.add(name)
         if len(self._metrics) > MAX_LOGS:
             raise ConfigError(
                 f"`sync_dist=True` takes at most {MAX_LOGS} metrics, got {len(self._metrics)}. Log fewer with it."
@@ -109,13 +125,14 @@ class SharedMetrics:
     @property
     def pending(self) -> PendingMetrics:
         """Between two batches."""
-        return list(self._metrics), dict(self._step)
+        return {name: name in self._with_values for name in self._metrics}, dict(self._step)
 
     def recall(self, pending: PendingMetrics) -> None:
         """Be as it was then; what the metrics hold is somebody else's to restore."""
         names, self._step = pending[0], {lease: list(added) for lease, added in pending[1].items()}
         modules = dict(self._module.named_modules())
         self._metrics = {name: one for name in names if isinstance(one := modules.get(name), Metric)}
+        self._with_values = {name for name, has_values in names.items() if has_values}
 
     def decide(self, others: Sequence[Metrics]) -> None:
         """At the lead: a record came, with what others' batches in it added."""
@@ -142,17 +159,28 @@ class SharedMetrics:
         if self._before is not None:  # the batch in hand failed
             self.end(counts=False)
         others, self._others = self._others, []
-        decided, self._decided = self._decided, []
         for name, contents in others:
             metric = self._metrics[name]
             put(metric, together(metric, take(metric), contents))
-        names = {id(metric): name for name, metric in self._metrics.items()}
+        names = {id(self._metrics[name]) for name, _ in others}
         for key, entry in self._results.items():
-            if entry.is_tensor or id(entry.value) not in names:
-                continue
-            name = names[id(entry.value)]
-            if any(one == name for one, _ in others):
+            if not entry.is_tensor and id(entry.value) in names:
                 self._results.update_metrics(key, entry.value, 1)
-            parts = [contents for one, contents in decided if one == name]
-            if parts and entry.meta.on_step and entry._forward_cache is not None:
-                entry._forward_cache = computed_of(entry.value, reduce(partial(together, entry.value), parts))
+        for entry, value in self._of_step():
+            entry._forward_cache, entry.has_reset = value, False
+        self._decided = []
+
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """At the lead, what all batches of the newest step make, by the names of a logger's line."""
+        return {entry.meta.forked_name(on_step=True): value for entry, value in self._of_step() if entry.meta.logger}
+
+    def _of_step(self) -> Iterator[tuple[Any, Any]]:
+        """Lightning's entries that have a value for each step, with that of the newest one."""
+        names = {id(metric): name for name, metric in self._metrics.items() if name in self._with_values}
+        for entry in self._results.values():
+            if entry.is_tensor or not entry.meta.on_step:
+                continue
+            parts = [contents for name, contents in self._decided if name == names.get(id(entry.value))]
+            if parts:
+                yield entry, computed_of(entry.value, reduce(partial(together, entry.value), parts))

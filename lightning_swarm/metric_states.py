@@ -69,6 +69,12 @@ def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
+def has_value(metric: Metric) -> bool:
+    """Whether its last batch was taken in by `forward`, which computes that batch's own value."""
+    value: object = metric._forward_cache
+    return value is not None
+
+
 def take(metric: Metric) -> Contents:
     """Take out what is in `metric`, and leave it as if it were new, but for the value of its last `forward`."""
     contents = Contents(metric._update_count, {name: getattr(metric, name) for name in metric._defaults})

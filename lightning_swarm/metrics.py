@@ -109,6 +109,16 @@ class SharedLogs:
         own = [one for logs in self._step.values() for one in logs]
         self._decided, self._step = fold([*own, *others]), {}
 
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """At the lead, what all batches of the newest step make, by the names of a logger's line."""
+        logs = {
+            f"{one.name}_step" if one.on_epoch else one.name: one.value  # as Lightning calls it
+            for one in self._decided
+            if one.on_step and one.logger
+        }
+        return logs | self._metrics.of_step
+
     def replay(self) -> None:
         """At the lead, after its own batch and before Lightning logs the step: take in what others logged."""
         self._metrics.replay()

@@ -133,6 +133,7 @@ class UntilOver(_Within):
         runtime: Whose loop it is.
         over: Set when the run has ended.
         end: What to raise then.
+        deaf: Whether nothing can be told here any more.
         back: Set when it is void, and goes on from an earlier step.
         grace_s: Other peers that leave may be noticed before the end is told: seconds to wait for it then.
     """
@@ -144,11 +145,13 @@ class UntilOver(_Within):
         back: asyncio.Event,
         *,
         end: Callable[[], SwarmError],
+        deaf: Callable[[], bool],
         grace_s: float,
     ) -> None:
         super().__init__(runtime)
         self._over = over
         self._end = end
+        self._deaf = deaf
         self._back = back
         self._grace_s = grace_s
 
@@ -159,7 +162,7 @@ class UntilOver(_Within):
         back = asyncio.ensure_future(self._back.wait())
         try:
             await asyncio.wait({task, over, back}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and isinstance(task.exception(), PeerError):
+            if task.done() and isinstance(task.exception(), PeerError) and not self._deaf():
                 await asyncio.wait({over, back}, timeout=self._grace_s, return_when=asyncio.FIRST_COMPLETED)
             if over.done():
                 raise self._end()

@@ -15,7 +15,7 @@ from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
-from lightning_swarm.steps.client import Metrics, StepClient
+from lightning_swarm.steps.client import Heard, Metrics, StepClient
 from lightning_swarm.types.batches import Grant, Logged
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.events import EventKind
@@ -31,16 +31,12 @@ class News:
 
     Args:
         version: Of the weights in whose step that is.
-        record: The newest; None: there was none.
-        logs: At the lead, what other trainers logged of the batches that new records count.
-        metrics: Likewise, what they added to metrics.
+        heard: The records that came, the oldest first.
         lost: Batches that were through before it, by their leases, and that their steps do not count all the same.
     """
 
     version: int
-    record: Record | None = None
-    logs: Sequence[Logged] = ()
-    metrics: Sequence[Metrics] = ()
+    heard: Sequence[Heard] = ()
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
@@ -208,28 +204,28 @@ class Session:
 
     @property
     def news(self) -> News:
-        """Since `take_logs` and `take_metrics`."""
-        steps = self._steps
-        return News(steps.version, steps.newest, list(steps.logs), list(steps.metrics))
+        """Of records that were not taken."""
+        return News(self._steps.version, list(self._steps.heard))
 
     def recall(self, news: News) -> None:
         """Have heard of this already when the run goes on."""
-        self._steps.newest, self._steps.logs, self._steps.metrics = news.record, list(news.logs), list(news.metrics)
+        self._steps.heard = list(news.heard)
+        self._steps.newest = news.heard[-1].record if news.heard else None
 
     def take_lost(self) -> list[int]:
         """Leases of batches that were through, and that their steps do not count: they may run again."""
         lost, self._steps.lost = self._steps.lost, []
         return lost
 
-    def take_logs(self) -> list[Logged]:
-        """At the lead: what other trainers logged of the batches that new records count, folded step by step."""
-        logs, self._steps.logs = self._steps.logs, []
-        return logs
+    def take(self, step: int) -> Heard | None:
+        """A step's record; None: this trainer was busy elsewhere when it came, and has heard of a later one only.
 
-    def take_metrics(self) -> list[Metrics]:
-        """At the lead: what their batches added to metrics, batch by batch."""
-        metrics, self._steps.metrics = self._steps.metrics, []
-        return metrics
+        The lead hears of each.
+        """
+        steps = self._steps
+        found = next((one for one in steps.heard if one.record.step == step), None)
+        steps.heard = [one for one in steps.heard if one.record.step > step]
+        return found
 
     def take_events(self) -> dict[EventKind, int]:
         """At the lead: what was noted since this was asked last, here and at the coordinator, and how often."""

@@ -13,6 +13,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
@@ -79,6 +80,21 @@ Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
 """What a batch added to metrics: each one's states, and the tensors of all of them."""
 
 
+@dataclass(frozen=True)
+class Heard:
+    """A record, and what comes with it for the lead.
+
+    Args:
+        record: That this trainer waited for.
+        logs: What other trainers logged of the batches that it counts.
+        metrics: Likewise, what these added to torchmetrics objects.
+    """
+
+    record: Record
+    logs: Sequence[Logged] = ()
+    metrics: Sequence[Metrics] = ()
+
+
 class StepClient:
     """Talks to the coordinator.
 
@@ -91,10 +107,9 @@ class StepClient:
         alone_s: At the lead: seconds without an answer of any other peer, when the others have ended the run.
 
     Attributes:
-        newest: The newest record that this trainer knows of.
-        logs: What other trainers logged of the batches in records that came since these were taken; for the lead.
-        metrics: Likewise, what their batches added to torchmetrics objects.
-        events: Likewise, what the coordinator noted, if it is another peer.
+        newest: The newest record that this trainer waited for.
+        heard: Those that came since these were taken, the oldest first.
+        events: What the coordinator noted since these were taken, if it is another peer; for the lead.
         lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
             again takes them from here.
         hyperparameters: At the lead: tells with which ones to step.
@@ -121,8 +136,7 @@ class StepClient:
         self._on_record = on_record
         self.run = run
         self.newest: Record | None = None
-        self.logs: list[Logged] = []
-        self.metrics: list[Metrics] = []
+        self.heard: list[Heard] = []
         self.events: Counter[EventKind] = Counter()
         self.lost: list[int] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
@@ -142,7 +156,7 @@ class StepClient:
     def go_back(self, request: RestartRequest) -> None:
         """Take part in the run's next generation."""
         self.run.go_back(request)
-        self.newest, self.logs, self.metrics, self.lost = None, [], [], []
+        self.newest, self.heard, self.lost = None, [], []
         self._journal = Journal()
 
     async def select(self, selection: Selection) -> None:
@@ -208,15 +222,15 @@ class StepClient:
         self._journal.measured(self.version, lease, message)
         await self._repeat(METRICS, partial(self._stream, METRICS, message, max_bytes=0))
 
-    async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
+    async def _take_metrics(self, step: int, first: int) -> Metrics | None:
         """What one batch added, if who coordinates has it: it may have come to do so since that was said."""
         request = Message(encode(MetricsRequest(generation=self.run.manifest.generation, step=step, first=first)))
         take = partial(self._stream, TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         message = await self._repeat(TAKE_METRICS, take)
         if not message.body:
             _log.warning("What the batch at position %d of step %d added to metrics is lost.", first, step)
-            return []
-        return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
+            return None
+        return decode(message.body, BatchMetrics).metrics, message.tensors
 
     async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
         """From now on the batch counts without this trainer, too. See `BatchArmed` for the arguments.
@@ -309,10 +323,10 @@ class StepClient:
                     lost, unknown = self._journal.decided(reply.record.step, counted)
                     self._lose(lost)
                     await self._confirm(unknown)
-                    self.logs += reply.logs
                     self.events.update(reply.events)
-                    for first in reply.measured:
-                        self.metrics += await self._take_metrics(reply.record.step, first)
+                    taken = [await self._take_metrics(reply.record.step, first) for first in reply.measured]
+                    metrics = [one for one in taken if one is not None]
+                    self.heard.append(Heard(reply.record, reply.logs, metrics))
                 return reply.record
             if not reply.closing:
                 self._journal.reopened()

@@ -129,6 +129,7 @@ class Faulty(DigitsMLP):
         self.where = where
         self.fault = fault
         self.places: list[Any] = []  # of the victim's third batch
+        self.is_in_it = False  # and not in one before it that runs again
         self.num_samples = SumMetric() if tracks else None
 
     def at(self, where: str) -> None:
@@ -140,13 +141,9 @@ class Faulty(DigitsMLP):
 
         self.seen.runtime.run(act())
 
-    @property
-    def is_in_it(self) -> bool:
-        trainer = self.trainer
-        return (trainer.global_rank, trainer.current_epoch, trainer.fit_loop.batch_idx) == (RANK, 0, BATCH)
-
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.is_in_it = (self.trainer.global_rank, self.trainer.current_epoch, batch_idx) == (RANK, 0, BATCH)
         if self.is_in_it:
             self.places.append(place_of(self))
         self.at("before forward")
@@ -317,7 +314,8 @@ def test_the_others_go_on_without_a_trainer_that_is_killed(where: str) -> None:
     assert_right(seen, lead)
     assert sum(lead.lines.column("swarm/gone")) >= 1.0
     if where != "after backward":  # then it may be armed, and need its trainer no more
-        assert lead.lines.column("swarm/strike") == [1.0]
+        # And perhaps one before it in the same step, which its server had added.
+        assert sum(lead.lines.column("swarm/strike")) >= 1.0
     assert lead.lines.column("swarm/peers")[-1] == 3.0
 
 

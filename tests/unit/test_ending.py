@@ -219,7 +219,12 @@ def test_a_trainers_loop_ends_with_the_error(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     admission = swarm.servers[B].admission
     runtime = UntilOver(
-        InlineRuntime(swarm.loop), admission.left, admission.released, end=lambda: admission.end, grace_s=0.0
+        InlineRuntime(swarm.loop),
+        admission.left,
+        admission.released,
+        deaf=lambda: False,
+        end=lambda: admission.end,
+        grace_s=0.0,
     )
     swarm.network.kill(LEAD)
     with pytest.raises(StepError, match=WHY):

@@ -289,7 +289,7 @@ def test_who_lost_the_voters_promise_decides_nothing(loop: VirtualLoop) -> None:
     election.begin(election.proposer)
     rival = election.proposes(RIVAL, (2, RIVAL, 0))
     assert election.begin(rival) is None
-    with pytest.raises(NotCoordinator, match="another term"):
+    with pytest.raises(NotCoordinator, match="which a voter has promised"):
         election.decide(record())
     election.decide(record(clip_factor=0.5), rival)
     with pytest.raises(NotCoordinator):

@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py")
+"""The files that take longest. Of two workers one begins with the first and the third, whose peers are processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where files are dealt out, have nobody begin a long one when the others are through."""
+    folder = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(folder).as_posix()
+        return _FIRST.index(name) if name in _FIRST else len(_FIRST)
+
+    items.sort(key=place)
