@@ -51,7 +51,11 @@ def test_by_metric(tmp_path: Path) -> None:
     assert float(swarm.best_model_score) == approx(float(plain.best_model_score))
 
 
-@feature("`ModelCheckpoint(every_n_train_steps=...)`", WORKS, "in the swarm's steps; none is passed over")
+@feature(
+    "`ModelCheckpoint(every_n_train_steps=...)`",
+    WORKS,
+    "in the swarm's steps; with several trainers, those that end with the lead's batch",
+)
 def test_every_n_steps(tmp_path: Path) -> None:
     save = {"filename": "{step}", "every_n_train_steps": 3, "save_top_k": -1}
     assert saved(tmp_path, save=save, max_steps=STEPS)[1] == ["step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]

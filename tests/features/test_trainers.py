@@ -158,6 +158,11 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_logged(*train_logged())
 
 
+@feature(
+    "`Trainer(log_every_n_steps=...)`",
+    WORKS,
+    "in the swarm's steps, whoever brought their batches; none is passed over",
+)
 def test_each_step_is_logged_once_where_the_lead_passes_several() -> None:
     """Each batch is a step, so it passes that of the other trainer while it waits for a place."""
     seen, lines = train_logged(target_batch_size=4)
