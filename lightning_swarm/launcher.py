@@ -34,6 +34,7 @@ from lightning_swarm.assembly import Peer, hivemind_peer
 from lightning_swarm.config import Preemption, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS, framework_of
+from lightning_swarm.logs import follow_environment
 from lightning_swarm.network.addresses import Address, Place, widest
 from lightning_swarm.rules import check_data_module
 from lightning_swarm.signals import leaving_on_signals
@@ -122,6 +123,7 @@ class SwarmLauncher(_Launcher):
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         SwarmLauncher.launched = True
+        follow_environment()
         self._strategy.config = _from_environment(self._strategy.config, self.local_rank)
         if self._strategy.config.only_serves:
             self._serve(trainer, (*args, *kwargs.values()))
@@ -183,7 +185,7 @@ class SwarmLauncher(_Launcher):
         except SystemExit as told:  # by a second signal
             code = told.code if isinstance(told.code, int) else 1
         except SwarmError as error:
-            print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - its last word
+            _log.error("This peer ends: %s: %s", type(error).__name__, error)
             code = 1
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()
@@ -197,7 +199,7 @@ class SwarmLauncher(_Launcher):
 
     def _leave(self, reason: str) -> None:
         """At a server: leave the run, and have this machine's other servers leave it."""
-        print(f"lightning_swarm: {reason}: leaving. Once more, and it ends at once.", file=sys.stderr)  # noqa: T201
+        _log.warning("%s: leaving. Once more, and it ends at once.", reason)
         self._leaves = True
         for child in self._children:
             child.terminate()

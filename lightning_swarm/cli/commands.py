@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from lightning_swarm.cli import joining, watching
 from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
 from lightning_swarm.doctor import Finding
 from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.logs import LOG, follow_environment
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.survey.policy import table
 
@@ -27,6 +29,8 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
     lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+
+With -v before the command, more of what happens is said on stderr; with -vv, all.
 """
 
 _DOCTOR: Final = """\
@@ -58,9 +62,15 @@ _EXPORT: Final = """\
 """
 
 
+_LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
+
+
 def main() -> int:
     """Run the command line. Returns the exit status."""
     try:
+        if sys.argv[1:] and sys.argv[1] in _LEVELS:
+            os.environ[LOG] = _LEVELS[sys.argv.pop(1)]
+        follow_environment()
         return _chosen(sys.argv[1:] or ["--help"])()
     except ConfigError as error:
         return _complain(error, 2)

@@ -196,6 +196,7 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
         mock.patch.object(sys, "path", [*sys.path]),
         mock.patch.dict(sys.modules, {"my_project": my_project, "my_project.train": ModuleType("train")}),
         mock.patch.object(commands, "_run", run),
+        mock.patch.object(commands, "follow_environment"),
         mock.patch.object(SwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(OtherSwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(_bootstrap, "run", told.append),
