@@ -1,7 +1,8 @@
 """Tickets: tensors that a peer holds or will hold, and that others wait for and fetch.
 
-A producer promises a name and fulfils it later; a consumer waits (a small long poll that holds no stream) and
-fetches when told. Asking before the promise is fine: calls of one microbatch are sent to all stages at once.
+A producer promises a name and fulfils it later; a consumer waits (a small long poll that holds no stream). Small
+tensors come with what it is told, others it fetches then. Asking before the promise is fine: calls of one microbatch
+are sent to all stages at once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from dataclasses import dataclass, field
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
 from lightning_swarm.types.calls import Ticket, TicketName
-from lightning_swarm.types.wire import Seconds, Wire, decode, encode
+from lightning_swarm.types.wire import Count, Seconds, Wire, decode, encode
 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
@@ -28,6 +29,7 @@ class WaitRequest(Wire, frozen=True):
 
     name: TicketName
     hold_s: Seconds
+    take_bytes: Count | None = None  # send it along if it has no more; None: it is not wanted
 
 
 class WaitReply(Wire, frozen=True):
@@ -35,6 +37,7 @@ class WaitReply(Wire, frozen=True):
 
     ready: bool
     report: bytes = b""
+    taken: bytes | None = None  # the body of the tensors that come with this; None: none do
 
 
 class FetchRequest(Wire, frozen=True):
@@ -54,6 +57,11 @@ class _Entry:
     waiting: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors that are there, and of what goes with them."""
+        return 0 if self.message is None else self.message.num_tensor_bytes + len(self.message.body)
+
 
 class TicketStore:
     """The tensors that this peer holds for others, and its way to those of others."""
@@ -62,7 +70,7 @@ class TicketStore:
         self._transport = transport
         self._max_bytes = max_bytes
         self._entries: dict[str, _Entry] = {}
-        transport.handle_call(WAIT_METHOD, self._handle_wait)
+        transport.handle_stream(WAIT_METHOD, self._handle_wait, max_bytes=0)
         transport.handle_stream(FETCH_METHOD, self._handle_fetch, max_bytes=0)
 
     # ------------------------------------------------------------------ the producer's side
@@ -143,22 +151,30 @@ class TicketStore:
         """
         if ticket.peer_id == self._transport.peer_id:
             return (await self._ready(ticket.name, timeout)).report
+        return (await self._wait(ticket, None, timeout))[0].report
+
+    async def _wait(self, ticket: Ticket, take_bytes: int | None, timeout: float) -> tuple[WaitReply, Message]:
+        """What another peer says when the tensor exists, and the tensor if it is small enough to be taken along."""
         deadline = now_s() + timeout
         while (left_s := deadline - now_s()) > 0:
             hold_s = min(left_s, _HOLD_S)
-            request = encode(WaitRequest(name=ticket.name, hold_s=hold_s))
+            request = Message(encode(WaitRequest(name=ticket.name, hold_s=hold_s, take_bytes=take_bytes)))
             lost_s = now_s() + hold_s + _REPLY_MARGIN_S
             try:
-                body = await self._transport.call(
-                    ticket.peer_id, WAIT_METHOD, request, timeout=hold_s + _REPLY_MARGIN_S
+                answer = await self._transport.stream(
+                    ticket.peer_id,
+                    WAIT_METHOD,
+                    request,
+                    timeout=hold_s + _REPLY_MARGIN_S,
+                    max_bytes=take_bytes or 0,
                 )
             except DeadlineExceeded:
                 if now_s() < lost_s:
                     raise  # it is what the tensor failed with
                 continue  # it lives, or the call would have ended otherwise: the question or the answer was lost
-            reply = decode(body, WaitReply)
+            reply = decode(answer.body, WaitReply)
             if reply.ready:
-                return reply.report
+                return reply, Message(reply.taken or b"", answer.tensors)
         raise DeadlineExceeded(f"{ticket.name} did not appear at {ticket.peer_id} within {timeout:g} s")
 
     async def fetch(self, ticket: Ticket, *, timeout: float) -> Message:
@@ -166,7 +182,9 @@ class TicketStore:
         if ticket.peer_id == self._transport.peer_id:
             entry = await self._ready(ticket.name, timeout)
             return self._take(ticket.name, entry)
-        await self.wait(ticket, timeout=timeout)
+        reply, message = await self._wait(ticket, min(SMALL_BYTES, self._max_bytes), timeout)
+        if reply.taken is not None:
+            return message
         request = Message(encode(FetchRequest(name=ticket.name)))
         return await self._transport.stream(
             ticket.peer_id, FETCH_METHOD, request, timeout=timeout, max_bytes=self._max_bytes
@@ -174,13 +192,16 @@ class TicketStore:
 
     # ------------------------------------------------------------------ answering
 
-    async def _handle_wait(self, caller: PeerId, body: bytes) -> bytes:
-        request = decode(body, WaitRequest)
+    async def _handle_wait(self, caller: PeerId, message: Message) -> Message:
+        request = decode(message.body, WaitRequest)
         try:
             entry = await self._ready(request.name, min(request.hold_s, _HOLD_S))
         except DeadlineExceeded:
-            return encode(WaitReply(ready=False))
-        return encode(WaitReply(ready=True, report=entry.report))
+            return Message(encode(WaitReply(ready=False)))
+        if request.take_bytes is None or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
+            return Message(encode(WaitReply(ready=True, report=entry.report)))
+        taken = self._take(request.name, entry)
+        return Message(encode(WaitReply(ready=True, report=entry.report, taken=taken.body)), taken.tensors)
 
     async def _handle_fetch(self, caller: PeerId, message: Message) -> Message:
         name = decode(message.body, FetchRequest).name

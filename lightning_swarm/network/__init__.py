@@ -20,6 +20,9 @@ PeerId = NewType("PeerId", str)
 MAX_CALL_BYTES = 1 << 20
 """Longest body of a call or of its answer: they share a stream, and a long one would hold up the others."""
 
+SMALL_BYTES = 64 << 10
+"""Most tensor bytes that travel beside calls, on the stream that these share: more of it would hold them up."""
+
 MAX_STREAM_BYTES = 8 << 30
 """Default cap on all tensors of one message. Checked before memory is allocated."""
 
@@ -35,6 +38,11 @@ class Message:
 
     body: bytes = b""
     tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
 
 CallHandler = Callable[[PeerId, bytes], Awaitable[bytes]]
@@ -109,7 +117,8 @@ class Transport(ABC):
             method: What.
             message: The tensors are not changed and may be shared; they must not change until this returns.
             timeout: Seconds for the whole exchange.
-            max_bytes: An answer with more tensor bytes is refused before memory is allocated.
+            max_bytes: An answer with more tensor bytes is refused before memory is allocated. Where neither it nor the
+                request may have more than `SMALL_BYTES`, the exchange costs no more than a call does.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ from lightning_swarm.errors import (
 )
 from lightning_swarm.network import (
     MAX_STREAM_BYTES,
+    SMALL_BYTES,
     CallHandler,
     Message,
     PeerId,
@@ -30,7 +31,16 @@ from lightning_swarm.network import (
     Transport,
 )
 from lightning_swarm.network.exchange import Channel, Endpoint, Responder, answer_to, check_answer
-from lightning_swarm.network.framing import Head, Kind, check_outgoing, decode, encode, encode_error, exchange_id_of
+from lightning_swarm.network.framing import (
+    Head,
+    Kind,
+    check_outgoing,
+    decode,
+    encode,
+    encode_error,
+    exchange_id_of,
+    take_tensors,
+)
 from lightning_swarm.network.liveness import Exchange, Liveness
 
 _T = TypeVar("_T")
@@ -110,17 +120,7 @@ class BaseTransport(Transport):
         async with self._deadline(peer, method, timeout):
             if peer == self._peer_id:
                 return (await self._ask_self(Kind.CALL, method, Message(body), 0)).body
-            exchange_id = next(self._exchange_ids)
-            request = b"".join(encode(Kind.CALL, exchange_id, method, Message(body)))
-            self.traffic.sent_bytes[peer, method] += len(request)
-            answer = await self._send_call(peer, method, request)
-            self._liveness.heard(peer)
-            self.traffic.received_bytes[peer, method] += len(answer)
-            head = decode(answer)
-            check_answer(head, exchange_id, method)
-            if self.tap is not None:
-                await self.tap.arrived(self._peer_id, peer, method, body, head.body)
-            return head.body
+            return (await self._ask_small(peer, Kind.CALL, method, Message(body), 0)).body
 
     async def stream(
         self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
@@ -129,9 +129,27 @@ class BaseTransport(Transport):
         async with self._deadline(peer, method, timeout):
             if peer == self._peer_id:
                 return await self._ask_self(Kind.STREAM, method, message, max_bytes)
+            if max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES:
+                return await self._ask_small(peer, Kind.STREAM, method, message, max_bytes)
             answer = await self._send_stream(peer, method, message, max_bytes)
             self._liveness.heard(peer)
             return answer
+
+    async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
+        """An exchange of messages that may travel beside others."""
+        exchange_id = next(self._exchange_ids)
+        request = b"".join(encode(kind, exchange_id, method, message))
+        self.traffic.sent_bytes[peer, method] += len(request)
+        data = await self._send_call(peer, method, request)
+        self._liveness.heard(peer)
+        self.traffic.received_bytes[peer, method] += len(data)
+        head = decode(data)
+        check_answer(head, exchange_id, method)
+        head.check_size(max_bytes)
+        answer = Message(head.body, take_tensors(data, head))
+        if self.tap is not None:
+            await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
+        return answer
 
     async def ping(self, peer: PeerId) -> float:
         """See `Transport`."""
@@ -164,9 +182,11 @@ class BaseTransport(Transport):
         method = ""
         try:
             head = decode(request)
-            _, respond = self._find(caller, head)
+            max_bytes, respond = self._find(caller, head)
+            head.check_size(max_bytes)
             method = head.method
-            answer = b"".join(await answer_to(head, respond, Message(head.body)))
+            message = Message(head.body, take_tensors(request, head))
+            answer = b"".join(await answer_to(head, respond, message, max_bytes=SMALL_BYTES))
         except ProtocolError as error:
             answer = b"".join(encode_error(exchange_id_of(request), error))
         self.traffic.received_bytes[caller, method] += len(request)
@@ -299,8 +319,7 @@ def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:
 def _describe(kind: Kind, method: str, message: Message) -> Head:
     """The head that `message` would have on the wire."""
     check_outgoing(method, message)
-    payload_bytes = sum(tensor.numel() * tensor.element_size() for tensor in message.tensors)
-    return Head(kind, 0, method, message.body, (), payload_bytes)
+    return Head(kind, 0, method, message.body, (), message.num_tensor_bytes)
 
 
 def check_record(key: str, value: bytes, ttl_s: float) -> None:

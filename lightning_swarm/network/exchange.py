@@ -155,10 +155,18 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoi
     return True
 
 
-async def answer_to(head: Head, respond: Responder, message: Message) -> Iterable[Buffer]:
+async def answer_to(
+    head: Head, respond: Responder, message: Message, *, max_bytes: int | None = None
+) -> Iterable[Buffer]:
     """What comes of a request, as it goes over the wire: an answer or an error, but no exception."""
     try:
-        return encode(Kind.ANSWER, head.exchange_id, head.method, await respond(message))
+        answer = await respond(message)
+        if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
+            raise ProtocolError(
+                f"The answer to `{head.method}` brings {answer.num_tensor_bytes} bytes of tensors, "
+                f"at most {max_bytes} may travel where it was asked for."
+            )
+        return encode(Kind.ANSWER, head.exchange_id, head.method, answer)
     except SwarmError as error:
         return encode_error(head.exchange_id, error)
     except Exception as error:  # noqa: BLE001

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.errors import Damaged, ProtocolError, SwarmError, from_wire, to_wire
-from lightning_swarm.network import MAX_CALL_BYTES, Message
+from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message
 
 if sys.byteorder != "little":
     raise ImportError("lightning_swarm sends tensors as they lie in memory, so it runs on little-endian machines only.")
@@ -214,20 +214,35 @@ def exchange_id_of(data: bytes) -> int:
 
 
 def decode(data: bytes) -> Head:
-    """Read a whole message without tensors from `data`.
+    """Read a whole message from `data`, all but its tensors, which `take_tensors` takes.
 
     Raises:
-        ProtocolError: Malformed, too short, too long, or with tensors.
+        ProtocolError: Malformed, too short, too long, or with more than `SMALL_BYTES` of tensors.
     """
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
     fixed = _parse_fixed(data[:HEADER_BYTES])
-    end = HEADER_BYTES + fixed.control_bytes
-    if len(data) != end + TRAILER_BYTES or fixed.payload_bytes:
-        raise ProtocolError(f"A message without tensors announces {end + TRAILER_BYTES} bytes but has {len(data)}.")
-    head = _parse_control(fixed, data[HEADER_BYTES:end])
-    _check_trailer(data[end:], 0)
+    _check_small(fixed)
+    begin = HEADER_BYTES + fixed.control_bytes
+    end = begin + fixed.payload_bytes
+    if len(data) != end + TRAILER_BYTES:
+        raise ProtocolError(f"A message announces {end + TRAILER_BYTES} bytes but has {len(data)}.")
+    head = _parse_control(fixed, data[HEADER_BYTES:begin])
+    _check_trailer(data[end:], zlib.crc32(memoryview(data)[begin:end]))
     return head
+
+
+def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
+    """The tensors of a whole message whose head `decode` has read from `data`, in new memory."""
+    at = len(data) - TRAILER_BYTES - head.payload_bytes
+    tensors = []
+    for dtype, shape in head.specs:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        raw = torch.empty(num_bytes, dtype=torch.uint8)
+        raw.numpy().data[:] = memoryview(data)[at : at + num_bytes]
+        tensors.append(_from_bytes(raw, dtype, shape))
+        at += num_bytes
+    return tuple(tensors)
 
 
 async def read_fixed(reader: Reader) -> Fixed:
@@ -236,15 +251,14 @@ async def read_fixed(reader: Reader) -> Fixed:
 
 
 async def read_whole(reader: Reader, fixed: Fixed) -> bytes:
-    """Read the rest of a message without tensors; returns all of it, for `decode`.
+    """Read the rest of a small message; returns all of it, for `decode`.
 
     Raises:
-        ProtocolError: It has tensors.
+        ProtocolError: It has more than `SMALL_BYTES` of tensors.
         asyncio.IncompleteReadError: The stream ended.
     """
-    if fixed.payload_bytes:
-        raise ProtocolError(f"A call brings no tensors, this one {fixed.payload_bytes} bytes of them.")
-    return fixed.data + await reader.readexactly(fixed.control_bytes + TRAILER_BYTES)
+    _check_small(fixed)
+    return fixed.data + await reader.readexactly(fixed.control_bytes + fixed.payload_bytes + TRAILER_BYTES)
 
 
 async def read_head(reader: Reader) -> Head:
@@ -357,6 +371,13 @@ def _parse_fixed(data: bytes) -> Fixed:
             f"A message describes itself in {control_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken."
         )
     return Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum, data)
+
+
+def _check_small(fixed: Fixed) -> None:
+    if fixed.payload_bytes > SMALL_BYTES:
+        raise ProtocolError(
+            f"At most {SMALL_BYTES} bytes of tensors travel beside calls, this message has {fixed.payload_bytes}."
+        )
 
 
 def _parse_control(fixed: Fixed, data: bytes) -> Head:

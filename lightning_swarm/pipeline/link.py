@@ -137,12 +137,11 @@ class Link:
 
         Peers answer as soon as they have it. Who lives and does not answer did not get it.
         """
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S)
-        if not tensors:
-            return await self.transport.call(peer, method, encode(request), timeout=timeout)
         message = Message(encode(request), tuple(tensors))
-        return (await self.transport.stream(peer, method, message, timeout=timeout)).body
+        timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
+        if not tensors:
+            return await self.transport.call(peer, method, message.body, timeout=timeout)
+        return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 
     @contextmanager
     def passing(self) -> Iterator[None]:

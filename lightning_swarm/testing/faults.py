@@ -68,7 +68,7 @@ class Fault:
     def _matches(self, passing: Passing) -> bool:
         doer = self.when.get("of", self.peer)
         return (
-            (self.at is None or self.at is passing.phase)
+            (self.at is None or self.at in passing.phases)
             and (doer is None or doer in passing.doers)
             and self.when.get("step", passing.step) == passing.step
             and self.when.get("stage", passing.stage) == passing.stage

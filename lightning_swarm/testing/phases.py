@@ -20,7 +20,8 @@ Side = Literal["request", "answer", "arrived"]
 class Phase(enum.Enum):
     """What a peer is doing. With ``X_DONE`` the work of ``X`` is done and the answer about to leave.
 
-    A request's phase is that of both peers, the one that asks and the one that answers, unless said otherwise.
+    A request's phase is that of both peers, the one that asks and the one that answers, unless said otherwise. What is
+    small leaves with the word that it is there: then ``FORWARD_DONE`` and ``SEND_OUTPUT`` are in one message.
     """
 
     FORWARD = enum.auto()  # a microbatch's forward is asked for: before it
@@ -92,6 +93,10 @@ _METHODS: Final[Mapping[str, Phase]] = {
     steps.DRAIN: Phase.LEAVE,
 }
 _MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)")
+_OF_RESULTS: Final = {
+    "forward": (Phase.FORWARD_DONE, Phase.SEND_OUTPUT),
+    "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),
+}
 _ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(part|reduced)\d+")
 
 
@@ -99,7 +104,7 @@ _ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(part|reduce
 class Passing:
     """A message at one point of its way."""
 
-    phase: Phase | None  # None: one that has no name
+    phases: tuple[Phase, ...]  # none: one that has no name
     caller: PeerId
     peer: PeerId  # who answers
     doers: frozenset[PeerId]  # whose phase it is
@@ -123,12 +128,12 @@ def read_passing(
     """
     both, holder = frozenset((caller, peer)), frozenset((peer,))
     if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
-        phase, found = _of_ticket(method, _fields(request).get("name"), side, answer)
-        doers = both if phase is Phase.RECEIPT_SEEN else holder
-        return Passing(phase=phase, caller=caller, peer=peer, doers=doers, **found)
+        phases, found = _of_ticket(method, _fields(request).get("name"), side, answer)
+        doers = both if Phase.RECEIPT_SEEN in phases else holder
+        return Passing(phases=phases, caller=caller, peer=peer, doers=doers, **found)
     phase = _of_request(method, side)
-    found = _found(_fields(request)) if phase is not None else {}
-    return Passing(phase=phase, caller=caller, peer=peer, doers=both, **found)
+    found = {} if phase is None else _found(_fields(request))
+    return Passing(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **found)
 
 
 def _of_request(method: str, side: Side) -> Phase | None:
@@ -141,24 +146,21 @@ def _of_request(method: str, side: Side) -> Phase | None:
     return asked if side == "request" else Phase[f"{asked.name}_DONE"]
 
 
-def _of_ticket(method: str, name: object, side: Side, answer: bytes | None) -> tuple[Phase | None, dict[str, int]]:
-    fetched = method == tickets.FETCH_METHOD and side == "answer"
+def _of_ticket(method: str, name: object, side: Side, answer: bytes | None) -> tuple[tuple[Phase, ...], dict[str, int]]:
+    reply = _fields(answer) if method == tickets.WAIT_METHOD and answer is not None else {}
+    leaves = side == "answer" and (method == tickets.FETCH_METHOD or reply.get("taken") is not None)
     if found := _ROUND.fullmatch(str(name)):
-        phase = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE}[found[3]] if fetched else None
-        return phase, {"step": int(found[1]), "stage": int(found[2])}
+        phase = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE}[found[3]]
+        return (phase,) if leaves else (), {"step": int(found[1]), "stage": int(found[2])}
     found = _MICROBATCH.fullmatch(str(name))
     if found is None:
-        return None, {}
-    places = {"step": int(found[1]), "microbatch": int(found[2]), "stage": int(found[3])}
-    forward = found[4] == "forward"
-    if fetched:
-        return Phase.SEND_OUTPUT if forward else Phase.SEND_GRADIENT, places
-    ready = method == tickets.WAIT_METHOD and answer is not None and _fields(answer).get("ready") is True
-    if ready and side == "answer":
-        return Phase.FORWARD_DONE if forward else Phase.BACKWARD_DONE, places
-    if ready and side == "arrived" and not forward:
-        return Phase.RECEIPT_SEEN, places
-    return None, places
+        return (), {}
+    done, send = _OF_RESULTS[found[4]]
+    phases = [done] if side == "answer" and reply.get("ready") is True else []
+    phases += [send] if leaves else []
+    if side == "arrived" and reply.get("ready") is True and found[4] == "backward":
+        phases.append(Phase.RECEIPT_SEEN)
+    return tuple(phases), {"step": int(found[1]), "microbatch": int(found[2]), "stage": int(found[3])}
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:

@@ -71,7 +71,7 @@ class Saboteur:
     async def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes) -> None:
         """See `Tap`."""
         passing = self._read(caller, peer, method, request, side="arrived", answer=answer)
-        if passing.phase is not None:
+        if passing.phases:
             await self._strike(passing, has_come=True)
 
     def damages(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_swarm.errors import Busy, ConfigError, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.network import MAX_CALL_BYTES, Message, PeerId, exchange
+from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, SMALL_BYTES, Message, PeerId, exchange
 from lightning_swarm.network.framing import _DTYPES, Buffer, Head
 from tests.contract.world import World
 
@@ -29,13 +30,15 @@ def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype is right.dtype and left.shape == right.shape and torch.equal(left, right)
 
 
-def test_all_kinds_of_tensors_come_back(world: World, method: str) -> None:
+@pytest.mark.parametrize("max_bytes", [SMALL_BYTES, MAX_STREAM_BYTES])
+def test_all_kinds_of_tensors_come_back(world: World, method: str, max_bytes: int) -> None:
     world.b.transport.handle_stream(method, echo)
     base = torch.arange(24).reshape(4, 6)
     tensors = tuple(base[1:, ::2].to(dtype) for dtype in _DTYPES.values())
     tensors += (base.t(), torch.tensor(3.5), torch.zeros(0), torch.zeros(2, 0, 3), torch.tensor(1j).conj())
     message = Message(b"\0body", tensors)
-    answer = world.run(world.a.transport.stream(world.b.id, method, message, timeout=EVENTUALLY_S))
+    stream = partial(world.a.transport.stream, timeout=EVENTUALLY_S, max_bytes=max_bytes)
+    answer = world.run(stream(world.b.id, method, message))
     assert answer.body == world.a.id.encode() + b" says \0body"
     assert all(map(same, tensors, answer.tensors))
     assert len(answer.tensors) == len(tensors)
@@ -153,14 +156,62 @@ def test_a_request_that_is_too_large_never_reaches_the_handler(world: World, met
     world.run(go())
 
 
-def test_an_answer_that_is_too_large_is_refused_unread(world: World, method: str) -> None:
+@pytest.mark.parametrize(
+    ("max_bytes", "num_bytes", "most"),
+    [
+        (SMALL_BYTES + 1, BIG, SMALL_BYTES + 1),
+        (1000, BIG, SMALL_BYTES),  # it would hold up others, so it is not even sent
+        (SMALL_BYTES, SMALL_BYTES + 1, SMALL_BYTES),
+    ],
+)
+def test_an_answer_that_is_too_large_is_refused_unread(
+    world: World, method: str, max_bytes: int, num_bytes: int, most: int
+) -> None:
     async def large(caller: PeerId, message: Message) -> Message:
-        return Message(b"", (torch.zeros(BIG, dtype=torch.uint8),))
+        return Message(b"", (torch.zeros(num_bytes, dtype=torch.uint8),))
 
     world.b.transport.handle_stream(method, large)
-    with pytest.raises(ProtocolError, match="at most 1000"):
-        world.run(world.a.transport.stream(world.b.id, method, Message(), timeout=EVENTUALLY_S, max_bytes=1000))
+    with pytest.raises(ProtocolError, match=f"at most {most}"):
+        world.run(world.a.transport.stream(world.b.id, method, Message(), timeout=EVENTUALLY_S, max_bytes=max_bytes))
     assert world.a.transport.traffic.received_bytes[world.b.id, method] < 1000
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, SMALL_BYTES])
+def test_what_is_small_goes_beside_the_calls(world: World, method: str, num_bytes: int) -> None:
+    async def go() -> None:
+        for bound in (SMALL_BYTES, SMALL_BYTES + 1):  # beside calls, and over a stream
+            answer = await world.a.transport.stream(world.b.id, method, sent, timeout=EVENTUALLY_S, max_bytes=bound)
+            assert answer.body == world.a.id.encode() + b" says body"
+            assert torch.equal(answer.tensors[0], sent.tensors[0])
+            assert answer.tensors[1].shape == (0, 3)
+            answer.tensors[0].fill_(7)
+        assert not sent.tensors[0].any(), "it shares memory with what was sent"
+
+    world.b.transport.handle_stream(method, echo)
+    sent = Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8), torch.zeros(0, 3)))
+    world.run(go())
+
+
+@pytest.mark.parametrize("num_bytes", [1001, SMALL_BYTES])
+def test_bounds_hold_for_what_goes_beside_calls_too(world: World, method: str, num_bytes: int) -> None:
+    called = []
+
+    async def take(caller: PeerId, message: Message) -> Message:
+        called.append(message)
+        return Message(b"", (torch.zeros(num_bytes, dtype=torch.uint8),))
+
+    async def go() -> None:
+        stream = partial(world.a.transport.stream, world.b.id, method, timeout=EVENTUALLY_S, max_bytes=1000)
+        with pytest.raises(ProtocolError, match="at most 1000"):
+            await stream(Message(b"", (torch.zeros(num_bytes, dtype=torch.uint8),)))
+        assert not called
+        with pytest.raises(ProtocolError, match="at most 1000"):
+            await stream(Message())
+        assert len(called) == 1
+        assert await world.a.transport.ping(world.b.id) < EVENTUALLY_S  # the others' stream goes on
+
+    world.b.transport.handle_stream(method, take, max_bytes=1000)
+    world.run(go())
 
 
 def test_tensors_that_cannot_travel_are_refused_at_once(world: World, method: str) -> None:

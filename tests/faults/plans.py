@@ -70,6 +70,8 @@ JOINING = [
     Phase.LISTEN_DONE,
 ]
 LEAVING_PHASES = [Phase.LEAVE, Phase.LEAVE_DONE]
+SENDING = frozenset({Phase.SEND_OUTPUT, Phase.SEND_GRADIENT, Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE})
+"""Phases in which a tensor leaves."""
 BETWEEN = frozenset({Phase.GRANT, Phase.GRANT_DONE, Phase.RECORD_DONE, Phase.APPLY_DONE})
 """Phases in which no microbatch need be under way."""
 

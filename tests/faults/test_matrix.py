@@ -7,11 +7,24 @@ import itertools
 
 import pytest
 
+from lightning_swarm import tickets
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import StepError
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.faults.harness import SETTLE_S, FaultySwarm
-from tests.faults.plans import BETWEEN, LEAD, OF_TRAINERS, STAGES, TRAINERS, VOTERS, Case, cases, caused, pairs
+from tests.faults.plans import (
+    BETWEEN,
+    LEAD,
+    OF_TRAINERS,
+    SENDING,
+    STAGES,
+    TRAINERS,
+    VOTERS,
+    Case,
+    cases,
+    caused,
+    pairs,
+)
 
 NUM_PAIRS = 70
 """With the single faults, and those that others bring about, these make more than 600 plans."""
@@ -35,6 +48,13 @@ def check(*faults: Case, seed: int) -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_one_fault(case: Case) -> None:
+    check(case, seed=0)
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.phase in SENDING], ids=str)
+def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is fetched by a message of its own; what is small comes with the word that it is there."""
+    monkeypatch.setattr(tickets, "SMALL_BYTES", 0)
     check(case, seed=0)
 
 

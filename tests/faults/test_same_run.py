@@ -21,7 +21,7 @@ def messages() -> str:
 
     def look(one: Passing) -> None:
         now_s = asyncio.get_running_loop().time()
-        seen.append((now_s, one.phase, one.caller, one.peer, one.step, one.stage, one.microbatch))
+        seen.append((now_s, one.phases, one.caller, one.peer, one.step, one.stage, one.microbatch))
 
     plan = FaultPlan().kill("a", at=Phase.CLOSE, step=1).freeze("e", for_s=40.0, at=Phase.BACKWARD, nth=2)
     swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, look=look)

@@ -356,6 +356,10 @@ class Swarm:
         route = route or self.route()
         for stage in reversed(range(len(route))):
             await self.send(route[stage], BACKWARD, self.backward_request(k, stage, route, gradient, **changes))
+        return await self.receipts(k, route)
+
+    async def receipts(self, k: CallKey, route: Sequence[PeerId]) -> list[CallReport]:
+        """The reports of backwards that were sent."""
         names = [Ticket(peer_id=peer, name=k.name(stage, "backward")) for stage, peer in enumerate(route)]
         return [decode(await self.tickets.wait(name, timeout=30.0), CallReport) for name in names]
 

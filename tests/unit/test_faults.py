@@ -68,21 +68,30 @@ class Wires:
 def test_what_a_message_says_is_read_off_it() -> None:
     passing = read_passing(A, B, CANCEL, BODY, side="request")
     assert passing == Passing(
-        phase=Phase.CANCEL, caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
+        phases=(Phase.CANCEL,), caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
     )
     ticket = Ticket(peer_id=B, name=key(4, 3, step=7).name(2, "backward"))
     wait = encode(WaitRequest(name=ticket.name, hold_s=1.0))
-    for ready, side, phase in (
-        (True, "answer", Phase.BACKWARD_DONE),
-        (True, "arrived", Phase.RECEIPT_SEEN),
-        (False, "answer", None),
+    there, taken, later = WaitReply(ready=True), WaitReply(ready=True, taken=b""), WaitReply(ready=False)
+    for reply, side, phases in (
+        (there, "answer", (Phase.BACKWARD_DONE,)),
+        (taken, "answer", (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT)),
+        (there, "arrived", (Phase.RECEIPT_SEEN,)),
+        (taken, "arrived", (Phase.RECEIPT_SEEN,)),
+        (later, "answer", ()),
+        (later, "arrived", ()),
     ):
-        passing = read_passing(A, B, WAIT_METHOD, wait, side=side, answer=encode(WaitReply(ready=ready)))
-        assert (passing.phase, passing.step, passing.stage, passing.microbatch) == (phase, 7, 2, 3)
-    part = encode(FetchRequest(name="g0.s5.a0.r0/average/1/reduced2"))
-    passing = read_passing(A, B, FETCH_METHOD, part, side="answer", answer=b"")
-    assert (passing.phase, passing.doers, passing.step, passing.stage) == (Phase.AVERAGE_REDUCE, {B}, 5, 1)
-    assert read_passing(A, B, "ping", b"\xc1", side="request").phase is None
+        passing = read_passing(A, B, WAIT_METHOD, wait, side=side, answer=encode(reply))
+        assert (passing.phases, passing.step, passing.stage, passing.microbatch) == (phases, 7, 2, 3)
+    name = "g0.s5.a0.r0/average/1/reduced2"
+    for method, request, reply in (
+        (FETCH_METHOD, FetchRequest(name=name), None),
+        (WAIT_METHOD, WaitRequest(name=name, hold_s=1.0, take_bytes=9), taken),
+    ):
+        answer = b"" if reply is None else encode(reply)
+        passing = read_passing(A, B, method, encode(request), side="answer", answer=answer)
+        assert (passing.phases, passing.doers, passing.step, passing.stage) == ((Phase.AVERAGE_REDUCE,), {B}, 5, 1)
+    assert read_passing(A, B, "ping", b"\xc1", side="request").phases == ()
 
 
 def test_a_fault_strikes_at_its_moment_and_no_other() -> None:

@@ -361,7 +361,7 @@ SAMPLES = [
     Sample(CALL, HELLO, lambda _: Message()),
     Sample(CALL, REPORT, lambda _: Message()),
     Sample(CALL, OTHERS, lambda _: Message()),
-    Sample(CALL, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
+    Sample(STREAM, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
     Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
     Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
     Sample(STREAM, LOAD, weights, phase="admitted"),

@@ -115,7 +115,7 @@ def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> l
         await swarm.send(B, BACKWARD, swarm.backward_request(key(), 1, [A, B], output, recompute=later))
         message = swarm.backward_request(key(), 0, [A, B], output, recompute=first, tensors=inputs)
         await swarm.send(A, BACKWARD, message)
-        return [report.receipt for report in await swarm.backward(key(), output)]
+        return [report.receipt for report in await swarm.receipts(key(), [A, B])]
 
     return swarm.run(go())
 

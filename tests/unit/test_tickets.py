@@ -20,11 +20,11 @@ from lightning_swarm.errors import (
     TicketGone,
     Unreachable,
 )
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import SMALL_BYTES, Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.tickets import WAIT_METHOD, TicketStore, WaitRequest
+from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, TicketStore, WaitReply, WaitRequest
 from lightning_swarm.types.calls import Ticket
-from lightning_swarm.types.wire import encode
+from lightning_swarm.types.wire import decode, encode
 
 T = TypeVar("T")
 
@@ -56,6 +56,13 @@ class Pair:
 @pytest.fixture
 def pair(loop: VirtualLoop) -> Pair:
     return Pair(loop)
+
+
+@pytest.fixture(params=["small", "large"], autouse=True)
+def small_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether tensors come with the word that they are there, or are fetched then."""
+    if request.param == "large":
+        monkeypatch.setattr(tickets, "SMALL_BYTES", 0)
 
 
 @pytest.fixture(params=["holder", "asker"])
@@ -216,7 +223,7 @@ def test_unpromised_names_are_bounded(pair: Pair, consumer: TicketStore, monkeyp
 def test_an_absurd_time_to_hold_is_refused(pair: Pair, hold_s: float) -> None:
     body = encode(WaitRequest(name="x", hold_s=hold_s))
     with pytest.raises(ProtocolError):
-        pair.run(pair.asker._transport.call(PeerId("holder"), WAIT_METHOD, body, timeout=1.0))
+        pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, Message(body), timeout=1.0))
     assert not pair.holder._entries
 
 
@@ -224,3 +231,34 @@ def test_a_ticket_larger_than_the_limit_is_refused(pair: Pair) -> None:
     pair.holder.offer("x", Message(tensors=(torch.zeros((1 << 20) + 1, dtype=torch.uint8),)))
     with pytest.raises(ProtocolError, match="at most"):
         pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
+
+
+@pytest.mark.parametrize(("num_bytes", "num_fetched"), [(60_000, 0), (SMALL_BYTES - 4, 0), (SMALL_BYTES, 1)])
+def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_bytes: int, num_fetched: int) -> None:
+    bound = tickets.SMALL_BYTES
+    pair.holder.offer("x", Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8),)))
+    message = pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
+    assert (message.body, message.tensors[0].numel()) == (b"body", num_bytes)
+    sent = pair.asker._transport.traffic.sent_bytes
+    asked = [method for (_, method) in sent]
+    assert asked == [WAIT_METHOD, FETCH_METHOD][: 1 + (num_fetched if bound else 1)]
+
+
+def test_who_does_not_ask_for_the_tensor_leaves_it_there(pair: Pair) -> None:
+    pair.holder.promise("x")
+    pair.holder.fulfil("x", MESSAGE, b"report", once=True)
+    for _ in range(2):
+        assert pair.run(pair.asker.wait(pair.holder.ticket("x"), timeout=1.0)) == b"report"
+    assert pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+
+
+@pytest.mark.parametrize("take_bytes", [0, 10, 1 << 40])
+def test_no_more_comes_than_was_asked_for(pair: Pair, take_bytes: int) -> None:
+    pair.holder.offer("x", MESSAGE)
+    pair.holder.offer("large", Message(tensors=(torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8),)))
+    for name in ("x", "large"):
+        request = Message(encode(WaitRequest(name=name, hold_s=1.0, take_bytes=take_bytes)))
+        answer = pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, request, timeout=1.0))
+        is_taken = name == "x" and take_bytes > 10 and tickets.SMALL_BYTES > 0
+        assert decode(answer.body, WaitReply) == WaitReply(ready=True, taken=b"body" if is_taken else None)
+        assert len(answer.tensors) == is_taken

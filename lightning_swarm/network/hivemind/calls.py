@@ -113,6 +113,7 @@ class _Line:
     def __init__(self, peer: PeerId, stream: Stream, patience_s: Callable[[PeerId], float]) -> None:
         self._peer = peer
         self._stream = stream
+        stream.gather_writes()
         self._patience_s = patience_s
         self._unheard_s: float | None = None  # since when nothing came, of what was asked
         self._answers: dict[int, asyncio.Future[bytes]] = {}
@@ -191,6 +192,7 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
         spawn: Runs a task for as long as the transport is open.
     """
     under_way: dict[int, asyncio.Task[None]] = {}
+    stream.gather_writes()
 
     async def answer(request: bytes) -> None:
         await send(await serve(request))

@@ -33,6 +33,10 @@ class Stream:
         self.channel = Channel(reader, self.write)
         self.expiry: asyncio.TimerHandle | None = None
 
+    def gather_writes(self) -> None:
+        """Send at once what is written in one turn of the loop. For buffers that do not change any more."""
+        self._writer.transport.set_write_buffer_limits()
+
     async def write(self, buffer: Buffer) -> None:
         """Send a buffer, and wait until it may change again."""
         self.write_soon(buffer)
