@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StageLost, StepError, SwarmError
+from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.framework import framework_of
 from lightning_swarm.metric_objects import SharedMetrics
 from lightning_swarm.metrics import Pending, SharedLogs
@@ -98,8 +98,6 @@ class SwarmOptimization:
                 return {}
             self.trainer.should_stop = True
             raise StopIteration from None  # how Lightning leaves an epoch
-        except StageLost as error:
-            raise StageLost(f"{error}. {self._resume_hint()}") from error
         finally:
             self._logs.replay()
 
@@ -291,18 +289,6 @@ class SwarmOptimization:
             _log.log(level, "Step %d was skipped in all stages: its gradient was not finite.", record.step)
         if record.closing.batches:
             self._scale.update(skipped=skipped)
-
-    def _resume_hint(self) -> str:
-        """How to go on when weights are lost."""
-        saved = [
-            path
-            for one in self.trainer.checkpoint_callbacks
-            for path in (getattr(one, "last_model_path", ""), getattr(one, "best_model_path", ""))
-            if path
-        ]
-        if not saved:
-            return "No checkpoint was saved in this run. Add a ModelCheckpoint, so that there is one to resume from."
-        return f"Start a swarm again with `trainer.fit(..., ckpt_path={saved[0]!r})`."
 
     def _log_step(self) -> None:
         """Of a step that is not the last one in this batch, what all trainers share: Lightning logs once a batch."""
