@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.room import new_bytes
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import Ticket
@@ -81,14 +82,13 @@ async def average(
         tickets.fail(f"{prefix}/reduced{place}", TicketGone(f"the round failed: {error!r}"))
         raise
     pieces[place] = vector[parts[place]]
-    reduced = torch.zeros_like(pieces[place])
+    mean = _new(vector)
+    reduced = mean[parts[place]].zero_()
     for i in range(len(roster)):
         reduced += pieces.pop(i).to(vector.device)
     reduced /= total_weight
     tickets.offer(f"{prefix}/reduced{place}", Message(tensors=(reduced.cpu(),)))
 
-    mean = torch.empty_like(vector)
-    mean[parts[place]] = reduced
     for i, part in zip(others, await gather(take(i, f"reduced{i}", parts[i]) for i in others), strict=True):
         mean[parts[i]] = part
     squared_norm = float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
@@ -112,11 +112,17 @@ async def collect(
         message = await tickets.fetch(Ticket(peer_id=roster[i], name=f"{prefix}/reduced{i}"), timeout=timeout)
         return _checked(message, like, part, roster[i])
 
-    mean = torch.empty_like(like)
+    mean = _new(like)
     parts = _parts(len(like), len(roster))
     for part, found in zip(parts, await gather(take(i, part) for i, part in enumerate(parts)), strict=True):
         mean[part] = found
     return mean
+
+
+def _new(like: Tensor) -> Tensor:
+    if like.device.type != "cpu":
+        return torch.empty_like(like)
+    return new_bytes(like.nbytes).view(like.dtype)
 
 
 def _parts(length: int, num_peers: int) -> list[slice]:

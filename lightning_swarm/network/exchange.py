@@ -22,6 +22,19 @@ STALL_TIMEOUT_S: Final = 60.0
 _LINGER_S: Final = 10.0
 
 
+class Feed(asyncio.StreamReader):
+    """A `Reader` of what is fed to it."""
+
+    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+        """Fill all of `view`, and show each piece to `seen` as it comes."""
+        while view:
+            if not (data := await self.read(len(view))):
+                raise asyncio.IncompleteReadError(b"", len(view))
+            piece, view = view[: len(data)], view[len(data) :]
+            piece[:] = data
+            seen(piece)
+
+
 class Channel:
     """Bytes both ways between two peers, counted. What breaks raises an `OSError` or an `EOFError`.
 
@@ -47,6 +60,15 @@ class Channel:
         data = await self._reader.read(n)
         self._received_bytes += len(data)
         return data
+
+    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+        """Fill all of `view`, and show each piece to `seen` as it comes."""
+
+        def count(piece: memoryview) -> None:
+            self._received_bytes += len(piece)
+            seen(piece)
+
+        await self._reader.fill(view, count)
 
     async def send(self, buffers: Iterable[Buffer], *, stall_timeout: float | None = None) -> None:
         """Write all buffers, waiting at most `stall_timeout` seconds for each."""

@@ -19,7 +19,7 @@ import math
 import struct
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Protocol
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lightning_swarm.errors import Damaged, ProtocolError, SwarmError, from_wire, to_wire
 from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message
+from lightning_swarm.network.room import new_bytes
 
 if sys.byteorder != "little":
     raise ImportError("lightning_swarm sends tensors as they lie in memory, so it runs on little-endian machines only.")
@@ -40,7 +41,7 @@ MAX_TENSORS: Final = 16_384
 MAX_DIMS: Final = 64
 MAX_ERROR_CHARS: Final = 32_768
 CHUNK_BYTES: Final = 1 << 20
-"""Most payload bytes per write and per read."""
+"""Most payload bytes per write."""
 
 # A spec takes a few dozen bytes, with 64 long dimensions a few hundred.
 _MAX_CONTROL_BYTES: Final = MAX_CALL_BYTES + (1 << 20)
@@ -94,7 +95,7 @@ _KINDS: Final = frozenset(Kind)
 
 
 class Reader(Protocol):
-    """What is needed of an `asyncio.StreamReader`."""
+    """Where bytes come from: what is needed of an `asyncio.StreamReader`, and `fill`."""
 
     async def readexactly(self, n: int, /) -> bytes:
         """Exactly `n` bytes, or `asyncio.IncompleteReadError`."""
@@ -102,6 +103,10 @@ class Reader(Protocol):
 
     async def read(self, n: int, /) -> bytes:
         """At least one and at most `n` bytes; none at the end."""
+        ...
+
+    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+        """Fill all of `view`, and show each piece to `seen` as it comes; or `asyncio.IncompleteReadError`."""
         ...
 
 
@@ -278,33 +283,28 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
     Args:
         reader: Where `head` came from.
         head: Its size must have been checked by `Head.check_size`.
-        stall_timeout: Seconds to wait for each chunk; `None` where a deadline is on the whole.
+        stall_timeout: Seconds without a byte; `None` where a deadline is on the whole.
 
     Raises:
         ProtocolError: Malformed, or damaged on the way.
         asyncio.IncompleteReadError: The stream ended too early.
         TimeoutError: Nothing came for `stall_timeout` seconds.
     """
-    raw = [torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8) for dtype, shape in head.specs]
+    raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
+    loop = asyncio.get_running_loop()
     checksum = 0
-    for buffer in raw:
-        checksum = await _fill(reader, buffer.numpy().data, checksum, stall_timeout)
-    async with asyncio.timeout(stall_timeout):
+    async with asyncio.timeout(stall_timeout) as stall:
+
+        def take(piece: memoryview) -> None:
+            nonlocal checksum
+            checksum = zlib.crc32(piece, checksum)
+            if stall_timeout is not None and not stall.expired():  # too late, once it is
+                stall.reschedule(loop.time() + stall_timeout)
+
+        for buffer in raw:
+            await reader.fill(buffer.numpy().data, take)
         _check_trailer(await reader.readexactly(TRAILER_BYTES), checksum)
     return tuple(_from_bytes(buffer, dtype, shape) for buffer, (dtype, shape) in zip(raw, head.specs, strict=True))
-
-
-async def _fill(reader: Reader, view: memoryview, checksum: int, stall_timeout: float | None) -> int:
-    at = 0
-    while at < view.nbytes:
-        async with asyncio.timeout(stall_timeout):
-            chunk = await reader.read(min(view.nbytes - at, CHUNK_BYTES))
-        if not chunk:
-            raise asyncio.IncompleteReadError(b"", view.nbytes - at)
-        checksum = zlib.crc32(chunk, checksum)
-        view[at : at + len(chunk)] = chunk
-        at += len(chunk)
-    return checksum
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:

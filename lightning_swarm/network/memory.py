@@ -16,7 +16,7 @@ from lightning_swarm.clock import now_s
 from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
 from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap, check_record
-from lightning_swarm.network.exchange import Channel, ask, serve
+from lightning_swarm.network.exchange import Channel, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Kind, decode
 
 _PIPE_BYTES: Final = 1 << 20
@@ -168,12 +168,12 @@ class MemoryNetwork:
 
 
 class _Wire(asyncio.ReadTransport):
-    """Bytes in one direction, with bounded room: the read end is an `asyncio.StreamReader`."""
+    """Bytes in one direction, with bounded room."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
         super().__init__()
         self.sender, self.receiver = sender, receiver
-        self.reader = asyncio.StreamReader(limit=_PIPE_BYTES, loop=asyncio.get_running_loop())
+        self.reader = Feed(limit=_PIPE_BYTES, loop=asyncio.get_running_loop())
         self.reader.set_transport(self)
         self._network = network
         self._room = asyncio.Event()

@@ -11,7 +11,7 @@ import torch
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import ProtocolError, Unreachable
 from lightning_swarm.network import Message
-from lightning_swarm.network.exchange import Channel, Endpoint, ask, serve
+from lightning_swarm.network.exchange import Channel, Endpoint, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Head, Kind, encode, read_head, read_tensors
 
 IDLE_TIMEOUT_S = 60.0
@@ -24,11 +24,11 @@ def loop() -> Iterator[VirtualLoop]:
     loop.close()
 
 
-def pair() -> tuple[Channel, Channel, asyncio.StreamReader, asyncio.StreamReader]:
+def pair() -> tuple[Channel, Channel, Feed, Feed]:
     """Two ends of a wire, and what each reads from."""
-    readers = asyncio.StreamReader(), asyncio.StreamReader()
+    readers = Feed(), Feed()
 
-    def end(reader: asyncio.StreamReader, other: asyncio.StreamReader) -> Channel:
+    def end(reader: Feed, other: Feed) -> Channel:
         async def write(buffer: Buffer) -> None:
             other.feed_data(buffer)
 

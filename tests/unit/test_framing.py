@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import Busy, ProtocolError, StageError, SwarmError
 from lightning_swarm.network import MAX_CALL_BYTES, Message, framing
+from lightning_swarm.network.exchange import Feed
 from lightning_swarm.network.framing import Head, Kind
 
 MAX_BYTES = 1 << 20
@@ -40,6 +41,14 @@ class BytesReader:
         data = self.data[self.at : self.at + min(n, self.piece)]
         self.at += len(data)
         return data
+
+    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+        while view:
+            if not (data := await self.read(len(view))):
+                raise asyncio.IncompleteReadError(b"", len(view))
+            view[: len(data)] = data
+            seen(view[: len(data)])
+            view = view[len(data) :]
 
 
 Read = Callable[..., tuple[Head, tuple[Tensor, ...]]]
@@ -258,7 +267,7 @@ def test_bad_utf8_is_a_protocol_error(read: Read) -> None:
 
 
 def test_too_many_bytes_are_refused_before_memory_is_taken(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing.torch, "empty", lambda *_, **__: pytest.fail("memory was allocated"))
+    monkeypatch.setattr(framing, "new_bytes", lambda _: pytest.fail("memory was allocated"))
     data = forge(["m", b"", [["float64", [1 << 40]]]], payload_bytes=1 << 43)
     with pytest.raises(ProtocolError, match="at most 1000"):
         read(data, max_bytes=1000)
@@ -273,7 +282,7 @@ def test_a_message_that_stalls_is_given_up() -> None:
     loop = VirtualLoop()
 
     async def go() -> None:
-        reader = asyncio.StreamReader()
+        reader = Feed()
         reader.feed_data(wire(Message(tensors=(torch.zeros(100),)))[:-50])
         head = await framing.read_head(reader)
         with pytest.raises(TimeoutError):
@@ -281,6 +290,50 @@ def test_a_message_that_stalls_is_given_up() -> None:
 
     loop.run_until_complete(go())
     assert loop.time() == 3.0
+    loop.close()
+
+
+def test_a_message_that_goes_on_a_moment_too_late_is_given_up() -> None:
+    loop = VirtualLoop()
+
+    class Late(BytesReader):
+        async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen(view[:1])  # the socket is still read when the deadline has passed
+
+    async def go() -> None:
+        reader = Late(wire(Message(tensors=(torch.zeros(100),))))
+        head = await framing.read_head(reader)
+        with pytest.raises(TimeoutError):
+            await framing.read_tensors(reader, head, stall_timeout=3.0)
+
+    loop.run_until_complete(go())
+    assert loop.time() == 3.0
+    loop.close()
+
+
+def test_a_message_that_trickles_in_is_read() -> None:
+    loop = VirtualLoop()
+
+    async def go() -> None:
+        reader = Feed()
+        data = wire(Message(tensors=(torch.ones(100_000),)))
+
+        async def trickle() -> None:
+            for at in range(0, len(data), 50_000):
+                await asyncio.sleep(2.0)
+                reader.feed_data(data[at : at + 50_000])
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(trickle())
+            head = await framing.read_head(reader)
+            (tensor,) = await framing.read_tensors(reader, head, stall_timeout=3.0)
+        assert torch.equal(tensor, torch.ones(100_000))
+
+    loop.run_until_complete(go())
+    assert loop.time() > 10.0
     loop.close()
 
 

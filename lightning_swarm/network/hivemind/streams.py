@@ -5,32 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, cast
 
 from lightning_swarm.errors import ProtocolError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.exchange import Channel
 from lightning_swarm.network.framing import Buffer
 from lightning_swarm.network.hivemind._engine import P2P, Multiaddr, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
-
-READ_BYTES: Final = 4 << 20
-"""Room in a stream's reader. asyncio's 64 KiB make large tensors several times slower."""
+from lightning_swarm.network.hivemind.inbox import Inbox
 
 
 class Stream:
     """A two-way stream to a peer, as a `Channel`.
 
     Args:
-        reader: Its read end.
-        writer: Its write end.
+        reader: Its read end, from which nobody else reads any more.
+        writer: Its write end, which must be kept for as long.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Then `drain` waits until nothing is buffered, and what has been written may change again.
-        writer.transport.set_write_buffer_limits(high=0)
-        self._reader = reader
         self._writer = writer
-        self.channel = Channel(reader, self.write)
+        self._transport = cast(asyncio.Transport, writer.transport)
+        # `asyncio.StreamReader` tells nobody what it has read, and whether that was all.
+        arrived, ended = bytes(reader._buffer), reader._eof  # type: ignore[attr-defined]
+        self._inbox = Inbox(self._transport, arrived, ended=ended or self._transport.is_closing())
+        self.channel = Channel(self._inbox, self.write)
         self.expiry: asyncio.TimerHandle | None = None
 
     def gather_writes(self) -> None:
@@ -40,29 +39,29 @@ class Stream:
     async def write(self, buffer: Buffer) -> None:
         """Send a buffer, and wait until it may change again."""
         self.write_soon(buffer)
-        await self._writer.drain()
+        await self._inbox.drain()
 
     def write_soon(self, buffer: Buffer) -> None:
         """Send a buffer that does not change."""
-        if self._writer.is_closing():  # uvloop would raise what is no OSError
+        if self._transport.is_closing():  # uvloop would raise what is no OSError
             raise ConnectionResetError("it is closed")
-        self._writer.write(buffer)
+        self._transport.write(buffer)
 
     @property
     def num_unsent_bytes(self) -> int:
         """Buffered here, because the other side does not read as fast."""
-        return self._writer.transport.get_write_buffer_size()
+        return self._transport.get_write_buffer_size()
 
     @property
     def ended(self) -> bool:
         """Whether the other side has hung up."""
-        return self._reader.at_eof() or self._writer.is_closing()
+        return self._inbox.at_eof() or self._transport.is_closing()
 
     def close(self) -> None:
         """Hang up. What has not been sent is dropped."""
         if self.expiry is not None:
             self.expiry.cancel()
-        self._writer.transport.abort()
+        self._transport.abort()
 
 
 class Daemon:
@@ -103,7 +102,7 @@ class Daemon:
     async def _request(self, request: Any, purpose: str) -> Stream:
         """Ask the daemon. What follows its answer on the same socket is the stream, if one was asked for."""
         try:
-            reader, writer = await asyncio.open_unix_connection(self._path, limit=READ_BYTES)
+            reader, writer = await asyncio.open_unix_connection(self._path)
         except OSError as error:
             raise Unreachable(f"Cannot {purpose}: this peer's libp2p daemon is gone.") from error
         try:

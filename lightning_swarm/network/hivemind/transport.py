@@ -18,7 +18,7 @@ from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind._pending import steady
 from lightning_swarm.network.hivemind._process import exited
 from lightning_swarm.network.hivemind.calls import Calls, answer_calls
-from lightning_swarm.network.hivemind.streams import READ_BYTES, Daemon, Stream, StreamPool
+from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
 from lightning_swarm.tasks import ended, gather
 
 _CALL: Final = "lightning_swarm.call"
@@ -141,7 +141,6 @@ class HivemindTransport(BaseTransport):
         answer: Callable[[Stream], Coroutine[Any, Any, None]],
     ) -> None:
         """Answer what comes over a stream that another peer opened."""
-        reader._limit = READ_BYTES  # type: ignore[attr-defined]  # hivemind's server offers no way to set it
         stream = Stream(reader, writer)
         try:
             if not self._closed:
