@@ -3,8 +3,7 @@
 After a third of the steps one of the four is killed, and a new one joins. Ends with text that the swarm's checkpoint
 writes in a plain process, and with a picture of both loss curves.
 
-In float32, rounding alone drives two such curves apart: the plain Trainer on one thread and on two
-differs by 1e-7 after 10 steps and by 2e-4 after 300.
+In float32, rounding alone drives two such curves apart, as it does those of the plain Trainer on one thread and on two.
 """
 
 import argparse
