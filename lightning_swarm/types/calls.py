@@ -66,6 +66,10 @@ class CallKey(Wire, frozen=True):
         batch = batch_name(self.generation, self.step, self.attempt, self.first, kind)
         return f"{batch}{self.index}.c{self.call}/{stage_index}/{direction}"
 
+    def __str__(self) -> str:
+        """As errors name it."""
+        return f"microbatch {self.index} of the batch at {self.first} in step {self.step}"
+
     @property
     def receipt(self) -> Receipt:
         """What the ledger of a step knows it by."""
