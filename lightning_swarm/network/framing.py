@@ -135,7 +135,6 @@ class Fixed:
         control_bytes: Of the control part.
         payload_bytes: Of all tensors.
         control_checksum: Of the control part.
-        data: The header as it came.
     """
 
     kind: Kind
@@ -143,7 +142,11 @@ class Fixed:
     control_bytes: int
     payload_bytes: int
     control_checksum: int
-    data: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole message."""
+        return HEADER_BYTES + self.control_bytes + self.payload_bytes + TRAILER_BYTES
 
 
 @dataclass(frozen=True)
@@ -226,12 +229,10 @@ def decode(data: bytes) -> Head:
     """
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
-    fixed = _parse_fixed(data[:HEADER_BYTES])
-    _check_small(fixed)
-    begin = HEADER_BYTES + fixed.control_bytes
-    end = begin + fixed.payload_bytes
-    if len(data) != end + TRAILER_BYTES:
-        raise ProtocolError(f"A message announces {end + TRAILER_BYTES} bytes but has {len(data)}.")
+    fixed = parse_small(data)
+    if len(data) != fixed.num_bytes:
+        raise ProtocolError(f"A message announces {fixed.num_bytes} bytes but has {len(data)}.")
+    begin, end = HEADER_BYTES + fixed.control_bytes, len(data) - TRAILER_BYTES
     head = _parse_control(fixed, data[HEADER_BYTES:begin])
     _check_trailer(data[end:], zlib.crc32(memoryview(data)[begin:end]))
     return head
@@ -250,22 +251,6 @@ def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-async def read_fixed(reader: Reader) -> Fixed:
-    """Read a message's fixed header. Cancelled, it has read nothing. Raises what `read_head` raises."""
-    return _parse_fixed(await reader.readexactly(HEADER_BYTES))
-
-
-async def read_whole(reader: Reader, fixed: Fixed) -> bytes:
-    """Read the rest of a small message; returns all of it, for `decode`.
-
-    Raises:
-        ProtocolError: It has more than `SMALL_BYTES` of tensors.
-        asyncio.IncompleteReadError: The stream ended.
-    """
-    _check_small(fixed)
-    return fixed.data + await reader.readexactly(fixed.control_bytes + fixed.payload_bytes + TRAILER_BYTES)
-
-
 async def read_head(reader: Reader) -> Head:
     """Read all of a message but its tensors. `read_tensors` must follow.
 
@@ -273,7 +258,7 @@ async def read_head(reader: Reader) -> Head:
         ProtocolError: Malformed; what follows in the stream is meaningless.
         asyncio.IncompleteReadError: The stream ended; with ``partial == b""`` if it ended between messages.
     """
-    fixed = await read_fixed(reader)
+    fixed = _parse_fixed(await reader.readexactly(HEADER_BYTES))
     return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
 
 
@@ -354,6 +339,20 @@ def _from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     return buffer.view(dtype).reshape(shape)
 
 
+def parse_small(data: bytes | bytearray) -> Fixed:
+    """Read the fixed header that `data` begins with.
+
+    Raises:
+        ProtocolError: It is none, or one of a message with more than `SMALL_BYTES` of tensors.
+    """
+    fixed = _parse_fixed(bytes(data[:HEADER_BYTES]))
+    if fixed.payload_bytes > SMALL_BYTES:
+        raise ProtocolError(
+            f"At most {SMALL_BYTES} bytes of tensors travel beside calls, this message has {fixed.payload_bytes}."
+        )
+    return fixed
+
+
 def _parse_fixed(data: bytes) -> Fixed:
     magic, version, kind, reserved, exchange_id, control_bytes, payload_bytes, checksum = _FIXED.unpack_from(data)
     if magic != _MAGIC:
@@ -370,14 +369,7 @@ def _parse_fixed(data: bytes) -> Fixed:
         raise ProtocolError(
             f"A message describes itself in {control_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken."
         )
-    return Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum, data)
-
-
-def _check_small(fixed: Fixed) -> None:
-    if fixed.payload_bytes > SMALL_BYTES:
-        raise ProtocolError(
-            f"At most {SMALL_BYTES} bytes of tensors travel beside calls, this message has {fixed.payload_bytes}."
-        )
+    return Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum)
 
 
 def _parse_control(fixed: Fixed, data: bytes) -> Head:

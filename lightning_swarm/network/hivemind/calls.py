@@ -14,14 +14,15 @@ from typing import Any, Final
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import Busy, ProtocolError, Unreachable
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.exchange import STALL_TIMEOUT_S
+from lightning_swarm.network.exchange import STALL_TIMEOUT_S, Channel
 from lightning_swarm.network.framing import (
+    HEADER_BYTES,
+    Fixed,
     Kind,
     encode_cancel,
     encode_error,
     exchange_id_of,
-    read_fixed,
-    read_whole,
+    parse_small,
 )
 from lightning_swarm.network.hivemind.streams import Stream
 from lightning_swarm.tasks import ended
@@ -34,6 +35,7 @@ _IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the o
 _PATIENCE_S: Final = 60.0
 _MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
 _OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
+_READ_BYTES: Final = 1 << 18
 _MAX_UNSENT_BYTES: Final = 8 << 20  # left by calls that were given up, for a peer that does not read
 
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
@@ -153,18 +155,17 @@ class _Line:
 
     async def read(self) -> None:
         """Hand out answers until the stream ends, or nobody has used it for long."""
-        problem = "it hung up"
+        problem, incoming = "it hung up", _Incoming(self._stream.channel)
         try:
             while True:
                 try:
-                    async with asyncio.timeout(_IDLE_S):
-                        head = await read_fixed(self._stream.channel)
+                    head, data = await incoming.next(_IDLE_S)
                 except TimeoutError:
+                    if incoming.half_way:
+                        raise
                     if self.ended:
                         return
                     continue
-                async with asyncio.timeout(STALL_TIMEOUT_S):
-                    data = await read_whole(self._stream.channel, head)
                 self._unheard_s = None
                 answer = self._answers.get(head.exchange_id)
                 if answer is not None and not answer.done():  # else nobody waits for it any more
@@ -181,6 +182,47 @@ class _Line:
                     answer.set_exception(Unreachable(f"The connection to {self._peer} broke: {problem}."))
 
 
+class _Incoming:
+    """Whole messages off a stream. What comes in one piece is taken in one: each step apart would cost a timer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._data = bytearray()
+        self._head: Fixed | None = None  # of the message that `_data` begins with, once it is known
+
+    @property
+    def half_way(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self._data)
+
+    async def next(self, idle_timeout: float) -> tuple[Fixed, bytes]:
+        """The next message.
+
+        Raises:
+            TimeoutError: None has begun for so many seconds, or nothing more of it came.
+            ProtocolError: It is none, or too long.
+            EOFError: The stream has ended. Or an `OSError`.
+        """
+        while (message := self._split()) is None:
+            async with asyncio.timeout(STALL_TIMEOUT_S if self.half_way else idle_timeout):
+                data = await self._channel.read(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._data += data
+        return message
+
+    def _split(self) -> tuple[Fixed, bytes] | None:
+        """Take a message off what has come, if it is all there."""
+        if self._head is None and len(self._data) >= HEADER_BYTES:
+            self._head = parse_small(self._data)
+        if self._head is None or len(self._data) < self._head.num_bytes:
+            return None
+        head, self._head = self._head, None
+        message = bytes(self._data[: head.num_bytes])
+        del self._data[: head.num_bytes]
+        return head, message
+
+
 async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
     """Answer the calls that come over a stream, each as soon as it can be, until the stream ends or misbehaves.
 
@@ -192,6 +234,7 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
         spawn: Runs a task for as long as the transport is open.
     """
     under_way: dict[int, asyncio.Task[None]] = {}
+    incoming = _Incoming(stream.channel)
     stream.gather_writes()
 
     async def answer(request: bytes) -> None:
@@ -199,8 +242,10 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
 
     async def send(data: bytes) -> None:
         try:
-            async with asyncio.timeout(STALL_TIMEOUT_S):
-                await stream.write(data)
+            stream.write_soon(data)
+            if stream.is_full:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await stream.drain()
         except OSError:  # the caller hung up, or does not read its answers
             stream.close()
 
@@ -214,14 +259,11 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
     try:
         while True:
             try:
-                async with asyncio.timeout(_PATIENCE_S):
-                    head = await read_fixed(stream.channel)
+                head, request = await incoming.next(_PATIENCE_S)
             except TimeoutError:
-                if under_way:
+                if under_way and not incoming.half_way:
                     continue
                 return
-            async with asyncio.timeout(STALL_TIMEOUT_S):
-                request = await read_whole(stream.channel, head)
             if head.kind is Kind.CANCEL:
                 if head.exchange_id in under_way:
                     under_way[head.exchange_id].cancel()

@@ -34,11 +34,15 @@ class Stream:
 
     def gather_writes(self) -> None:
         """Send at once what is written in one turn of the loop. For buffers that do not change any more."""
-        self._writer.transport.set_write_buffer_limits()
+        self._transport.set_write_buffer_limits()
 
     async def write(self, buffer: Buffer) -> None:
         """Send a buffer, and wait until it may change again."""
         self.write_soon(buffer)
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Wait until there is room for more."""
         await self._inbox.drain()
 
     def write_soon(self, buffer: Buffer) -> None:
@@ -46,6 +50,11 @@ class Stream:
         if self._transport.is_closing():  # uvloop would raise what is no OSError
             raise ConnectionResetError("it is closed")
         self._transport.write(buffer)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for more."""
+        return self.num_unsent_bytes > self._transport.get_write_buffer_limits()[1]
 
     @property
     def num_unsent_bytes(self) -> int:
