@@ -179,16 +179,20 @@ class TicketStore:
 
     async def fetch(self, ticket: Ticket, *, timeout: float) -> Message:
         """The tensor, as soon as it exists. From this peer itself nothing is copied. Raises what `wait` raises."""
+        return (await self.fetch_reported(ticket, timeout=timeout))[0]
+
+    async def fetch_reported(self, ticket: Ticket, *, timeout: float) -> tuple[Message, bytes]:
+        """The tensor with the producer's report; see `fetch` and `wait`."""
         if ticket.peer_id == self._transport.peer_id:
             entry = await self._ready(ticket.name, timeout)
-            return self._take(ticket.name, entry)
+            return self._take(ticket.name, entry), entry.report
         reply, message = await self._wait(ticket, min(SMALL_BYTES, self._max_bytes), timeout)
-        if reply.taken is not None:
-            return message
-        request = Message(encode(FetchRequest(name=ticket.name)))
-        return await self._transport.stream(
-            ticket.peer_id, FETCH_METHOD, request, timeout=timeout, max_bytes=self._max_bytes
-        )
+        if reply.taken is None:
+            request = Message(encode(FetchRequest(name=ticket.name)))
+            message = await self._transport.stream(
+                ticket.peer_id, FETCH_METHOD, request, timeout=timeout, max_bytes=self._max_bytes
+            )
+        return message, reply.report
 
     # ------------------------------------------------------------------ answering
 

@@ -25,6 +25,7 @@ from lightning_swarm.types.wire import decode
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_MOMENT_S = 1.0
 
 
 async def _nothing() -> None:
@@ -237,6 +238,8 @@ class _WayBack:
                 if not is_told:
                     is_told = True
                     await sent()
+                if not recovery.num_failures and not self._replays:
+                    await self._receive_all()
                 for stage in stages:
                     if stage not in recovery.done:
                         await self._receive(stage)
@@ -260,10 +263,33 @@ class _WayBack:
             await self._calls.send_backward(stage, recompute=True)
             recovery.backwards.discard(stage)
 
-    async def _receive(self, stage: int) -> None:
-        """Wait for a stage's receipt."""
+    async def _receive_all(self) -> None:
+        """Wait for the stage that ends last: its receipt comes with those of the others.
+
+        If it does not come as long as one stage may take, each is asked for its own, to find whose it is.
+        """
+        calls, link = self._calls, self._link
+        stages = range(calls.end, calls.last + 1)
+        if len(stages) < 2:
+            return
+        patience_s = link.patience_s(calls.last, calls.route[calls.last])
+        try:
+            report = await calls.wait(calls.end, "backward", timeout=patience_s)
+        except Failed as failure:
+            if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
+                await self._receive(calls.last, timeout=_MOMENT_S)
+            return
+        reports = [report, *report.later]
+        if [one.receipt for one in reports] != [calls.accumulates(stage) for stage in stages]:
+            return
+        for stage, one in zip(stages, reports, strict=True):
+            _settle(link, calls, stage, one)
+            self._recovery.done.add(stage)
+
+    async def _receive(self, stage: int, *, timeout: float | None = None) -> None:
+        """Wait for a stage's receipt, `timeout` seconds at most, or as long as its peer may take."""
         calls = self._calls
-        report = await calls.wait(stage, "backward")
+        report = await calls.wait(stage, "backward", timeout=timeout)
         if report.receipt != calls.accumulates(stage):
             peer = calls.peer(stage)
             if not self._replays:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm import trees
@@ -189,7 +190,7 @@ class Calls:
         """The positional inputs of a stage, and which of their tensors want a gradient."""
         if source is None:
             return inputs, [input_grad and trees.is_differentiable(t) for t in trees.flatten(inputs)[1]]
-        message = await self._fetch(source)
+        message, _ = await self._fetch(source)
         computed = decode(message.body, Computed)
         return (trees.unflatten(computed.structure, list(message.tensors)),), computed.flags
 
@@ -219,14 +220,16 @@ class Calls:
         key, mode = request.key, request.mode
         gradients, rest = trees.placed(request.present, tensors)
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
+        later: tuple[CallReport, ...] = ()
         if request.source is not None:
             try:
-                message = await self._fetch(request.source, gradient=True)
+                message, report = await self._fetch(request.source, gradient=True)
             except BaseException:
                 if self._sums.may_count(stage, key):
                     self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
                 raise
             gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
+            later = _reports(report)
         receipt = False
 
         def compute() -> list[Tensor | None]:
@@ -244,9 +247,9 @@ class Calls:
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         computed = Computed(structure=None, flags=[gradient is not None for gradient in found])
-        report = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt)
+        own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, later=later)
         present = tuple(gradient.cpu() for gradient in found if gradient is not None)
-        self._tickets.fulfil(name, Message(encode(computed), present), encode(report), once=True)
+        self._tickets.fulfil(name, Message(encode(computed), present), encode(own), once=True)
 
     async def _kept(self, stage: Stage, request: BackwardRequest, tensors: Sequence[Tensor]) -> Kept:
         """What this peer kept of the forward, or what the request brings instead."""
@@ -353,9 +356,9 @@ class Calls:
             _log.exception("A call of this server failed: %s", name)
             raise
 
-    async def _fetch(self, source: Ticket, *, gradient: bool = False) -> Message:
+    async def _fetch(self, source: Ticket, *, gradient: bool = False) -> tuple[Message, bytes]:
         try:
-            return await self._tickets.fetch(source, timeout=self._limits.call_timeout)
+            return await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
         except StageError:
             raise  # the model's own error: the trainer wants to see that one
         except TicketGone as error:  # nobody is to blame: it is computed again
@@ -384,6 +387,12 @@ def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
         raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
     return tree
+
+
+def _reports(report: bytes) -> tuple[CallReport, ...]:
+    """Of a backward, and of those that its own came with."""
+    first = decode(report, CallReport)
+    return (replace(first, later=()), *first.later)
 
 
 def _num_samples(inputs: tuple[Any, ...]) -> int:

@@ -272,7 +272,7 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
     run = Run(make_swarm)
     server = run.servers[A]
     held = asyncio.Event()
-    fetch = server._tickets.fetch
+    fetch = server._tickets.fetch_reported
 
     async def late(source: Ticket, *, timeout: float) -> Any:
         if source.name.endswith("backward"):
@@ -280,7 +280,7 @@ def test_an_armed_batch_is_waited_for_while_servers_work_on_it(make_swarm: MakeS
         return await fetch(source, timeout=timeout)
 
     async def go() -> Record:
-        server._tickets.fetch = late
+        server._tickets.fetch_reported = late
         grant, output = await run.begin(1)
         await run.send_backward(grant, output)
         await run.other.armed(grant.lease, [run.key_of(grant).receipt])
