@@ -21,12 +21,13 @@ from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.run_state import RunState
+from lightning_swarm.server import calls as server_calls
 from lightning_swarm.steps import REPLAY
 from lightning_swarm.tasks import gather
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.phases import Phase
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.types.calls import Mode, Receipt
+from lightning_swarm.types.calls import CallReport, Mode, Receipt
 from lightning_swarm.types.steps import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
@@ -367,22 +368,42 @@ def test_a_restarted_peer_is_gone(make_swarm: MakeSwarm) -> None:
 # ---------------------------------------------------------------------- when nothing fails
 
 
-def test_nothing_is_asked_that_was_not_asked_before(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each stage: a forward, a backward; all receipts at once; then output and input gradient, which are small."""
-    route = Route(make_swarm("a", "b", "c", limits=LIMITS))
+def counted(route: Route, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What the trainer asks others from now on, by methods."""
     asked: Counter[str] = Counter()
     for name in ("call", "stream"):
         real = getattr(route.swarm.trainer, name)
 
-        async def counted(peer: PeerId, method: str, *args: Any, _real: Any = real, **kwargs: Any) -> Any:
+        async def count(peer: PeerId, method: str, *args: Any, _real: Any = real, **kwargs: Any) -> Any:
             asked[method] += 1
             return await _real(peer, method, *args, **kwargs)
 
-        monkeypatch.setattr(route.swarm.trainer, name, counted)
+        monkeypatch.setattr(route.swarm.trainer, name, count)
+    return asked
+
+
+def test_nothing_is_asked_that_was_not_asked_before(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each stage: a forward, a backward; all receipts at once; then output and input gradient, which are small."""
+    route = Route(make_swarm("a", "b", "c", limits=LIMITS))
+    asked = counted(route, monkeypatch)
     route.swarm.run(route.through(0))
     assert asked == {"stage.forward": 3, "stage.backward": 3, "ticket.wait": 1 + 2}
     assert not route.events.counts
     assert route.link.num_under_way == 0
+
+
+@pytest.mark.parametrize("num_told", [0, 1, 3])
+def test_receipts_that_do_not_come_at_once_are_asked_for_one_by_one(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, num_told: int
+) -> None:
+    route = Route(make_swarm("a", "b", "c", limits=LIMITS))
+    asked = counted(route, monkeypatch)
+    told = (CallReport(busy_s=1.0, queued=0, receipt=True),) * num_told
+    monkeypatch.setattr(server_calls, "_reports", lambda _: told)
+    route.run()
+    route.assert_sums()
+    assert asked["ticket.wait"] == NUM_MICROBATCHES * (1 + 3 + 2)
+    assert not route.events.counts
 
 
 # ---------------------------------------------------------------------- replays

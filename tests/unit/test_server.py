@@ -86,6 +86,16 @@ def test_the_data_goes_from_peer_to_peer_and_not_through_the_trainer(make_swarm:
     assert b_to(LEAD) < activation_bytes / 10
 
 
+def test_a_stage_reports_those_after_it(make_swarm: MakeSwarm) -> None:
+    swarm, x = make_swarm("a", "b", "c"), rows(1)
+    output = swarm.run(swarm.forward(key(), x))
+    first, second, third = swarm.run(swarm.backward(key(), output))
+    assert first.receipt
+    assert first.later == (replaced(second, later=()), third)
+    assert second.later == (third,)
+    assert third.later == ()
+
+
 def test_at_most_one_addition_per_key(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b"), rows(1)
     output = swarm.run(swarm.through(key(), x))
