@@ -1,6 +1,7 @@
 """One vector averaged among peers: the swarm's butterfly against hivemind's `AllReduceRunner`, and gloo.
 
-Each peer is a process of its own, with one thread. The ways take turns; a round's time is that of the slowest peer.
+Each peer is a process of its own, with one thread. The ways take turns; a round's time is that of the slowest peer. CPU
+time is that of all processes, the daemons of libp2p among them; unlike time, it hardly depends on what else is running.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
+import psutil
 import torch
 import uvloop
 from hivemind.averaging.allreduce import AllReduceRunner
@@ -30,9 +32,12 @@ _TIMEOUT_S = 120.0
 Round = Callable[[], Awaitable[Tensor]]
 """Averages once. All peers have got theirs before anyone begins."""
 
+Spent = tuple[float, float]
+"""Of one round: seconds, and seconds of CPU."""
 
-def measure(together: Together, folder: str, num_parameters: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each round, by way, on this peer."""
+
+def measure(together: Together, folder: str, num_parameters: int, repeats: int) -> dict[str, list[Spent]]:
+    """What each round took, by way, on this peer."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/gloo", rank=together.rank, world_size=together.size
@@ -43,7 +48,7 @@ def measure(together: Together, folder: str, num_parameters: int, repeats: int) 
         distributed.destroy_process_group()
 
 
-async def _measure(together: Together, num_parameters: int, repeats: int) -> dict[str, list[float]]:
+async def _measure(together: Together, num_parameters: int, repeats: int) -> dict[str, list[Spent]]:
     vector = torch.full((num_parameters,), float(together.rank))
     mean = (together.size - 1) / 2
     async with swarm_peer(together) as (transport, ids), hivemind_peer(together) as (p2p, their_ids):
@@ -53,19 +58,27 @@ async def _measure(together: Together, num_parameters: int, repeats: int) -> dic
             "hivemind": lambda number, own: _by_hivemind(together, p2p, their_ids, number, own),
             "gloo": lambda _, own: _by_gloo(together.size, own),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        processes = [psutil.Process(), psutil.Process(transport.daemon_pid), psutil.Process(p2p._child.pid)]
+        spent: dict[str, list[Spent]] = {name: [] for name in ways}
         for number in range(repeats + 1):
             for name, way in ways.items():
                 once = await way(number, vector.clone())
                 await asyncio.to_thread(together.exchange)
-                began_s = time.perf_counter()
+                began_s, began_cpu_s = time.perf_counter(), _cpu_s(processes)
                 found = await once()
                 took_s = time.perf_counter() - began_s
+                await asyncio.to_thread(together.exchange)  # until then others' rounds take of this peer's CPU
+                tickets.drop(f"round{number}")
                 if not torch.equal(found, torch.full_like(found, mean)):
                     raise RuntimeError(f"{name} did not average")
                 if number:  # the first round opens connections
-                    seconds[name].append(took_s)
-        return seconds
+                    spent[name].append((took_s, _cpu_s(processes) - began_cpu_s))
+        return spent
+
+
+def _cpu_s(processes: Sequence[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return sum(one.user + one.system for one in times)
 
 
 async def _by_swarm(tickets: TicketStore, ids: Sequence[PeerId], rank: int, number: int, own: Tensor) -> Round:
@@ -115,15 +128,20 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = run_together(measure, arguments.peers, folder, arguments.parameters, arguments.repeats)
-    rounds = {name: [max(each) for each in zip(*(one[name] for one in found), strict=True)] for name in found[0]}
-    ratios = [ours / theirs for ours, theirs in zip(rounds["swarm"], rounds["hivemind"], strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4)
-    rows: list[list[object]] = [["way", "seconds, median", "of hivemind's"]]
-    for name, seconds in rounds.items():
-        share = statistics.median(seconds) / statistics.median(rounds["hivemind"])
-        rows.append([name, f"{statistics.median(seconds):.3f}", f"{share:.2f}"])
+    rounds = {name: list(zip(*(one[name] for one in found), strict=True)) for name in found[0]}  # each, of all peers
+    seconds = {name: [max(took_s for took_s, _ in each) for each in all_] for name, all_ in rounds.items()}
+    cpu = {name: [sum(cpu_s for _, cpu_s in each) for each in all_] for name, all_ in rounds.items()}
+    rows = [["way", "seconds, median", "CPU seconds, median"]]
+    rows += [[n, f"{statistics.median(seconds[n]):.3f}", f"{statistics.median(cpu[n]):.2f}"] for n in rounds]
     title = f"{arguments.parameters / 1e6:g}M float32 averaged among {arguments.peers} peers"
-    write("allreduce", f"{table(title, rows)}\nswarm / hivemind, by rounds: {median:.2f} ({low:.2f} to {high:.2f})")
+    ratios = [f"swarm / hivemind, {what}, by rounds: {_ratio(of)}" for what, of in (("time", seconds), ("CPU", cpu))]
+    write("allreduce", "\n".join([table(title, rows), *ratios]))
+
+
+def _ratio(of: dict[str, list[float]]) -> str:
+    ratios = [ours / theirs for ours, theirs in zip(of["swarm"], of["hivemind"], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return f"{median:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ Only the sums are read; the mean goes into memory of its own.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from lightning_swarm.network.room import new_bytes
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import Ticket
+
+_SLICE: Final = 1 << 20
+"""Elements that are added before anything else may happen on the loop: a millisecond's work."""
 
 
 class RoundFailed(PeerError):
@@ -83,15 +88,12 @@ async def average(
         raise
     pieces[place] = vector[parts[place]]
     mean = _new(vector)
-    reduced = mean[parts[place]].zero_()
-    for i in range(len(roster)):
-        reduced += pieces.pop(i).to(vector.device)
-    reduced /= total_weight
+    reduced = mean[parts[place]]
+    squared_norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
     tickets.offer(f"{prefix}/reduced{place}", Message(tensors=(reduced.cpu(),)))
 
     for i, part in zip(others, await gather(take(i, f"reduced{i}", parts[i]) for i in others), strict=True):
         mean[parts[i]] = part
-    squared_norm = float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
     return mean, squared_norm
 
 
@@ -117,6 +119,19 @@ async def collect(
     for part, found in zip(parts, await gather(take(i, part) for i, part in enumerate(parts)), strict=True):
         mean[part] = found
     return mean
+
+
+async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -> float:
+    """Add the pieces in their order, and divide once; returns the squared norm of what came of it."""
+    squared_norm = 0.0
+    for begin in range(0, len(into), _SLICE):
+        reduced = into[begin : begin + _SLICE].zero_()
+        for piece in pieces:
+            reduced += piece[begin : begin + _SLICE].to(into.device)
+        reduced /= total_weight
+        squared_norm += float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
+        await asyncio.sleep(0)  # others want to be heard meanwhile
+    return squared_norm
 
 
 def _new(like: Tensor) -> Tensor:

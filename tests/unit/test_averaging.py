@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm.averaging import butterfly
 from lightning_swarm.averaging.butterfly import RoundFailed, average
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import PeerError
@@ -95,6 +96,24 @@ def test_all_get_the_same_bytes(loop: VirtualLoop, num_peers: int, length: int, 
         assert mean.dtype == dtype
     assert all(torch.equal(vector, copy) for vector, copy in zip(own, copies, strict=True)), "only the sums are read"
     assert sum(norm for _, norm in results) == pytest.approx(float(expected.double().square().sum()), rel=1e-6)
+
+
+def test_a_large_part_is_added_in_slices_that_let_others_be_heard(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Ring(loop, vectors(3, 1000)).average()
+    turns = []
+
+    async def count(_delay: float) -> None:
+        turns.append(_delay)
+
+    monkeypatch.setattr(butterfly, "_SLICE", 100)
+    monkeypatch.setattr(butterfly.asyncio, "sleep", count)
+    into, pieces = torch.empty(333), [vector[:333] for vector in vectors(3, 1000)]
+    squared_norm = loop.run_until_complete(butterfly._reduce(into, pieces, 4.0))
+    assert turns == 4 * [0]
+    assert torch.equal(into, whole[0][0][:333])
+    assert squared_norm == pytest.approx(float(into.double().square().sum()), rel=1e-12)
 
 
 def test_the_order_of_arrival_does_not_matter(loop: VirtualLoop) -> None:
