@@ -185,7 +185,8 @@ class SwarmLauncher(_Launcher):
         except SystemExit as told:  # by a second signal
             code = told.code if isinstance(told.code, int) else 1
         except SwarmError as error:
-            _log.error("This peer ends: %s: %s", type(error).__name__, error)
+            # In the place of the interpreter's own last word, which no configuration of logs can silence either.
+            print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
             code = 1
         except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
             traceback.print_exc()

@@ -56,8 +56,6 @@ class Replayer:
         if copy is None:
             lost.add(one.receipt)
             return
-        for stage in one.holders:
-            self._link.events.note("replay", peer=one.holders[stage], stage=stage, step=request.step)
         try:
             await replay(self._link, copy, one.holders, frozenset(request.avoid))
         except HolderGone as error:

@@ -37,7 +37,6 @@ _log = logging.getLogger(__name__)
 _RETRY_S: Final = 1.0
 _MAX_HOLD_S: Final = 60.0
 _RANKS_PER_SILENCE: Final = 5
-_MAX_NUMBER: Final = 1 << 30
 
 
 class Leadership:
@@ -152,7 +151,7 @@ class Leadership:
         """Another peer, or this one, has a majority's promises."""
         leading = decode(body, Leading)
         run = self._following()
-        if caller != leading.term[1] or caller not in run.servers or leading.term[0] > _MAX_NUMBER:
+        if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
         run.check_generation(leading.generation)
         if leading.term < run.term:

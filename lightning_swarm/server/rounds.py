@@ -112,7 +112,10 @@ class Rounds:
         )
         # Here, and not in what travels: the scale is what keeps small gradients in the range of a narrow format.
         scale = closing.gradient_scale
-        return mean.div_(scale), PartNorm(stage_index=index, squared_norm=squared_norm / scale / scale)
+        # The mean may be on its way to others still.
+        return mean if scale == 1.0 else mean / scale, PartNorm(
+            stage_index=index, squared_norm=squared_norm / scale / scale
+        )
 
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:

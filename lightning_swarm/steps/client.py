@@ -222,15 +222,15 @@ class StepClient:
         self._journal.measured(self.version, lease, message)
         await self._repeat(METRICS, partial(self._stream, METRICS, message, max_bytes=0))
 
-    async def _take_metrics(self, step: int, first: int) -> Metrics | None:
+    async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
         """What one batch added, if who coordinates has it: it may have come to do so since that was said."""
         request = Message(encode(MetricsRequest(generation=self.run.manifest.generation, step=step, first=first)))
         take = partial(self._stream, TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         message = await self._repeat(TAKE_METRICS, take)
         if not message.body:
             _log.warning("What the batch at position %d of step %d added to metrics is lost.", first, step)
-            return None
-        return decode(message.body, BatchMetrics).metrics, message.tensors
+            return []
+        return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
     async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
         """From now on the batch counts without this trainer, too. See `BatchArmed` for the arguments.
@@ -319,14 +319,15 @@ class StepClient:
                     self.run.check(reply.record)
                     await self._on_record(reply.record)
                     self.run.apply(reply.record)
+                    metrics: list[Metrics] = []
+                    self.heard.append(Heard(reply.record, reply.logs, metrics))  # whatever becomes of the rest
                     counted = {first for first, _, _ in reply.record.closing.batches}
                     lost, unknown = self._journal.decided(reply.record.step, counted)
                     self._lose(lost)
                     await self._confirm(unknown)
                     self.events.update(reply.events)
-                    taken = [await self._take_metrics(reply.record.step, first) for first in reply.measured]
-                    metrics = [one for one in taken if one is not None]
-                    self.heard.append(Heard(reply.record, reply.logs, metrics))
+                    for first in reply.measured:
+                        metrics += await self._take_metrics(reply.record.step, first)
                 return reply.record
             if not reply.closing:
                 self._journal.reopened()
@@ -425,10 +426,9 @@ class StepClient:
             asking = group.create_task(_caught(exchange))
             anew = group.create_task(self._led_anew.wait())
             await asyncio.wait({asking, anew}, return_when=asyncio.FIRST_COMPLETED)
-            was_led_anew = self.run.term != term
             asking.cancel()
             anew.cancel()
-        if was_led_anew:
+        if self.run.term != term:  # whoever coordinates by now may have been told already what is under way here
             raise NotCoordinator("another peer coordinates by now")
         answer, error = asking.result()
         if error is not None:

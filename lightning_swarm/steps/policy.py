@@ -105,10 +105,13 @@ class OpenStep:
         return None
 
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
-        """Enter a batch as its trainer reports it to a new coordinator."""
+        """Enter a batch as its trainer reports it to a new coordinator. One whose place is taken counts nowhere."""
         grant, request = lease.grant, lease.request
-        self.skip_to(grant.first + request.num_samples)
+        end = grant.first + request.num_samples
+        self.skip_to(end)
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
+            return
+        if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
             return
         self.gradient_scale = request.gradient_scale
         batch = _Batch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)

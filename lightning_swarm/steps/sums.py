@@ -326,8 +326,8 @@ class Sums:
                 f"step {self._step.step}: microbatch {receipt} was computed again {_MAX_REPLAYS} times, and is still "
                 f"missing in the stages {sorted(holders)}"
             )
-        for stage_index in holders:
-            self._events.note("replay", stage=stage_index, step=self._step.step)
+        for stage_index, peer in holders.items():
+            self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
 
     async def _replay(self, trainer: PeerId, work: list[Replay]) -> set[int]:
         lost: set[int] = set()

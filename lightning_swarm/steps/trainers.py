@@ -179,7 +179,7 @@ class Trainers:
         if request.step != step.step or self._books.finishing:
             return b""
         for lease in request.report.leases:
-            if lease.grant.lease >= self._first_lease or lease.grant.attempt:
+            if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
                 raise ProtocolError(
                     f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
                 )

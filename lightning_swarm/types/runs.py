@@ -9,7 +9,9 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
-Term = tuple[Count, ShortText, int]
+_MAX_NUMBER = 1 << 30  # leases and places begin at a multiple of it
+
+Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
 """``(number, peer id, boot id)`` of who coordinates by it, in one of its lives. Higher ones follow lower ones."""
 
 

@@ -209,3 +209,18 @@ def test_a_call_that_is_taken_back_makes_room(world: HivemindWorld) -> None:
             stream.close()
 
     world.run(go())
+
+
+def test_a_stream_of_a_socket_that_is_closed_by_then_has_ended(world: HivemindWorld) -> None:
+    """And it is no bug of this process, as uvloop's own error would be."""
+
+    async def go() -> bool:
+        stream = await open_stream(world)
+        stream._transport.abort()
+        while stream._inbox._problem is None and not stream._inbox._ended:  # closed indeed, and not about to be
+            await asyncio.sleep(0)
+        broken = Stream(asyncio.StreamReader(), stream._writer)
+        broken.gather_writes()
+        return broken.ended
+
+    assert world.run(go())

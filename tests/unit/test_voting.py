@@ -358,3 +358,14 @@ def test_a_foreign_term_is_refused(loop: VirtualLoop) -> None:
             loop.run_until_complete(stranger.call(PeerId("voter-0"), method, encode(own), timeout=1.0))
     assert election.voters[0].term == (0, "", 0)
     election.decide(record())
+
+
+def test_a_term_beyond_all_is_refused(loop: VirtualLoop) -> None:
+    """Nobody could ever lead under it, nor under a higher one."""
+    election = Election(loop, 1)
+    coordinator = election.proposer._transport
+    request = prepare(0, (1 << 40, "coordinator", 0))
+    with pytest.raises(ProtocolError):
+        loop.run_until_complete(coordinator.call(PeerId("voter-0"), PREPARE, encode(request), timeout=1.0))
+    assert election.voters[0].term == (0, "", 0)
+    election.decide(record())

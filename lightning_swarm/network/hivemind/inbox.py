@@ -41,7 +41,8 @@ class Inbox(asyncio.BufferedProtocol):
         transport.set_protocol(self)
         transport.resume_reading()
         # Then `drain` waits until nothing is buffered, and what has been written may change again.
-        transport.set_write_buffer_limits(high=0)
+        if not transport.is_closing():  # uvloop would raise what is no OSError
+            transport.set_write_buffer_limits(high=0)
 
     # ------------------------------------------------------------------ for who reads
 

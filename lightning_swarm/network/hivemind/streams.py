@@ -34,7 +34,8 @@ class Stream:
 
     def gather_writes(self) -> None:
         """Send at once what is written in one turn of the loop. For buffers that do not change any more."""
-        self._transport.set_write_buffer_limits()
+        if not self._transport.is_closing():  # as below
+            self._transport.set_write_buffer_limits()
 
     async def write(self, buffer: Buffer) -> None:
         """Send a buffer, and wait until it may change again."""

@@ -1,0 +1,60 @@
+"""Steps whose gradients travel scaled, as with `16-mixed`: the scale is divided out once, for whoever gets the means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing.sabotage import sabotage
+from tests.unit.swarm import Swarm, key, rows
+
+SCALE = 1024.0
+
+
+async def step(swarm: Swarm, number: int) -> None:
+    grant = await swarm.steps.grant(4, SCALE)
+    done = []
+    for index in range(2):
+        k = key(grant.first, index, step=grant.step)
+        route = swarm.route(index)
+        output = await swarm.forward(k, rows(2 * number + index), route=route)
+        await swarm.backward(k, output * SCALE, route=route, weight=grant.weight)
+        done.append(k.receipt)
+    await swarm.steps.done(grant.lease, done)
+    await swarm.steps.done(None, [], close=True)
+    await swarm.record(grant.step)
+
+
+def assert_alike(swarm: Swarm) -> None:
+    one, other = (server.stepping.stage(0).weights() for server in swarm.servers.values())
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("late", ["a", "b"])
+def test_a_replica_that_takes_its_part_late_gets_the_same(late: str) -> None:
+    """When the others have divided theirs."""
+    network = MemoryNetwork(latency_s=0.001)
+    swarm = Swarm("a b", network=network)
+    plan = FaultPlan().delay(late, by_s=1.0, at=Phase.AVERAGE_REDUCE)
+    sabotage(network, plan)
+    try:
+        swarm.run(step(swarm, 0))
+        plan.check()
+        assert_alike(swarm)
+    finally:
+        swarm.close()
+
+
+def test_a_joiner_that_follows_a_round_gets_the_same() -> None:
+    swarm = Swarm("a", trainers="trainer")
+    try:
+        swarm.run(step(swarm, 0))
+        joiner = swarm.join("z")
+        swarm.run(step(swarm, 1))
+        assert joiner.stepping.version == 2
+        assert_alike(swarm)
+    finally:
+        swarm.close()
