@@ -217,7 +217,7 @@ def test_a_stream_of_a_socket_that_is_closed_by_then_has_ended(world: HivemindWo
     async def go() -> bool:
         stream = await open_stream(world)
         stream._transport.abort()
-        while stream._inbox._problem is None and not stream._inbox._ended:  # closed indeed, and not about to be
+        while stream._inbox._problem is None and not stream._inbox._ended:  # noqa: ASYNC110 - closed, not about to be
             await asyncio.sleep(0)
         broken = Stream(asyncio.StreamReader(), stream._writer)
         broken.gather_writes()

@@ -1,4 +1,4 @@
-"""Steps whose gradients travel scaled, as with `16-mixed`: the scale is divided out once, for whoever gets the means."""
+"""Steps whose gradients travel scaled, as with `16-mixed`: the scale is divided out once, whoever gets the means."""
 
 from __future__ import annotations
 
