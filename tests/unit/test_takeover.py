@@ -22,7 +22,9 @@ from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.batches import (
+    Grant,
     GrantRequest,
+    Lease,
     Logged,
     MetricState,
     RegisterRequest,
@@ -316,7 +318,10 @@ def test_a_call_that_a_coordinator_was_answering_when_it_retired_is_asked_again(
 ) -> None:
     """What it would do for it, the next one does."""
     swarm = make_swarm("a", "b")
-    report = ReportReply(begun=True, leases=[], close_asked=False, total_weight=None)
+    grant = Grant(lease=1, generation=0, step=0, attempt=0, first=0, weight=1.0)
+    request = GrantRequest(step=0, num_samples=2, generation=0)
+    report = ReportReply(begun=True, leases=[Lease(grant=grant, request=request)], close_asked=False, total_weight=None)
+    swarm.coordinator.trainers._first_lease = 2  # as of one that came after another
 
     async def slow(*_: Any, **__: Any) -> dict[tuple[int, int], Message]:
         await asyncio.sleep(5.0)
