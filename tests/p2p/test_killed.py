@@ -258,6 +258,8 @@ def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(
         assert len(hand.taken) == times
         if take is terminate:
             assert steps.events["replay"] == 0
+        else:
+            assert steps.events["retry"] + steps.events["replay"] > 0, "nothing was under way"
 
 
 # ---------------------------------------------------------------------- by a plan
