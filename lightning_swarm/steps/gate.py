@@ -230,6 +230,9 @@ class Gate:
         if waiting.refusal is not None:
             del self._waiting[caller]
             raise Busy(waiting.refusal)
+        if not waiting.caught_up:
+            stage = waiting.candidate.stage_index
+            self._events.note("download", peer=caller, stage=stage, step=self._run.version)
         waiting.ready = waiting.caught_up = True
         waiting.last_heard_s = now_s()
         return b""

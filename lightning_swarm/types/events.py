@@ -13,6 +13,7 @@ EventKind: TypeAlias = Literal[
     "round_repeated",  # of averaging
     "gone",  # a peer died, or does not answer
     "left",  # a peer left on its own account, or was left out of a roster
+    "download",  # a joiner has its stage's state from those who hold it
     "joined",  # a peer is in a roster now
     "takeover",  # another peer coordinates
     "pause",  # nothing goes on for now
