@@ -32,8 +32,10 @@ def train(together: Together, folder: str, arguments: argparse.Namespace) -> Non
     share = arguments.num_blocks // together.size
     module = nn.Sequential(*list(blocks)[together.rank * share : (together.rank + 1) * share])
     example = torch.zeros(arguments.microbatch_size, SEQUENCE, arguments.width)
+    between = torch.zeros_like(example).requires_grad_()  # else no gradient comes back over a boundary
+    inputs = example if together.rank == 0 else between
     stage = PipelineStage(
-        module, together.rank, together.size, torch.device("cpu"), input_args=(example,), output_args=(example,)
+        module, together.rank, together.size, torch.device("cpu"), input_args=(inputs,), output_args=(between,)
     )
     num_microbatches = arguments.batch_size // arguments.microbatch_size
     schedule: Any = SCHEDULES[arguments.schedule](stage, n_microbatches=num_microbatches, loss_fn=_loss)
