@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import pytest
@@ -261,7 +262,7 @@ def test_below_a_majority_the_swarm_pauses_and_resumes(make_swarm: MakeSwarm, ca
     trial.train(1, avoid="b c")
     assert trial.swarm.loop.time() >= 290.0
     assert trial.count("pause") >= 1
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert said.count("Step 1 waits for a majority of its voters: a, b, c.") == 4
     trial.train(1)
     trial.check()
