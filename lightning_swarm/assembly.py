@@ -8,7 +8,6 @@ import logging
 import random
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,7 +44,6 @@ from lightning_swarm.steps.role import Role
 from lightning_swarm.steps.snapshot_orders import ask_held, newest_complete
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.reports import PeerReport
 from lightning_swarm.types.runs import Member, RestartRequest
 
@@ -85,7 +83,6 @@ class Peer:
         self._config = config
         self._rng = rng
         self.events = EventLog()
-        self._told: Counter[EventKind] = Counter()  # of them, in the Trainer's loggers
         self.boot_id = secrets.randbits(62)
         self._began_s = time.monotonic()
         hello.answer(transport)
@@ -376,10 +373,11 @@ class Peer:
             timeout=limits.call_timeout,
             patience_s=limits.stage_timeout,
             on_record=link.follow,
+            events=self.events,
             alone_s=limits.lead_timeout if is_lead else None,
         )
         link.check = steps.renew
-        return Session(runtime, pipeline, steps, run.manifest, told=self._told, around=around, is_lead=is_lead)
+        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
     async def _remain(self, run: RunState) -> None:
         """While this peer trains, have its server join again when it was left out; not with layers on the trainers."""

@@ -1,18 +1,22 @@
 """What goes another way than straight on, and what was done about it: said once, counted, kept for a while.
 
-One `EventLog` a peer. Whoever handles a fault notes it; nobody decides anything by it.
+One `EventLog` a peer. Whoever handles a fault notes it; nobody decides anything by it. Peers tell who coordinates how
+often they noted what, and that tells the lead, whose loggers get the sum.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_swarm.types.events import EventKind
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.events import EventKind, Noted
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +58,13 @@ class Event:
 
 
 class EventLog:
-    """What one peer saw. The swarm's loop and a trainer's own thread both note and read."""
+    """What one peer saw, and how often others did. The swarm's loop and a trainer's own thread both note and read."""
 
     def __init__(self) -> None:
+        self._id = secrets.randbits(62)
         self._counts: Counter[EventKind] = Counter()
+        self._others: dict[PeerId, Noted] = {}
+        self._taken: dict[int, Counter[EventKind]] = {}
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
 
@@ -87,8 +94,10 @@ class EventLog:
             self._counts[kind] += 1
         self._keep(Event(kind, peer, stage, step, reason))
 
-    def hear(self, kind: EventKind, *, peer: str, stage: int | None = None, step: int, reason: str = "") -> None:
-        """Say and keep what a record tells of a peer, unless it was noted here: who noted it elsewhere counts it."""
+    def hear(
+        self, kind: EventKind, *, peer: str | None = None, stage: int | None = None, step: int, reason: str = ""
+    ) -> None:
+        """Say and keep what others noted too, unless it was noted here: it is theirs to count."""
         with self._lock:
             known = next((one.kind for one in reversed(self._kept) if one.peer == peer and one.kind in _FATES), None)
         if known is not None and (kind == "joined") == (known == "joined"):
@@ -102,9 +111,37 @@ class EventLog:
             self._kept.append(event)
         _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", event)
 
-    def take(self, seen: Counter[EventKind]) -> Counter[EventKind]:
-        """What was noted since the counts were `seen`, which are brought up to date: no event is lost in between."""
-        counts = self.counts
-        new = counts - seen
-        seen.update(new)
+    # ------------------------------------------------------------------ what all peers counted
+
+    def report(self) -> Noted:
+        """What this peer counted so far."""
+        return Noted(log=self._id, counts=dict(self.counts))
+
+    def learn(self, reports: Mapping[PeerId, Noted]) -> None:
+        """What other peers counted so far; of two reports of one log each kind's higher count is the newer one."""
+        with self._lock:
+            for peer, report in reports.items():
+                known = self._others.get(peer)
+                before = known.counts if known is not None and known.log == report.log else {}
+                self._others[peer] = Noted(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
+
+    def learnt(self, own: PeerId) -> dict[PeerId, Noted]:
+        """What is known of all peers, this one (`own`) among them."""
+        with self._lock:
+            return {**self._others, own: Noted(log=self._id, counts=dict(self._counts))}
+
+    def forget_others(self, members: Collection[PeerId]) -> None:
+        """But for these."""
+        with self._lock:
+            self._others = {peer: report for peer, report in self._others.items() if peer in members}
+
+    def take(self) -> Counter[EventKind]:
+        """What was noted since this was asked last, here or by others that were learnt of."""
+        new: Counter[EventKind] = Counter()
+        with self._lock:
+            for log, counts in [(self._id, self._counts), *((one.log, one.counts) for one in self._others.values())]:
+                taken = self._taken.setdefault(log, Counter())
+                fresh = Counter(counts) - taken
+                taken.update(fresh)
+                new.update(fresh)
         return new

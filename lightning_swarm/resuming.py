@@ -127,7 +127,8 @@ class ResumingHooks(_Strategy):
         goal = find(trainer, self.peer, error) if self.is_global_zero else follow(self.peer, error)
         if goal is None:
             return None
-        self.peer.events.note("went_back", step=goal.version, reason=str(error.__cause__ or error))
+        say = self.peer.events.note if self.is_global_zero else self.peer.events.hear  # once for the swarm
+        say("went_back", step=goal.version, reason=str(error.__cause__ or error))
         trainer.training = True  # it may have been validating
         self._goes_back = True
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +47,6 @@ class Session:
         pipeline: Its data plane.
         steps: Its coordinator.
         manifest: Of the run.
-        told: What was logged of the peer's events, by sessions before this one, too; it is kept up to date.
         is_lead: Whether the run follows this trainer's loop.
         around: What it computes itself, if there is anything outside of the pipeline.
     """
@@ -60,7 +58,6 @@ class Session:
         steps: StepClient,
         manifest: Manifest,
         *,
-        told: Counter[EventKind],
         is_lead: bool = True,
         around: Around | None = None,
     ) -> None:
@@ -72,7 +69,6 @@ class Session:
         self.selection = manifest.selection
         self.is_lead = is_lead
         self.num_trainers = len(manifest.trainers)
-        self._told = told
         pipeline.generation, pipeline.version = manifest.generation, steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
@@ -228,10 +224,8 @@ class Session:
         return found
 
     def take_events(self) -> dict[EventKind, int]:
-        """At the lead: what was noted since this was asked last, here and at the coordinator, and how often."""
-        new = self.pipeline.link.events.take(self._told)
-        noted, self._steps.events = self._steps.events, Counter()
-        return dict(new + noted)
+        """At the lead: what the swarm's peers noted since this was asked last, and how often."""
+        return dict(self.pipeline.link.events.take())
 
     @property
     def run(self) -> RunState:

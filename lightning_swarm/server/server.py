@@ -75,6 +75,7 @@ class Server:
             executor,
             boot_id=boot_id,
             timeout=limits.call_timeout,
+            events=events,
             on_decided=self._take_leave_of,
             on_fenced=self._give_up,
         )

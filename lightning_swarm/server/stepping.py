@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server.executor import FIRST, Executor
@@ -33,6 +34,7 @@ class Stepping:
         executor: Computes.
         boot_id: Of this process's life.
         timeout: Seconds for one exchange of an averaging round.
+        events: Of this peer.
         on_decided: Called with each record that was applied, and the mean gradients of this server's stages.
         on_fenced: Called with what the names of a struck batch's calls begin with.
 
@@ -50,6 +52,7 @@ class Stepping:
         *,
         boot_id: int,
         timeout: float,
+        events: EventLog,
         on_decided: Callable[[Record, Mapping[int, Tensor]], None],
         on_fenced: Callable[[str], None],
     ) -> None:
@@ -57,6 +60,7 @@ class Stepping:
         self._executor = executor
         self._boot_id = boot_id
         self._timeout = timeout
+        self._events = events
         self._on_decided = on_decided
         self._on_fenced = on_fenced
         self._applied = asyncio.Condition()
@@ -180,7 +184,7 @@ class Stepping:
         (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request))
         for name in stale:
             self._tickets.drop(name)
-        return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers))
+        return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers, noted=self._events.report()))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from lightning_swarm.errors import (
     StepError,
     SwarmError,
 )
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import (
@@ -67,7 +67,6 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.runs import RestartRequest, Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
@@ -104,12 +103,12 @@ class StepClient:
         timeout: Seconds for the coordinator to answer.
         patience_s: Seconds to look for one that answers.
         on_record: Takes note of a record, before anything is sent for the step after it.
+        events: Of this trainer. Who coordinates is told how many; the lead is told here of all peers'.
         alone_s: At the lead: seconds without an answer of any other peer, when the others have ended the run.
 
     Attributes:
         newest: The newest record that this trainer waited for.
         heard: Those that came since these were taken, the oldest first.
-        events: What the coordinator noted since these were taken, if it is another peer; for the lead.
         lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
             again takes them from here.
         hyperparameters: At the lead: tells with which ones to step.
@@ -123,6 +122,7 @@ class StepClient:
         timeout: float,
         patience_s: float,
         on_record: Callable[[Record], Awaitable[None]],
+        events: EventLog,
         alone_s: float | None = None,
     ) -> None:
         self._transport = transport
@@ -134,10 +134,10 @@ class StepClient:
         self._registered = run.term  # the last one whose coordinator was told what is under way here
         self._led_anew = asyncio.Event()  # set, and replaced, when a higher term is known
         self._on_record = on_record
+        self.events = events
         self.run = run
         self.newest: Record | None = None
         self.heard: list[Heard] = []
-        self.events: Counter[EventKind] = Counter()
         self.lost: list[int] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         transport.handle_call(REPORT, self._handle_report)
@@ -275,6 +275,7 @@ class StepClient:
             first=self._journal.place(self.version, lease) if lease is not None else 0,
             begun=begun,
             logs=list(logs),
+            noted=self.events.report(),
         )
         step = self.version
         if lease is not None and withdrawn:
@@ -325,7 +326,7 @@ class StepClient:
                     lost, unknown = self._journal.decided(reply.record.step, counted)
                     self._lose(lost)
                     await self._confirm(unknown)
-                    self.events.update(reply.events)
+                    self.events.learn(reply.noted)
                     for first in reply.measured:
                         metrics += await self._take_metrics(reply.record.step, first)
                 return reply.record

@@ -67,7 +67,6 @@ class Coordinator:
         self._transport = transport
         self._run = run
         self._events = events
-        self._seen = events.counts  # until the newest record
         self._on_deposed = on_deposed
         self._tasks = TaskOwner()
         self.deposed = False
@@ -94,6 +93,7 @@ class Coordinator:
             self._watch,
             first_lease=first_lease(proposer.term),
             on_change=self._on_change,
+            events=events,
             limits=limits,
         )
         self._closer = Closer(
@@ -217,6 +217,7 @@ class Coordinator:
 
     def _turn(self, step: OpenStep, record: Record) -> None:
         lead = self._run.manifest.lead
-        outcome = Outcome(record, step.logs_for(lead), step.metrics_for(lead), dict(self._events.take(self._seen)))
-        self.books.end(outcome)
+        noted = self._events.learnt(self._transport.peer_id)
+        self.books.end(Outcome(record, step.logs_for(lead), step.metrics_for(lead), noted))
+        self._events.forget_others({*self._run.servers, *self._run.trainers})
         self.books.open = self.trainers.places.opened(step.step + 1)

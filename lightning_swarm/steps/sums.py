@@ -209,6 +209,8 @@ class Sums:
                 self.lose(peer, reply)
             else:
                 replies[peer] = reply
+                if reply.noted is not None:
+                    self._events.learn({peer: reply.noted})
         return replies
 
     def _checked(self, reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError, TrainerFailed
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
@@ -49,6 +50,7 @@ class Trainers:
         watch: Of batches that are under way.
         first_lease: Of those that this coordinator grants.
         on_change: Called after a batch of a step is through, or was withdrawn.
+        events: Of the coordinator.
         limits: Bounds.
 
     Attributes:
@@ -67,6 +69,7 @@ class Trainers:
         *,
         first_lease: int,
         on_change: Callable[[OpenStep], Awaitable[None]],
+        events: EventLog,
         limits: Limits,
     ) -> None:
         self._transport = transport
@@ -76,6 +79,7 @@ class Trainers:
         self._watch = watch
         self._first_lease = first_lease
         self._on_change = on_change
+        self._events = events
         self._limits = limits
         self._settling = asyncio.Lock()
         self.changes = Changes(limits.call_timeout)
@@ -199,6 +203,8 @@ class Trainers:
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, BatchDone)
+        if request.noted is not None:
+            self._events.learn({caller: request.noted})
         self._run.check_generation(request.generation)
         step = self._books.open
         if request.step < step.step and (not request.close or request.step + 1 == step.step):
@@ -262,8 +268,8 @@ class Trainers:
             record=outcome.record,
             closing=False,
             logs=outcome.logs,
+            noted=outcome.noted,
             measured=sorted(outcome.metrics),
-            events={} if trainer == self._servers.own else outcome.noted,
         )
 
     async def _check_overdue(self, step: OpenStep) -> None:

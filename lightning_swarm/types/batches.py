@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.events import EventKind
+from lightning_swarm.types.events import Noted
 from lightning_swarm.types.runs import Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import Count, NumSamples, Positive, SmallCount, Wire
@@ -121,6 +122,7 @@ class BatchDone(Wire, frozen=True):
     generation: Count
     first: Count = 0  # the batch's place
     begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
+    noted: Noted | None = None  # by the trainer
     # For the lead, if the batch counts.
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 
@@ -155,8 +157,7 @@ class RecordReply(Wire, frozen=True):
     closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
     # To the lead: what other trainers logged of the batches that it counts, folded by name.
     logs: list[Logged] = msgspec.field(default_factory=list)
-    # To the lead, if the coordinator is another peer: what that noted since the record before.
-    events: dict[EventKind, Count] = msgspec.field(default_factory=dict)
+    noted: dict[PeerId, Noted] = msgspec.field(default_factory=dict)  # to the lead: by all peers
     # To the lead: batches of other trainers in it that came with `BatchMetrics`, by their first positions.
     measured: list[Count] = msgspec.field(default_factory=list)
 

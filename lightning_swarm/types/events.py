@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias, get_args
 
+from lightning_swarm.types.wire import Count, Wire
+
 EventKind: TypeAlias = Literal[
     "retry",  # a call was sent again
     "ban",  # no microbatch goes to a peer from here for a while
@@ -21,3 +23,10 @@ EventKind: TypeAlias = Literal[
     "went_back",  # the run goes on from an earlier step
 ]
 EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
+
+
+class Noted(Wire, frozen=True):
+    """How often a peer has noted each kind since it began: said twice, or late, it tells nothing new."""
+
+    log: Count  # which of the peer's lives is meant: random
+    counts: dict[EventKind, Count]

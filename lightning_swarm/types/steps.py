@@ -8,6 +8,7 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.events import Noted
 from lightning_swarm.types.runs import Member, Selection, Term
 from lightning_swarm.types.snapshots import SnapshotOrder
 from lightning_swarm.types.wire import Addresses, Count, Positive, Wire
@@ -93,6 +94,7 @@ class FreezeReply(Wire, frozen=True):
 
     boot_id: int
     ledgers: list[StageLedger]
+    noted: Noted | None = None  # by the server
 
 
 class Replay(Wire, frozen=True):

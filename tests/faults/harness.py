@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
-from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.pipeline.copies import Copies, Microbatch
@@ -160,7 +159,7 @@ class Trainer:
             router.set_peers(roster)
             for load in router.peers.values():  # else rounding sends whole steps to one server
                 load.assigned_s = 1e-6 * rng.random()
-        self.events = EventLog()
+        self.events = steps.events
         self.copies = Copies(swarm.limits.cache_bytes)
         self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies)
         self.steps = steps

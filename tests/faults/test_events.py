@@ -5,10 +5,11 @@ from __future__ import annotations
 from lightning_swarm.network import PeerId
 from lightning_swarm.steps import REPLAY
 from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.types.events import EVENT_KINDS
 from lightning_swarm.types.steps import ReplayRequest
 from lightning_swarm.types.wire import decode
 from tests.faults.harness import FaultySwarm
-from tests.faults.plans import STAGES, VOTERS
+from tests.faults.plans import LEAD, STAGES, VOTERS
 
 
 def test_a_replay_is_noted_once_though_two_peers_have_to_do_with_it() -> None:
@@ -27,5 +28,23 @@ def test_a_replay_is_noted_once_though_two_peers_have_to_do_with_it() -> None:
         swarm.train()
         plan.check()
         assert swarm.count("replay") == len(asked) > 0
+    finally:
+        swarm.close()
+
+
+def test_what_every_peer_met_with_comes_to_the_lead() -> None:
+    """Its loggers get another trainer's retries, and what a coordinator had noted before another one took over."""
+    plan = FaultPlan().drop("d", at=Phase.FORWARD, of="second", step=1)
+    plan.kill("e", at=Phase.BACKWARD, step=1).freeze("a", for_s=16.0, at=Phase.CLOSE, step=1, nth=2)
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=f"{LEAD} second", voters=VOTERS)
+    try:
+        swarm.train()
+        lead, second = (swarm.trainers[PeerId(name)].events for name in (LEAD, "second"))
+        assert second.counts["retry"]
+        assert swarm.count("takeover")
+        assert swarm.servers[PeerId("a")].events.counts
+        kinds = [kind for kind in EVENT_KINDS if swarm.count(kind)]
+        taken = lead.take()
+        assert {kind: taken[kind] for kind in kinds} == {kind: swarm.count(kind) for kind in kinds}
     finally:
         swarm.close()

@@ -220,7 +220,8 @@ class Swarm:
         async def note(_: Record) -> None:
             """The tests choose their routes themselves."""
 
-        return StepClient(trainer, RunState(self.manifest), timeout=30.0, patience_s=600.0, on_record=note)
+        run = RunState(self.manifest)
+        return StepClient(trainer, run, timeout=30.0, patience_s=600.0, on_record=note, events=EventLog())
 
     @property
     def stages(self) -> Sequence[StageModule]:

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lightning_swarm.events import Event, EventLog
-from lightning_swarm.types.events import EVENT_KINDS, EventKind
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.events import EventKind
 
 
 def test_what_happens_often_is_said_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,17 +46,42 @@ def test_a_long_run_keeps_the_newest() -> None:
     assert events.counts["replay"] == 10_000
 
 
-def test_each_reader_sees_what_is_new_to_it() -> None:
-    events = EventLog()
-    events.note("strike", peer="b")
-    early, late = Counter[EventKind](), events.counts
-    assert not events.take(late)
-    events.note("strike", peer="c")
+def test_what_others_counted_is_taken_once_however_often_and_late_they_say_it() -> None:
+    lead, b = EventLog(), EventLog()
+    lead.note("strike", peer="b")
+    b.note("retry", peer="c")
+    early = b.report()
+    b.note("retry", peer="c")
+    b.note("ban", peer="c")
+    lead.learn({PeerId("b"): b.report()})
+    lead.learn({PeerId("b"): early, PeerId("lead"): lead.report()})
+    assert lead.take() == {"strike": 1, "retry": 2, "ban": 1}
+    lead.learn({PeerId("b"): b.report()})
+    assert not lead.take()
+    b.note("retry", peer="c")
+    lead.learn({PeerId("b"): b.report()})
+    assert lead.take() == {"retry": 1}
+
+
+def test_a_peer_that_was_started_again_counts_from_nothing() -> None:
+    lead, before, now = EventLog(), EventLog(), EventLog()
+    for _ in range(3):
+        before.note("retry")
+    lead.learn({PeerId("b"): before.report()})
+    assert lead.take() == {"retry": 3}
+    now.note("retry")
+    lead.learn({PeerId("b"): now.report()})
+    assert lead.take() == {"retry": 1}
+
+
+def test_who_coordinates_passes_on_what_members_say() -> None:
+    events, b = EventLog(), EventLog()
+    b.note("ban", peer="c")
     events.note("gone", peer="c")
-    assert events.take(late) == {"strike": 1, "gone": 1}
-    assert events.take(early) == {"strike": 2, "gone": 1}
-    assert not events.take(early)
-    assert set(events.counts) <= set(EVENT_KINDS)
+    events.learn({PeerId("b"): b.report(), PeerId("c"): EventLog().report()})
+    events.forget_others([PeerId("b")])
+    assert events.learnt(PeerId("a")) == {PeerId("a"): events.report(), PeerId("b"): b.report()}
+    assert events.counts == {"gone": 1}
 
 
 def test_what_others_say_is_kept_once_and_not_counted() -> None:
@@ -66,11 +92,13 @@ def test_what_others_say_is_kept_once_and_not_counted() -> None:
     events.note("joined", peer="c", stage=1, step=4)  # the coordinator is this peer
     events.hear("joined", peer="b", stage=0, step=6)
     events.hear("left", peer="b", step=9)
+    events.hear("went_back", step=9)
     assert [(event.kind, event.peer, event.step) for event in events.newest] == [
         ("gone", "b", 3),
         ("joined", "c", 4),
         ("joined", "b", 6),
         ("left", "b", 9),
+        ("went_back", None, 9),
     ]
     assert events.counts == {"gone": 1, "joined": 1}
 
@@ -85,7 +113,7 @@ def test_each_event_knows_when_it_was_noted() -> None:
 def test_two_threads_note_and_read() -> None:
     """The loop's and a trainer's own, which give way to each other all the time."""
     events = EventLog()
-    seen, found = Counter[EventKind](), Counter[EventKind]()
+    found = Counter[EventKind]()
     switch_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -93,9 +121,9 @@ def test_two_threads_note_and_read() -> None:
             noting = other.submit(lambda: [events.note("retry", step=step) for step in range(3000)])
             for step in range(3000):
                 events.note("retry", step=-step)
-                found += events.take(seen)
+                found += events.take()
             noting.result()
     finally:
         sys.setswitchinterval(switch_s)
-    found += events.take(seen)
+    found += events.take()
     assert found == {"retry": 6000}
