@@ -21,7 +21,7 @@ from hivemind.p2p import P2P, PeerID
 from torch import Tensor, distributed
 
 from benchmarks.peers import hivemind_peer, swarm_peer
-from benchmarks.runs import table, write
+from benchmarks.runs import picture, table, write
 from benchmarks.together import Together, run_together
 from lightning_swarm.averaging.butterfly import average
 from lightning_swarm.network import PeerId
@@ -136,6 +136,7 @@ def main() -> None:
     title = f"{arguments.parameters / 1e6:g}M float32 averaged among {arguments.peers} peers"
     ratios = [f"swarm / hivemind, {what}, by rounds: {_ratio(of)}" for what, of in (("time", seconds), ("CPU", cpu))]
     write("allreduce", "\n".join([table(title, rows), *ratios]))
+    picture("allreduce", title, "seconds", seconds)
 
 
 def _ratio(of: dict[str, list[float]]) -> str:

@@ -18,7 +18,7 @@ from hivemind.moe import Server
 from hivemind.moe.client.expert import RemoteExpert, create_remote_experts
 from hivemind.moe.expert_uid import ExpertInfo
 
-from benchmarks.runs import table, train, write
+from benchmarks.runs import picture, table, train, write
 from benchmarks.together import Together, run_together
 from benchmarks.train import SEQUENCE
 
@@ -92,11 +92,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     arguments = parser.parse_args()
     rows: list[list[object]] = [["round", "swarm", "hivemind.moe", "swarm / moe"]]
+    found: dict[str, list[float]] = {"swarm": [], "hivemind.moe": []}
     for number in range(1, arguments.rounds + 1):
         ours = statistics.median(swarm_ms(arguments.seconds))
         theirs = statistics.median(run_together(moe, NUM_STAGES + 1, arguments.seconds, 8)[0])
         rows.append([number, f"{ours:.2f} ms", f"{theirs:.2f} ms", f"{ours / theirs:.2f}"])
-    write("hops", table("One microbatch at one stage that does nothing, forward and backward", rows))
+        found["swarm"].append(ours)
+        found["hivemind.moe"].append(theirs)
+    title = "One microbatch at one stage that does nothing, forward and backward"
+    write("hops", table(title, rows))
+    picture("hops", title, "ms", found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import statistics
 
 from benchmarks.bare import BLOCK, is_bare
-from benchmarks.runs import Steps, table, train, write
+from benchmarks.runs import Steps, picture, table, train, write
 
 SWARM = ("--role", "trainer", "--devices", 5, "--num-stages", 2)
 
@@ -49,6 +49,7 @@ def main() -> None:
         "overhead",
         f"{text}\nsnapshots take {more[1]:.0f} MB of the largest server's memory, {more[0]:.0f} of the trainer's",
     )
+    picture("overhead", "samples/s, safe / bare, of pairs of blocks", "ratio", {"swarm": found})
 
 
 def row(name: object, found: list[float]) -> list[object]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import argparse
 
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
 from benchmarks.runs import OUT, Steps, table, train, write
 
 WINDOW_S = 2.0
@@ -27,11 +30,7 @@ def recovery_s(steps: Steps, *, share: float = 0.9) -> float:
 
 def picture(runs: list[Steps]) -> None:
     """Samples/s over time, the kill at 0."""
-    import matplotlib as mpl
-
     mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(figsize=(8, 4))
     for steps in runs:
         assert steps.killed_s is not None

@@ -7,9 +7,12 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
 
 OUT = Path("runs/bench")
 """Pictures and tables."""
@@ -69,12 +72,12 @@ def train(*options: object, seconds: float, module: str = "benchmarks.train") ->
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"'))]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
+    memory = next((one for one in said if "trainer_bytes" in one), {})
     return Steps(
         [one["at_s"] for one in steps],
         [one["samples"] for one in steps],
         killed_s=killed[0] if killed else None,
-        trainer_bytes=said[-1]["trainer_bytes"],
-        server_bytes=said[-1]["server_bytes"],
+        **memory,
     )
 
 
@@ -91,3 +94,26 @@ def write(name: str, text: str) -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"{name}.txt").write_text(text + "\n")
     print(text, flush=True)
+
+
+def picture(name: str, title: str, unit: str, found: Mapping[str, Sequence[float]]) -> None:
+    """Keep a picture: for each way a bar, the median, and a dot for each value.
+
+    Args:
+        name: Of the file.
+        title: Over it.
+        unit: Of the values.
+        found: The values by way; those whose names begin with ``"swarm"`` stand out.
+    """
+    mpl.use("Agg")
+    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.45 * len(found)))
+    for place, (way, values) in enumerate(found.items()):
+        axes.barh(place, statistics.median(values), color="tab:blue" if way.startswith("swarm") else "tab:gray")
+        axes.plot(values, [place] * len(values), ".", color="black", markersize=3)
+    axes.set_yticks(range(len(found)), list(found))
+    axes.invert_yaxis()
+    axes.set(xlabel=unit, title=title)
+    axes.set_xlim(left=0.0)
+    OUT.mkdir(parents=True, exist_ok=True)
+    figure.savefig(OUT / f"{name}.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)

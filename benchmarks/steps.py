@@ -16,7 +16,7 @@ import hivemind
 import torch
 import torch.multiprocessing
 
-from benchmarks.runs import table, train, write
+from benchmarks.runs import picture, table, train, write
 from benchmarks.together import Together, run_together
 from benchmarks.train import Blocks, Nop
 
@@ -75,11 +75,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of hivemind's optimizer")
     arguments = parser.parse_args()
     rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "swarm / hivemind"]]
+    found: dict[str, list[float]] = {}
     for width in (64, 250_000):
-        ours = statistics.median(swarm_ms(width, arguments.seconds))
-        theirs = statistics.median(run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0][1:])
-        rows.append([f"{NUM_BLOCKS * width:,}", f"{ours:.0f} ms", f"{theirs:.0f} ms", f"{ours / theirs:.2f}"])
-    write("steps", table("One step of four peers that compute nothing, medians", rows))
+        name = f"{NUM_BLOCKS * width:,}"
+        found[f"swarm, {name}"] = swarm_ms(width, arguments.seconds)
+        found[f"hivemind, {name}"] = run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0][1:]
+        ours, theirs = (statistics.median(found[f"{way}, {name}"]) for way in ("swarm", "hivemind"))
+        rows.append([name, f"{ours:.0f} ms", f"{theirs:.0f} ms", f"{ours / theirs:.2f}"])
+    title = "One step of four peers that compute nothing"
+    write("steps", table(f"{title}, medians", rows))
+    picture("steps", f"{title}, by number of parameters", "ms", found)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from hivemind.utils.asyncio import amap_in_executor, iter_as_aiter
 from hivemind.utils.streaming import split_for_streaming
 
 from benchmarks.peers import hivemind_peer, swarm_peer
-from benchmarks.runs import table, write
+from benchmarks.runs import picture, table, write
 from benchmarks.together import Together, run_together
 from lightning_swarm.network import Message, PeerId
 
@@ -100,10 +100,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     rows: list[list[object]] = [["tensor", "swarm", "hivemind", "swarm / hivemind"]]
+    drawn: dict[str, list[float]] = {}
     for name, (ours, theirs) in run_together(measure, 2, arguments.repeats)[0].items():
-        rates = [int(name) / 1e6 / statistics.median(seconds) for seconds in (ours, theirs)]
-        rows.append([f"{int(name) >> 20} MiB", *(f"{rate:.0f} MB/s" for rate in rates), f"{rates[0] / rates[1]:.2f}"])
-    write("streaming", table("Tensors from one process to another, medians", rows))
+        size = f"{int(name) >> 20} MiB"
+        by_way = {
+            way: [int(name) / 1e6 / each for each in seconds]
+            for way, seconds in (("swarm", ours), ("hivemind", theirs))
+        }
+        drawn |= {f"{way}, {size}": rates for way, rates in by_way.items()}
+        medians = [statistics.median(rates) for rates in by_way.values()]
+        rows.append([size, *(f"{rate:.0f} MB/s" for rate in medians), f"{medians[0] / medians[1]:.2f}"])
+    title = "Tensors from one process to another"
+    write("streaming", table(f"{title}, medians", rows))
+    picture("streaming", title, "MB/s", drawn)
 
 
 if __name__ == "__main__":

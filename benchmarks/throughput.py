@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from benchmarks.runs import OUT, table, train, write
+from benchmarks.runs import picture, table, train, write
 
 MODEL = ("--width", 512, "--num-blocks", 8)
 
@@ -40,23 +40,7 @@ def main() -> None:
         rows.append([name, f"{statistics.median(found):.2f}", f"{statistics.median(ratios):.3f}", each])
     title = f"One model on two cores: d_model 512, {arguments.microbatches} microbatches a step"
     write("throughput", table(title, rows))
-    picture(rates)
-
-
-def picture(rates: dict[str, list[float]]) -> None:
-    """A bar for each way, a dot for each round."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3))
-    for place, (name, found) in enumerate(rates.items()):
-        axes.barh(place, statistics.median(found), color="tab:blue" if name == "swarm" else "tab:gray")
-        axes.plot(found, [place] * len(found), ".", color="black")
-    axes.set_yticks(range(len(rates)), list(rates))
-    axes.set(xlabel="samples/s", title="One model on two cores")
-    figure.savefig(OUT / "throughput.png", dpi=120, bbox_inches="tight")
+    picture("throughput", title, "samples/s", rates)
 
 
 if __name__ == "__main__":
