@@ -1,12 +1,14 @@
 """`benchmarks.train` by `torch.distributed.pipelining` over gloo: two stages, a process and a thread each.
 
-The same blocks, data, optimizer and microbatches. The last stage says when steps are over.
+The same blocks, data, optimizer and microbatches, and turns as `--by-turns` has them there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import sys
 import tempfile
 import time
 from typing import Any
@@ -46,20 +48,17 @@ def train(together: Together, folder: str, arguments: argparse.Namespace) -> Non
 def _train(together: Together, schedule: Any, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace) -> None:
     data = Noise(arguments.width, 64 * arguments.batch_size)
     first, last = together.rank == 0, together.rank == together.size - 1
-    begin_s: float | None = None
-    number = 0
-    while True:
+    for number in itertools.count():
+        began_s = time.monotonic()
         begin = number * arguments.batch_size % len(data)
         batch = torch.stack([data[i] for i in range(begin, begin + arguments.batch_size)])
         optimizer.zero_grad()
         schedule.step(*([batch] if first else []), **({"target": batch, "losses": []} if last else {}))
         optimizer.step()
-        now_s, number = time.monotonic(), number + 1
-        if begin_s is None:  # the first step warms up
-            begin_s = now_s
-        elif last:
-            print(json.dumps({"at_s": now_s - begin_s, "samples": len(batch)}), flush=True)
-        over = torch.tensor(float(now_s - begin_s >= arguments.seconds))
+        distributed.barrier()  # the step is over when its slowest stage has stepped
+        if first:
+            print(json.dumps({"took_s": time.monotonic() - began_s} if number else {"first": 1}), flush=True)
+        over = torch.tensor(float(first and not sys.stdin.readline()))
         distributed.broadcast(over, src=0)
         if over:
             return
@@ -78,7 +77,6 @@ def main() -> None:
     parser.add_argument("--num-blocks", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--num-threads", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -79,6 +80,58 @@ def train(*options: object, seconds: float, module: str = "benchmarks.train") ->
         killed_s=killed[0] if killed else None,
         **memory,
     )
+
+
+class Turns:
+    """Several trainings that take turns, a step each, all of them started and warm.
+
+    Args:
+        ways: For each name, the module to run and its options. The module knows `--by-turns`.
+    """
+
+    def __init__(self, ways: Mapping[str, tuple[str, Sequence[object]]]) -> None:
+        self._processes = {
+            name: subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, options)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            for name, (module, options) in ways.items()
+        }
+
+    def __enter__(self) -> Self:
+        for name in self._processes:
+            self._read(name, "first")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes.values():
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def take(self, name: str) -> float:
+        """Have one of them train a step; the seconds that it took."""
+        stdin = self._processes[name].stdin
+        assert stdin is not None
+        stdin.write("\n")
+        stdin.flush()
+        return self._read(name, "took_s")
+
+    def _read(self, name: str, what: str) -> float:
+        stdout = self._processes[name].stdout
+        assert stdout is not None
+        for line in stdout:
+            if line.startswith(f'{{"{what}"'):
+                return float(json.loads(line)[what])
+        raise RuntimeError(f"{name} ended without a step")
 
 
 def table(title: str, rows: Sequence[Sequence[object]]) -> str:

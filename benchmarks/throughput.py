@@ -1,8 +1,8 @@
 """Samples/s of one model on two cores: a swarm of two stages, the plain Trainer, `torch.distributed.pipelining`.
 
 The plain Trainer has both cores to itself, as threads; the others have two processes of one thread. All have the same
-batches, and those that have microbatches the same. They take turns, some seconds each, and the ratios are those of
-each round.
+batches, and those that have microbatches the same. They take turns, step by step, and the ratios are those of each
+turn.
 """
 
 from __future__ import annotations
@@ -10,35 +10,40 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from benchmarks.runs import picture, table, train, write
+from benchmarks.runs import Turns, picture, table, write
 
-MODEL = ("--width", 512, "--num-blocks", 8)
+NUM_MICROBATCHES = 32
+WIDTH = 512
 
 
 def main() -> None:
-    """Run the rounds, and print the table."""
+    """Take the turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--microbatches", type=int, default=32)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--num-blocks", type=int, default=8)
+    parser.add_argument("--microbatch-size", type=int, default=4)
     arguments = parser.parse_args()
-    batch = (*MODEL, "--batch-size", arguments.microbatches)
+    num_samples = NUM_MICROBATCHES * arguments.microbatch_size
+    model = ("--width", WIDTH, "--num-blocks", arguments.num_blocks)
+    batch = ("--batch-size", num_samples, "--microbatch-size", arguments.microbatch_size)
+    by_turns = (*model, *batch, "--by-turns")
     ways = {
-        "plain Trainer": ("benchmarks.train", ("--plain", "--num-threads", 2)),
-        "GPipe, gloo": ("benchmarks.gpipe", ("--schedule", "gpipe")),
-        "1F1B, gloo": ("benchmarks.gpipe", ("--schedule", "1f1b")),
-        "swarm": ("benchmarks.train", ("--devices", 2, "--num-stages", 2)),
+        "swarm": ("benchmarks.train", (*by_turns, "--devices", 2, "--num-stages", 2)),
+        "plain Trainer": ("benchmarks.train", (*by_turns, "--plain", "--num-threads", 2)),
+        "GPipe, gloo": ("benchmarks.gpipe", (*model, *batch, "--schedule", "gpipe")),
+        "1F1B, gloo": ("benchmarks.gpipe", (*model, *batch, "--schedule", "1f1b")),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(arguments.rounds):
-        for name, (module, options) in ways.items():
-            rates[name].append(train(*batch, *options, seconds=arguments.seconds, module=module).median_rate())
-    rows: list[list[object]] = [["way", "samples/s", "swarm / this", "rounds"]]
+    with Turns(ways) as turns:
+        for _ in range(arguments.turns):
+            for name in ways:
+                rates[name].append(num_samples / turns.take(name))
+    rows: list[list[object]] = [["way", "samples/s", "swarm / this", "turns"]]
     for name, found in rates.items():
         ratios = [ours / theirs for ours, theirs in zip(rates["swarm"], found, strict=True)]
         each = " ".join(f"{ratio:.3f}" for ratio in ratios)
         rows.append([name, f"{statistics.median(found):.2f}", f"{statistics.median(ratios):.3f}", each])
-    title = f"One model on two cores: d_model 512, {arguments.microbatches} microbatches a step"
+    title = f"One model on two cores: d_model {WIDTH}, {NUM_MICROBATCHES} microbatches of {arguments.microbatch_size}"
     write("throughput", table(title, rows))
     picture("throughput", title, "samples/s", rates)
 

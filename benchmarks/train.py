@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 import warnings
 from typing import Any
@@ -120,6 +121,25 @@ class Clock(L.Callback):
         os.kill(launcher._children[-1].pid, signal.SIGKILL)
 
 
+class Turns(L.Callback):
+    """Trains a step for each line on the standard input, and says how long it took; where that ends, the run does.
+
+    So several ways to train take turns, step by step, all of them started and warm.
+    """
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        said = {"first": 1} if self._began_s is None else {"took_s": time.monotonic() - self._began_s}
+        print(json.dumps(said), flush=True)
+        trainer.should_stop = not sys.stdin.readline()
+        self._began_s = time.monotonic()
+
+
 def parse() -> argparse.Namespace:
     """What to train, and for how long."""
     parser = argparse.ArgumentParser()
@@ -134,6 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--kill-after-s", type=float)
+    parser.add_argument("--by-turns", action="store_true", help="a step for each line on the standard input")
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--snapshot-interval", type=float, help="0: none are taken; left out: the default")
     return parser.parse_args()
@@ -161,7 +182,7 @@ def main() -> None:
         devices=1 if arguments.plain else arguments.devices,
         strategy=strategy,
         max_epochs=-1,
-        callbacks=[Clock(arguments.seconds, arguments.kill_after_s)],
+        callbacks=[Turns() if arguments.by_turns else Clock(arguments.seconds, arguments.kill_after_s)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
