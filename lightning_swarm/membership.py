@@ -34,12 +34,16 @@ class Announcement(Wire, frozen=True):
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     """The roster of each stage. Pure.
 
-    With more servers than stages they go round, so that no stage has two more than another; with fewer, each takes
-    neighbouring stages, so that as few boundaries as possible cross the network.
+    They go round from the last stage to the first, so that no stage has two more than another. With fewer servers than
+    stages each takes neighbouring ones, so that as few boundaries as possible cross the network. The first server, the
+    starter's own, gets the last stage: what leaves that goes to the trainer, and as a gradient back; inputs mostly are
+    smaller, and only go one way.
     """
     if len(servers) >= num_stages:
-        return [list(servers[index::num_stages]) for index in range(num_stages)]
-    return [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
+        rosters = [list(servers[index::num_stages]) for index in range(num_stages)]
+    else:
+        rosters = [[servers[index * len(servers) // num_stages]] for index in range(num_stages)]
+    return rosters[::-1]
 
 
 class RunAnnouncement(Wire, frozen=True):

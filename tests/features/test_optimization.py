@@ -203,15 +203,15 @@ def test_reading_weights() -> None:
 
         @override
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-            self.own = pl_module.get_parameter("net.7.weight").detach().clone()
-            self.gathered = trainer.strategy.lightning_module_state_dict()["net.7.weight"].clone()
+            self.own = pl_module.get_parameter("net.0.weight").detach().clone()
+            self.gathered = trainer.strategy.lightning_module_state_dict()["net.0.weight"].clone()
 
     reads = {"plain": Reads(), "swarm": Reads()}
     both = fit_both(made={"callbacks": lambda name: [reads[name]]}, max_steps=STEPS)
     torch.manual_seed(0)
-    initial = Trained().double().get_parameter("net.7.weight").detach()
+    initial = Trained().double().get_parameter("net.0.weight").detach()
     torch.testing.assert_close(reads["swarm"].gathered, reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
-    torch.testing.assert_close(both.swarm.weights["net.7.weight"], reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    torch.testing.assert_close(both.swarm.weights["net.0.weight"], reads["plain"].own, rtol=0.0, atol=WEIGHT_TOLERANCE)
     assert torch.equal(reads["swarm"].own, initial), "if it is current now, change the verdict"
     assert not torch.equal(reads["plain"].own, initial)
 

@@ -152,7 +152,7 @@ def test_it_dies_while_a_step_closes(at: int) -> None:
     assert killing.num_killed == 1
     assert len(fit.went_back_to()) == 1
     (pause,) = [event for event in fit.strategy.peers[0].events.newest if event.kind == "pause"]
-    assert (pause.stage, pause.step) == (1, at)
+    assert (pause.stage, pause.step) == (0, at)
     assert_same(fit, killing, plain())
 
 
@@ -171,12 +171,12 @@ def test_the_only_server_of_a_stage_dies(at: int) -> None:
 
 
 def test_the_last_copies_of_two_stages_die() -> None:
-    """Both of the second stage's at once, and the third stage's."""
-    killing = Killing([6], [[1, 2, 4]])
+    """Both of the second stage's at once, and one of the first stage's."""
+    killing = Killing([6], [[1, 5, 4]])
     fit = Fit(killing, num_stages=3, devices=6)
     assert killing.num_killed == 3
     assert len(fit.went_back_to()) == 1
-    assert stages_of(fit) == {"peer-0": (0,), "peer-3": (1,), "peer-5": (2,)}
+    assert stages_of(fit) == {"peer-0": (2,), "peer-2": (1,), "peer-3": (0,)}
     assert_same(fit, killing, plain())
 
 
@@ -484,8 +484,8 @@ def test_who_dies_before_the_first_step_takes_the_run_along() -> None:
 
 
 def test_a_stage_and_its_keeper_die_together() -> None:
-    """The third stage is kept by the fourth's server."""
-    killing = Killing([6], [[2, 3]])
+    """The second stage is kept by the third's server, and that by the second's."""
+    killing = Killing([6], [[1, 2]])
     _, notes = broken_off(killing, num_stages=4, devices=4)
     assert "there is no snapshot to go back to" in notes
 

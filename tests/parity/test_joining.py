@@ -142,10 +142,16 @@ PAUSE_S = 0.5
 
 
 class Timed(Joining):
-    """Notes what each step takes, in seconds of the virtual clock, between pauses as a slow loader makes them."""
+    """Notes what each step takes, in seconds of the virtual clock, between pauses as a slow loader makes them.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        line: What a peer sends waits in one line, and leaves it at this rate, in bytes/s.
+        options: Of `Joining`.
+    """
+
+    def __init__(self, line: float, **options: Any) -> None:
         super().__init__(**options)
+        self.line = line
         self.begun_s: list[float] = []
 
     @override
@@ -153,6 +159,8 @@ class Timed(Joining):
         strategy = trainer.strategy
         assert isinstance(strategy, InMemoryStrategy)
         assert strategy.peer is not None
+        if not self.begun_s:
+            narrow(strategy, self.line)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
         self.begun_s.append(strategy.peer.runtime.run(self.paused()))
 
@@ -167,23 +175,19 @@ class Timed(Joining):
         return [end - begin - PAUSE_S for begin, end in itertools.pairwise(self.begun_s)]
 
 
-def uplinks(bytes_per_s: float) -> Callable[[InMemoryStrategy], None]:
-    """What a peer sends waits in one line, and leaves it at this rate."""
+def narrow(strategy: InMemoryStrategy, bytes_per_s: float) -> None:
+    """Give each peer one line out, of this rate."""
+    network = strategy.network
+    assert network is not None
+    carry, free_s = network.carry, dict[PeerId, float]()
 
-    def prepare(strategy: InMemoryStrategy) -> None:
-        network = strategy.network
-        assert network is not None
-        carry, free_s = network.carry, dict[PeerId, float]()
+    async def in_line(sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
+        now_s = asyncio.get_running_loop().time()
+        free_s[sender] = max(free_s.get(sender, 0.0), now_s) + len(bytes(buffer)) / bytes_per_s
+        await asyncio.sleep(free_s[sender] - now_s)
+        return await carry(sender, receiver, buffer)
 
-        async def in_line(sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
-            now_s = asyncio.get_running_loop().time()
-            free_s[sender] = max(free_s.get(sender, 0.0), now_s) + len(bytes(buffer)) / bytes_per_s
-            await asyncio.sleep(free_s[sender] - now_s)
-            return await carry(sender, receiver, buffer)
-
-        network.carry = in_line  # type: ignore[method-assign]
-
-    return prepare
+    network.carry = in_line  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("share", [10, 20])
@@ -191,11 +195,11 @@ def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -
     """No step takes twice as long while they come as when they are there and twelve have to average."""
     monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)  # the model is small, too
     line = 1_000_000.0
-    joining = Timed(count=10, prepare=uplinks(line))
+    joining = Timed(line, count=10)
     run = swarm(joining, limits=Limits(max_upload=int(line / share)), max_steps=40)
     assert len(joining.entered_at) == 10
     last = joining.entered_at[-1]
-    assert last < 20
+    assert last < 30
     while_coming_s, when_there_s = joining.steps_s[joining.at : last], joining.steps_s[last:]
     assert max(while_coming_s) < 2 * max(when_there_s)
     assert run.strategy.refusals == []
@@ -205,7 +209,7 @@ def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatc
     """Steps take what they took before anyone came, in which there was room for all that they send."""
     monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)
     line = 1_000_000.0
-    joining = Timed(count=10, prepare=uplinks(line))
+    joining = Timed(line, count=10)
     run = swarm(joining, num_joiners=0, limits=Limits(max_upload=int(line / 40)), max_steps=7)
     assert joining.entered_at == [], "they were to be on their way in"
     peers = [joiner.admission.me.peer_id for joiner in joining.joiners]
@@ -266,7 +270,7 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     (joiner,) = joining.joiners
     (entered,) = joining.entered_at
     assert entered > 3, "the download took more than a step"
-    donor = run.strategy.servers[0]
+    donor = run.strategy.servers[1]
     sent = donor._transport.traffic.sent_bytes[joiner.admission.me.peer_id, NEXT]
     assert sent > 2 * joiner.stepping.stage(0).gradient_sum.nbytes, "it applied at least two records on its way"
     assert donor.donor._kept == {}, "nothing is kept once nobody needs it"

@@ -52,8 +52,8 @@ def test_the_assignment_is_balanced(num_stages: int, num_servers: int) -> None:
     else:
         assert max(loads.values()) - min(loads.values()) <= 1
         holders = [members.index(member) for (member,) in rosters]
-        assert holders == sorted(holders), "neighbouring stages are together"
-    assert rosters[0][0] == members[0]
+        assert holders == sorted(holders, reverse=True), "neighbouring stages are together"
+    assert rosters[-1][0] == members[0], "what goes to the starter's trainer stays on its machine"
 
 
 class Town:

@@ -262,11 +262,11 @@ def test_without_a_terminal_a_line_now_and_then_and_one_for_each_event(capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert [line[10:] for line in lines if "peer-3 gone: " in line or " joined: " in line] == [
         next(line[10:] for line in lines if "peer peer-3 gone: step 3: " in line),
-        next(line[10:] for line in lines if "peer peer-4 joined: stage 1, step" in line),
+        next(line[10:] for line in lines if "peer peer-4 joined: stage 0, step" in line),
     ]
     plain = [line for line in lines if line.startswith("step ")]
     assert plain[0].startswith("step 1/12  train_loss ")
-    assert "stage 0: peer-0 " in plain[0]
+    assert "stage 1: peer-0 " in plain[0]
     assert plain[-1].startswith("step 12/12  ")
     assert "val_loss" in plain[-1]
     assert len(plain) == 2
@@ -276,7 +276,7 @@ def test_without_a_terminal_a_line_now_and_then_and_one_for_each_event(capsys: p
 def test_a_trainer_hears_who_joins_though_another_peer_coordinates(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = fit(SwarmView(), At(2, join), role="trainer")
     assert isinstance(trainer.strategy, InMemoryStrategy)
-    assert capsys.readouterr().out.count("peer peer-4 joined: stage 1") == 1
+    assert capsys.readouterr().out.count("peer peer-4 joined: stage 0") == 1
     assert not trainer.strategy.peers[0].events.counts  # who coordinates counts it
 
 
