@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import matplotlib as mpl
@@ -38,6 +39,10 @@ class Steps:
             return 0.0
         return sum(self.samples[i] for i in inside) / (self.at_s[inside[-1]] - self.at_s[inside[0] - 1])
 
+    def mean_rate(self) -> float:
+        """Samples/s of all steps but the first one."""
+        return sum(self.samples) / self.at_s[-1]
+
     def median_rate(self, begin_s: float = 0.0, end_s: float = float("inf")) -> float:
         """Samples/s of the median step between two times: what else the machine does weighs less."""
         rates = [
@@ -48,21 +53,29 @@ class Steps:
         return statistics.median(rates)
 
 
-def train(*options: object, seconds: float, module: str = "benchmarks.train") -> Steps:
+def train(
+    *options: object,
+    seconds: float,
+    module: str = "benchmarks.train",
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Steps:
     """Run a training to its end.
 
     Args:
         options: Of `benchmarks.train`.
         seconds: How long it trains.
         module: What to run in its place.
+        before: What the command begins with, as `taskset` and its arguments.
+        environment: Variables, beside this process's.
 
     Raises:
         RuntimeError: It failed; has its last lines.
     """
-    command = [sys.executable, "-m", module, "--seconds", str(seconds), *map(str, options)]
+    command = [*before, sys.executable, "-m", module, "--seconds", str(seconds), *map(str, options)]
     done = subprocess.run(
         command,
-        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **environment},
         capture_output=True,
         text=True,
         check=False,  # it is told with what the run said last

@@ -45,15 +45,18 @@ class _Done:
 def run_together(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
     """Run ``function(together, *arguments)`` in as many processes; returns what each one returned, by rank.
 
+    What they write to the standard error is shown only when one fails: hivemind's processes end in tracebacks.
+
     Raises:
-        RuntimeError: One of them ended without a result; its traceback is on the standard error.
+        RuntimeError: One of them ended without a result; has what they wrote last.
     """
     module = function.__module__
     if module == "__main__":
         module = str(sys.modules["__main__"].__spec__.name)  # type: ignore[union-attr]  # `python -m` has set it
     with tempfile.TemporaryDirectory() as folder, Listener(str(Path(folder) / "socket"), backlog=size) as listener:
         command = [sys.executable, "-m", "benchmarks.together", str(listener.address)]
-        processes = [subprocess.Popen(command) for _ in range(size)]
+        logs = [Path(folder) / f"{rank}.log" for rank in range(size)]
+        processes = [_start(command, log) for log in logs]
         try:
             connections = [listener.accept() for _ in processes]
             for rank, connection in enumerate(connections):
@@ -62,12 +65,18 @@ def run_together(function: Callable[..., Any], size: int, *arguments: Any) -> li
             for process in processes:
                 process.wait(_PATIENCE_S)
         except EOFError:
-            raise RuntimeError(f"one of {size} processes ended early") from None
+            said = "\n\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+            raise RuntimeError(f"one of {size} processes ended early:\n{said}") from None
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
     return results
+
+
+def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("w") as stderr:
+        return subprocess.Popen(command, stderr=stderr)
 
 
 def _serve(connections: Sequence[Connection]) -> list[Any]:

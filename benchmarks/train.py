@@ -109,7 +109,8 @@ class Clock(L.Callback):
             self.kill_after_s = None
             self._kill(trainer)
             self._say(time.monotonic(), killed=1)
-        trainer.should_stop = now_s - self.begin_s >= self.seconds
+        # All processes of a DDP run have to agree.
+        trainer.should_stop = trainer.strategy.reduce_boolean_decision(now_s - self.begin_s >= self.seconds, all=False)
 
     def _say(self, now_s: float, **what: int) -> None:
         assert self.begin_s is not None
@@ -144,6 +145,9 @@ def parse() -> argparse.Namespace:
     """What to train, and for how long."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true", help="no swarm")
+    parser.add_argument("--ddp", action="store_true", help="no swarm, but Lightning's DDP on two hosts")
+    parser.add_argument("--listen", default="127.0.0.1")
+    parser.add_argument("--initial-peers", nargs="*", default=())
     parser.add_argument("--nop", action="store_true", help="blocks that compute next to nothing")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--num-stages", type=int, default=2)
@@ -167,7 +171,9 @@ def main() -> None:
     torch.set_num_threads(arguments.num_threads)
     torch.manual_seed(0)
     strategy: Any = "auto"
-    if not arguments.plain:
+    if arguments.ddp:
+        strategy = "ddp"
+    elif not arguments.plain:
         limits = Limits()
         if arguments.snapshot_interval is not None:
             limits = Limits(snapshot_interval=arguments.snapshot_interval or None)
@@ -175,11 +181,14 @@ def main() -> None:
             num_stages=arguments.num_stages,
             role=arguments.role,
             microbatch_size=arguments.microbatch_size,
+            listen=arguments.listen,
+            initial_peers=arguments.initial_peers,
             limits=limits,
         )
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1 if arguments.plain else arguments.devices,
+        devices=1 if arguments.plain or arguments.ddp else arguments.devices,
+        num_nodes=2 if arguments.ddp else 1,
         strategy=strategy,
         max_epochs=-1,
         callbacks=[Turns() if arguments.by_turns else Clock(arguments.seconds, arguments.kill_after_s)],

@@ -1,0 +1,161 @@
+"""Where a swarm pays and where it does not: sizes of a model and of a link, against one machine and against DDP.
+
+Two hosts are two network namespaces of this machine, a core each, joined by a line whose rate is limited (`tc`, tbf).
+The swarm has a stage on each; Lightning's DDP, over gloo, has the whole model on each; the plain Trainer has one host.
+Needs Linux, root, iproute2 and two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+from benchmarks.runs import picture, table, train, write
+
+NUM_BLOCKS = 4
+BATCH_SIZE = 32
+DEVICE = "line"
+"""Each host's end of the line."""
+
+
+class Hosts:
+    """Two of them, joined by a line.
+
+    Args:
+        mbit: What the line carries each way, in Mb/s.
+    """
+
+    def __init__(self, mbit: float) -> None:
+        self._mbit = mbit
+        self._names = [f"swarm-{os.getpid()}-{number}" for number in range(2)]
+
+    @staticmethod
+    def address(number: int) -> str:
+        """Of a host."""
+        return f"10.213.77.{number + 1}"
+
+    def on(self, number: int) -> Sequence[str]:
+        """What a command on a host begins with. It has one core there."""
+        return ["ip", "netns", "exec", self._names[number], "taskset", "--cpu-list", str(number)]
+
+    def __enter__(self) -> Self:
+        try:
+            for name in self._names:
+                _run(f"ip netns add {name}")
+            one, other = self._names
+            _run(f"ip link add {DEVICE} netns {one} type veth peer name {DEVICE} netns {other}")
+            for number, name in enumerate(self._names):
+                _run(f"ip -n {name} address add {self.address(number)}/24 dev {DEVICE}")
+                _run(f"ip -n {name} link set lo up")
+                _run(f"ip -n {name} link set {DEVICE} up")
+                _run(f"tc -n {name} qdisc add dev {DEVICE} root tbf rate {self._mbit}mbit burst 128kb latency 200ms")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # it may not be there
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+@contextmanager
+def serving(hosts: Hosts, *options: object) -> Iterator[str]:
+    """A server on the second host, which waits for a run. Yields where it is."""
+    serve = [sys.executable, "-m", "lightning_swarm", "serve", "--listen", hosts.address(1), "-m", "benchmarks.train"]
+    process = subprocess.Popen(
+        [*hosts.on(1), *serve, *map(str, options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            found = [
+                word for word in line.replace("'", " ").replace('"', " ").split() if f"{hosts.address(1)}:" in word
+            ]
+            if found:
+                break
+        else:
+            raise RuntimeError(f"the server ended before it said where it is:\n{''.join(said)}")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # else it would wait for a reader
+        yield found[0].strip("().,")
+        process.wait(60.0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def swarm(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
+    """Samples/s."""
+    options = (*model, "--num-stages", 2, "--microbatch-size", 2)
+    with serving(hosts, *options) as address:
+        own = ("--role", "both", "--devices", 1, "--listen", hosts.address(0), "--initial-peers", address)
+        return train(*options, *own, seconds=seconds, before=hosts.on(0)).mean_rate()
+
+
+def ddp(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
+    """Samples/s of both hosts."""
+    options = (*model, "--ddp", "--batch-size", BATCH_SIZE // 2)
+    environment = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
+    second = subprocess.Popen(
+        [*hosts.on(1), sys.executable, "-m", "benchmarks.train", *map(str, options), "--seconds", str(seconds)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "NODE_RANK": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        steps = train(*options, seconds=seconds, before=hosts.on(0), environment={**environment, "NODE_RANK": "0"})
+        return 2 * steps.mean_rate()
+    finally:
+        second.kill()
+        second.wait()
+
+
+def main() -> None:
+    """Measure each size with each link, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--mbits", type=float, nargs="+", default=[1000.0, 100.0, 20.0])
+    arguments = parser.parse_args()
+    missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        parser.error(f"it makes network namespaces: run it as root on Linux, with iproute2; not found: {missing}")
+    rows: list[list[object]] = [
+        ["d_model", "parameters", "link, Mb/s", "one host", "swarm / one host", "DDP / one host"]
+    ]
+    drawn: dict[str, list[float]] = {}
+    for width in arguments.widths:
+        model = ("--width", width, "--num-blocks", NUM_BLOCKS, "--batch-size", BATCH_SIZE)
+        for mbit in arguments.mbits:
+            with Hosts(mbit) as hosts:
+                plain = train(*model, "--plain", seconds=arguments.seconds, before=hosts.on(0)).mean_rate()
+                ratios = [way(hosts, model, arguments.seconds) / plain for way in (swarm, ddp)]
+            size = f"{12 * width * width * NUM_BLOCKS / 1e6:.1f}M"
+            rows.append([width, size, f"{mbit:g}", f"{plain:.1f}/s", *(f"{ratio:.2f}" for ratio in ratios)])
+            print(*rows[-1], flush=True)
+            for name, ratio in zip(("swarm", "DDP"), ratios, strict=True):
+                drawn[f"{name}, d_model {width}, {mbit:g} Mb/s"] = [ratio]
+    title = "Two hosts of one core against one of them: samples/s"
+    write("links", table(title, rows))
+    picture("links", title, "ratio", drawn)
+
+
+if __name__ == "__main__":
+    main()
