@@ -7,9 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch._dynamo.decorators import skip
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.randomness.attention import PlainAttention
@@ -31,7 +29,7 @@ class KeyedRandom(TorchDispatchMode):
     have no rule of their own but take a generator (``multinomial``, ``poisson``, ...) get one seeded from the
     stream: the same on devices of one kind.
 
-    Backward needs no draws and runs inside `DrawingNothing`. There, and here, a block that recomputes itself
+    Backward needs no draws but belongs inside too: there, a block that recomputes itself
     (``torch.utils.checkpoint``) is found out, unless it was given `checkpoint_contexts`.
     """
 
@@ -97,48 +95,14 @@ class KeyedRandom(TorchDispatchMode):
     def next_key(self, func: object) -> int:
         """The 64-bit key of the next draw, which `func` makes."""
         if torch._C._current_graph_task_id() != self._graph_task:
-            raise _drawn_in_backward(func)
+            raise ConfigError(
+                f"blocks must draw their random numbers in forward, got {func} in backward: a block that recomputes "
+                "itself with `torch.utils.checkpoint` would meet other numbers there. Give it `use_reentrant=False, "
+                "context_fn=lightning_swarm.randomness.checkpoint_contexts`, or leave it out: the swarm recomputes "
+                "stages by itself."
+            )
         self.draw += 1
         return key_seed(self.seed, self.draw)
-
-
-class _Watching(KeyedRandom):
-    """Refuses every draw."""
-
-    @override
-    def next_key(self, func: object) -> int:
-        raise _drawn_in_backward(func)
-
-
-class DrawingNothing(TorchFunctionMode):
-    """Finds out who draws in a backward, in which nobody may.
-
-    Autograd's own operations draw nothing. What Python code calls in there may, as that of a block which is computed
-    again. So only such calls are watched, and a backward costs what it costs without.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._watching = _Watching(0)
-
-    @override
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # A block that was given `checkpoint_contexts` recomputes itself inside a mode of its own.
-        if any(isinstance(mode, KeyedRandom) for mode in _get_current_dispatch_mode_stack()):
-            return func(*args, **(kwargs or {}))
-        with self._watching:
-            return func(*args, **(kwargs or {}))
-
-
-def _drawn_in_backward(func: object) -> ConfigError:
-    return ConfigError(
-        f"blocks must draw their random numbers in forward, got {func} in backward: a block that recomputes itself "
-        "with `torch.utils.checkpoint` would meet other numbers there. Give it `use_reentrant=False, "
-        "context_fn=lightning_swarm.randomness.checkpoint_contexts`, or leave it out: the swarm recomputes stages by "
-        "itself."
-    )
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule, computing
-from lightning_swarm.randomness import DrawingNothing, KeyedRandom
+from lightning_swarm.randomness import KeyedRandom
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server import mode as modes
 from lightning_swarm.server.fingerprint import fingerprint
@@ -192,7 +192,11 @@ class Stage:
         wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if used and wanted:
-            with computing(), modes.entered_backward(mode), DrawingNothing():
+            with (
+                computing(),
+                modes.entered_backward(mode),
+                KeyedRandom(0),
+            ):  # backward draws nothing; it is found out if it does
                 found = torch.autograd.grad(
                     [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
                 )
