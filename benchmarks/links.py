@@ -34,6 +34,7 @@ class Hosts:
 
     def __init__(self, mbit: float) -> None:
         self._mbit = mbit
+        self._cores = sorted(os.sched_getaffinity(0))
         self._names = [f"swarm-{os.getpid()}-{number}" for number in range(2)]
 
     @staticmethod
@@ -43,7 +44,7 @@ class Hosts:
 
     def on(self, number: int) -> Sequence[str]:
         """What a command on a host begins with. It has one core there."""
-        return ["ip", "netns", "exec", self._names[number], "taskset", "--cpu-list", str(number)]
+        return ["ip", "netns", "exec", self._names[number], "taskset", "--cpu-list", str(self._cores[number])]
 
     def __enter__(self) -> Self:
         try:
@@ -117,7 +118,6 @@ def ddp(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
         [*hosts.on(1), sys.executable, "-m", "benchmarks.train", *map(str, options), "--seconds", str(seconds)],
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "NODE_RANK": "1"},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
     )
     try:
         steps = train(*options, seconds=seconds, before=hosts.on(0), environment={**environment, "NODE_RANK": "0"})
@@ -135,8 +135,8 @@ def main() -> None:
     parser.add_argument("--mbits", type=float, nargs="+", default=[1000.0, 100.0, 20.0])
     arguments = parser.parse_args()
     missing = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
-    if missing or os.geteuid() != 0:
-        parser.error(f"it makes network namespaces: run it as root on Linux, with iproute2; not found: {missing}")
+    if missing or os.geteuid() != 0 or len(os.sched_getaffinity(0)) < 2:
+        parser.error(f"it needs Linux, root, two cores and iproute2; not found: {missing or 'root, or two cores'}")
     rows: list[list[object]] = [
         ["d_model", "parameters", "link, Mb/s", "one host", "swarm / one host", "DDP / one host"]
     ]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import IO, Self
 
 import matplotlib as mpl
 from matplotlib import pyplot as plt
@@ -103,21 +106,28 @@ class Turns:
     """
 
     def __init__(self, ways: Mapping[str, tuple[str, Sequence[object]]]) -> None:
-        self._processes = {
-            name: subprocess.Popen(
-                [sys.executable, "-m", module, *map(str, options)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            for name, (module, options) in ways.items()
-        }
+        self._ways = ways
+        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._logs: dict[str, IO[str]] = {}
 
     def __enter__(self) -> Self:
-        for name in self._processes:
-            self._read(name, "first")
+        try:
+            for name, (module, options) in self._ways.items():
+                self._logs[name] = tempfile.TemporaryFile("w+")
+                self._processes[name] = subprocess.Popen(
+                    [sys.executable, "-m", module, *map(str, options)],
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._logs[name],
+                    text=True,
+                    start_new_session=True,
+                )
+            for name in self._processes:
+                self._read(name, "first")
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -125,10 +135,13 @@ class Turns:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._processes.values():
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
+            process.wait()
+        for log in self._logs.values():
+            log.close()
 
     def take(self, name: str) -> float:
         """Have one of them train a step; the seconds that it took."""
@@ -144,7 +157,9 @@ class Turns:
         for line in stdout:
             if line.startswith(f'{{"{what}"'):
                 return float(json.loads(line)[what])
-        raise RuntimeError(f"{name} ended without a step")
+        log = self._logs[name]
+        log.seek(0)
+        raise RuntimeError(f"{name} ended without a step:\n{log.read()[-4000:]}")
 
 
 def table(title: str, rows: Sequence[Sequence[object]]) -> str:

@@ -1,7 +1,7 @@
 """Samples/s of one model on two cores: a swarm of two stages, the plain Trainer, `torch.distributed.pipelining`.
 
-The plain Trainer has both cores to itself, as threads; the others have two processes of one thread. All have the same
-batches, and those that have microbatches the same. They take turns, step by step, and the ratios are those of each
+The plain Trainer has both cores, as threads; the others have two processes of one thread. All have the same batches,
+and those that have microbatches the same. All are started and take turns, step by step; the ratios are those of each
 turn.
 """
 

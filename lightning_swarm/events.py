@@ -63,8 +63,8 @@ class EventLog:
     def __init__(self) -> None:
         self._id = secrets.randbits(62)
         self._counts: Counter[EventKind] = Counter()
-        self._others: dict[PeerId, Noted] = {}
-        self._taken: dict[int, Counter[EventKind]] = {}
+        self._others: dict[PeerId, Noted] = {}  # what they counted, as far as they told it
+        self._taken: dict[int, Counter[EventKind]] = {}  # by log: what `take` has given so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
 
@@ -127,11 +127,12 @@ class EventLog:
 
     def learnt(self, own: PeerId) -> dict[PeerId, Noted]:
         """What is known of all peers, this one (`own`) among them."""
+        report = self.report()
         with self._lock:
-            return {**self._others, own: Noted(log=self._id, counts=dict(self._counts))}
+            return {**self._others, own: report}
 
-    def forget_others(self, members: Collection[PeerId]) -> None:
-        """But for these."""
+    def keep_only(self, members: Collection[PeerId]) -> None:
+        """Forget what was learnt of other peers than these."""
         with self._lock:
             self._others = {peer: report for peer, report in self._others.items() if peer in members}
 

@@ -35,9 +35,10 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     """The roster of each stage. Pure.
 
     They go round from the last stage to the first, so that no stage has two more than another. With fewer servers than
-    stages each takes neighbouring ones, so that as few boundaries as possible cross the network. The first server, the
-    starter's own, gets the last stage: what leaves that goes to the trainer, and as a gradient back; inputs mostly are
-    smaller, and only go one way.
+    stages each takes neighbouring ones, so that as few boundaries as possible cross the network.
+
+    The first server, which is the starter's own if it serves, gets the last stage: what that returns goes to the
+    trainer, and its gradient comes back, while inputs that are data go one way only. Logits weigh most of all.
     """
     if len(servers) >= num_stages:
         rosters = [list(servers[index::num_stages]) for index in range(num_stages)]

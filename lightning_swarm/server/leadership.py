@@ -336,7 +336,6 @@ class Leadership:
         if run.term != term:
             return  # another one was quicker meanwhile
         await self._coordinate(run, proposer, books)
-        # Not before: a coordinator tells the lead what is noted from its beginning on.
         self._events.note("takeover", peer=self._me.peer_id, step=run.version, reason=f"from {before}: {reason}")
         self._tasks.spawn(self._say_so(run))
 

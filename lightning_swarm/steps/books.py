@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network import Message
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.types.batches import Logged
-from lightning_swarm.types.events import Noted
 from lightning_swarm.types.runs import Manifest, Selection
 from lightning_swarm.types.steps import Record
 
@@ -20,13 +19,11 @@ class Outcome:
         record: The newest one; None: the generation begins.
         logs: What other trainers logged of the batches that the record counts.
         metrics: Likewise, what they added to metrics, by the batches' first positions.
-        noted: What went another way than straight on until then, as its peers counted it.
     """
 
     record: Record | None = None
     logs: list[Logged] = field(default_factory=list)
     metrics: dict[int, Message] = field(default_factory=dict)
-    noted: dict[PeerId, Noted] = field(default_factory=dict)
 
     @property
     def step(self) -> int:

@@ -107,6 +107,7 @@ class StepClient:
         alone_s: At the lead: seconds without an answer of any other peer, when the others have ended the run.
 
     Attributes:
+        events: Of this trainer, and at the lead what it was told of others'.
         newest: The newest record that this trainer waited for.
         heard: Those that came since these were taken, the oldest first.
         lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
@@ -354,6 +355,7 @@ class StepClient:
                 generation=grant.generation,
                 first=grant.first,
                 logs=list(entry.logs),
+                noted=self.events.report(),
             )
             try:
                 await self._ask(DONE, encode(request))

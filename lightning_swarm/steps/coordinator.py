@@ -68,6 +68,7 @@ class Coordinator:
         self._run = run
         self._events = events
         self._on_deposed = on_deposed
+        self._members = {*run.servers, *run.trainers}  # since the newest record
         self._tasks = TaskOwner()
         self.deposed = False
         self.books = books or Books.of(run.manifest)
@@ -217,7 +218,8 @@ class Coordinator:
 
     def _turn(self, step: OpenStep, record: Record) -> None:
         lead = self._run.manifest.lead
-        noted = self._events.learnt(self._transport.peer_id)
-        self.books.end(Outcome(record, step.logs_for(lead), step.metrics_for(lead), noted))
-        self._events.forget_others({*self._run.servers, *self._run.trainers})
+        self.books.end(Outcome(record, step.logs_for(lead), step.metrics_for(lead)))
+        # Who has just gone is kept for one step more, until the lead has this record.
+        before, self._members = self._members, {*self._run.servers, *self._run.trainers}
+        self._events.keep_only(before | self._members)
         self.books.open = self.trainers.places.opened(step.step + 1)

@@ -209,8 +209,7 @@ class Sums:
                 self.lose(peer, reply)
             else:
                 replies[peer] = reply
-                if reply.noted is not None:
-                    self._events.learn({peer: reply.noted})
+                self._events.learn({peer: reply.noted})
         return replies
 
     def _checked(self, reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:

@@ -203,19 +203,19 @@ class Trainers:
     async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, BatchDone)
-        if request.noted is not None:
-            self._events.learn({caller: request.noted})
         self._run.check_generation(request.generation)
         step = self._books.open
         if request.step < step.step and (not request.close or request.step + 1 == step.step):
             if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
                 self._run.check_counted(request.step, request.first)
+            self._events.learn({caller: request.noted})
             return encode(BatchDoneReply(closing=True))
         if request.step != step.step:
             raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
         if request.close and caller != self._run.manifest.lead:
             raise ProtocolError(f"the lead {self._run.manifest.lead} closes steps, not {caller}")
         self._enter(step, caller, request)
+        self._events.learn({caller: request.noted})
         if request.close:
             self._close(step, request.total_weight)
         await self._on_change(step)
@@ -268,7 +268,7 @@ class Trainers:
             record=outcome.record,
             closing=False,
             logs=outcome.logs,
-            noted=outcome.noted,
+            noted=self._events.learnt(self._servers.own),
             measured=sorted(outcome.metrics),
         )
 

@@ -120,9 +120,9 @@ class BatchDone(Wire, frozen=True):
     close: bool  # the lead asks to close the step with what it has
     total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
     generation: Count
+    noted: Noted  # by the trainer, so far
     first: Count = 0  # the batch's place
     begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
-    noted: Noted | None = None  # by the trainer
     # For the lead, if the batch counts.
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 

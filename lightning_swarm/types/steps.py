@@ -94,7 +94,7 @@ class FreezeReply(Wire, frozen=True):
 
     boot_id: int
     ledgers: list[StageLedger]
-    noted: Noted | None = None  # by the server
+    noted: Noted  # by the server, so far
 
 
 class Replay(Wire, frozen=True):

@@ -246,7 +246,7 @@ def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int)
 
 
 def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
-    """By the ordinary way in, while its trainer trains, in time: a step takes some hundredths of a second."""
+    """By the ordinary way in, while its trainer trains; it takes a dozen steps or two to find that it was left out."""
     seen, lead = run("before forward", freeze, num_records=1, num_steps=60)
     assert not seen.errors
     members = [{member.peer_id for roster in record.next_roster for member in roster} for record in seen.records]

@@ -210,7 +210,7 @@ def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
 
 @pytest.fixture
 def one_more_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes before the lead, and holds the last stage of as many as there are servers."""
+    """It comes before the lead, and with as many stages as servers the lead does not hold the last one."""
     make_peer = ThreadStrategy.make_peer
 
     def server_first(strategy: ThreadStrategy) -> None:

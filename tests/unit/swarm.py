@@ -280,6 +280,7 @@ class Swarm:
                 {peer: (one.copy is None, one.num_pieces) for peer, one in server.donor._downloads.items()},
                 list(server.donor._copies),
             )
+            state[f"{name}'s events"] = server.events.learnt(name)
             state[f"{name}'s snapshots"] = server.snapshots.store.held
             state[f"{name}'s votes"] = (server.voter._term, dict(server.voter._accepted))
             for index in stepping.stages:

@@ -12,6 +12,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm import trees
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver, StepError, Unreachable
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
@@ -301,6 +302,7 @@ def batch_done(**changes: Any) -> BatchDone:
         "close": False,
         "total_weight": None,
         "generation": 0,
+        "noted": EventLog().report(),
     }
     return BatchDone(**{**fields, **changes})
 

@@ -79,7 +79,7 @@ def test_who_coordinates_passes_on_what_members_say() -> None:
     b.note("ban", peer="c")
     events.note("gone", peer="c")
     events.learn({PeerId("b"): b.report(), PeerId("c"): EventLog().report()})
-    events.forget_others([PeerId("b")])
+    events.keep_only([PeerId("b")])
     assert events.learnt(PeerId("a")) == {PeerId("a"): events.report(), PeerId("b"): b.report()}
     assert events.counts == {"gone": 1}
 

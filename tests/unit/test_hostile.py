@@ -84,6 +84,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import CancelRequest, Receipt, Recompute
+from lightning_swarm.types.events import Noted
 from lightning_swarm.types.joining import (
     DrainRequest,
     FollowRequest,
@@ -239,6 +240,7 @@ def done(swarm: Swarm) -> BatchDone:
         total_weight=None,
         generation=0,
         logs=[LOGGED],
+        noted=Noted(log=7, counts={"retry": 3}),
     )
 
 

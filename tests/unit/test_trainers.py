@@ -10,6 +10,7 @@ import torch
 
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver, StepError
+from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.steps import DONE, GRANT, QUIT, RENEW
 from lightning_swarm.steps.client import StepClient
@@ -413,6 +414,7 @@ def test_there_is_an_end_to_what_a_step_logs(make_swarm: MakeSwarm) -> None:
         total_weight=None,
         generation=0,
         logs=many,
+        noted=EventLog().report(),
     )
     before = swarm.state()
     with pytest.raises(ProtocolError, match="length <= 256"):
