@@ -104,7 +104,8 @@ def serving(hosts: Hosts, *options: object) -> Iterator[str]:
 
 def swarm(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
     """Samples/s."""
-    options = (*model, "--num-stages", 2, "--microbatch-size", 2)
+    # A snapshot every five minutes is little, and much in the seconds that this takes.
+    options = (*model, "--num-stages", 2, "--microbatch-size", 2, "--snapshot-interval", 0)
     with serving(hosts, *options) as address:
         own = ("--role", "both", "--devices", 1, "--listen", hosts.address(0), "--initial-peers", address)
         return train(*options, *own, seconds=seconds, before=hosts.on(0)).mean_rate()

@@ -339,7 +339,8 @@ def test_a_request_to_close_that_comes_late_closes_no_later_step(make_swarm: Mak
     swarm = make_swarm("a")
     swarm.run(swarm.step(rows(1)))
     before = swarm.state()
-    body = swarm.run(swarm.trainer.call(A, DONE, encode(batch_done(close=True)), timeout=1.0))
+    request = batch_done(close=True, noted=swarm.steps.events.report())
+    body = swarm.run(swarm.trainer.call(A, DONE, encode(request), timeout=1.0))
     assert decode(body, BatchDoneReply).closing, "whoever missed the answer finds the record"
     assert swarm.state() == before
 

@@ -240,7 +240,7 @@ def done(swarm: Swarm) -> BatchDone:
         total_weight=None,
         generation=0,
         logs=[LOGGED],
-        noted=Noted(log=7, counts={"retry": 3}),
+        noted=Noted(log=7, counts={}),
     )
 
 
