@@ -73,6 +73,15 @@ def newest_complete(held: Held, num_stages: int) -> int | None:
     return max(complete, default=None)
 
 
+def worth_keeping(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
+    """What is kept until the next snapshot is through: `newest_through`, and where none is, `newest_complete`. Pure.
+
+    A keeper's death leaves nothing that outlives every stage, and what is left may be what the next death needs.
+    """
+    through = newest_through(held, rosters, on_trainers)
+    return through if through is not None else newest_complete(held, len(rosters))
+
+
 def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
     """Who holds a stage at a version. Pure."""
     return sorted(
@@ -141,4 +150,5 @@ class SnapshotOrders:
             _log.warning("The snapshot of version %d never came to be kept by all: a new one is taken.", self._last[0])
         self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
-        return SnapshotOrder(keep=through, keepers=choose_keepers(next_roster, on_trainers, self.hosts))
+        keep = worth_keeping(held, next_roster, on_trainers)
+        return SnapshotOrder(keep=keep, keepers=choose_keepers(next_roster, on_trainers, self.hosts))

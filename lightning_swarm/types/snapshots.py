@@ -27,7 +27,7 @@ class Snapshot(Wire, frozen=True):
 class SnapshotOrder(Wire, frozen=True):
     """In a record: every server keeps a copy of its stages as they are after it."""
 
-    keep: Count | None  # the newest version that survives any stage's servers; all others are dropped
+    keep: Count | None  # the version that is kept until this one is through; all others are dropped
     keepers: list[PeerId | None]  # for each stage, who keeps it besides its own servers
 
 

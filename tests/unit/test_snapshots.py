@@ -18,7 +18,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.server import KEEP, SNAPSHOT
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.snapshots import Store, copied
-from lightning_swarm.steps.snapshot_orders import choose_keepers, newest_complete, newest_through
+from lightning_swarm.steps.snapshot_orders import choose_keepers, newest_complete, newest_through, worth_keeping
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.types.steps import Record
@@ -94,6 +94,14 @@ def test_what_all_servers_hold_needs_no_other() -> None:
     assert newest_through(held, rosters("a b", "a"), [False, False]) is None
     assert newest_through(holding(a=[(1, 0), (1, 1)], b=[(1, 0), (1, 1)]), rosters("a b", "a"), [False, False]) == 1
     assert newest_through(holding(a=[(1, 0), (1, 1)], b=[(1, 0)]), rosters("a b", "a b"), [False, False]) == 1
+
+
+def test_when_a_keeper_is_gone_what_is_whole_is_kept() -> None:
+    """`b` held the first stage alone and kept the second one; the newer snapshot had not come to anyone else."""
+    held = holding(a=[(5, 0), (5, 1), (10, 1)], c=[(5, 1), (10, 1)])
+    assert newest_through(held, rosters("b", "a c"), [False, False]) is None
+    assert worth_keeping(held, rosters("b", "a c"), [False, False]) == 5
+    assert worth_keeping(holding(a=[(10, 1)]), rosters("b", "a c"), [False, False]) is None
 
 
 # ---------------------------------------------------------------------- in a run
