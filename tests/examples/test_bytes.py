@@ -186,16 +186,16 @@ def train_with(replacement: Staged, monkeypatch: pytest.MonkeyPatch, *, steps: i
 def test_a_peer_is_killed_and_replaced_and_the_demo_can_draw_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train_with(Staged(3, tmp_path), monkeypatch, steps=12)
+    train_with(Staged(3, tmp_path), monkeypatch, steps=30)
     peers = read_peers(tmp_path)
     assert peers.events["killed"] == 3 < peers.events["gone"] <= peers.events["joined"]
     assert (peers.counts[0], peers.counts[-1]) == (4, 4)
-    assert (min(peers.steps), max(peers.steps)) == (1, 12)
+    assert (min(peers.steps), max(peers.steps)) == (1, 30)
     said = capsys.readouterr().out
     assert "peer peer-3 is out of the run" in said
     assert "peer peer-4 is let in; 4 train on" in said
-    losses = {step: 3.0 / (1 + step) for step in range(12)}
-    draw(tmp_path / "curves.png", losses, losses, [0.0] * 12, peers)
+    losses = {step: 3.0 / (1 + step) for step in range(30)}
+    draw(tmp_path / "curves.png", losses, losses, [0.0] * 30, peers)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
