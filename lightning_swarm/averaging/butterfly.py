@@ -83,8 +83,7 @@ async def average(
         pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
     except BaseException as error:  # a cancellation, too: the round of another stage here failed, say
         # So that nobody waits for it, and takes this peer for the one that is gone.
-        tickets.promise(f"{prefix}/reduced{place}")
-        tickets.fail(f"{prefix}/reduced{place}", TicketGone(f"the round failed: {error!r}"))
+        _fail(tickets, f"{prefix}/reduced{place}", f"the round failed: {error!r}")
         raise
     pieces[place] = vector[parts[place]]
     mean = _new(vector)
@@ -95,6 +94,17 @@ async def average(
     for i, part in zip(others, await gather(take(i, f"reduced{i}", parts[i]) for i in others), strict=True):
         mean[parts[i]] = part
     return mean, squared_norm
+
+
+def refuse(roster: Sequence[PeerId], place: int, *, prefix: str, tickets: TicketStore, reason: str) -> None:
+    """Have no part in a round, so that the others of the roster do not wait for one. See `average`."""
+    for i in range(len(roster)):
+        _fail(tickets, f"{prefix}/part{i}" if i != place else f"{prefix}/reduced{place}", reason)
+
+
+def _fail(tickets: TicketStore, name: str, reason: str) -> None:
+    tickets.promise(name)
+    tickets.fail(name, TicketGone(reason))
 
 
 async def collect(

@@ -10,18 +10,18 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_swarm.errors import LeaseRevoked, NotMember, ProtocolError
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.types.calls import CallKey, Receipt
-from lightning_swarm.types.runs import Member, Selection, Term
+from lightning_swarm.types.runs import NO_TERM, Member, Selection, Term
 from lightning_swarm.types.steps import Closing, FreezeRequest, Named, Record, StageClosing, StageLedger
 from lightning_swarm.types.wire import from_bitmap, to_bitmap
 
-_NO_FENCES: tuple[Term, frozenset[int]] = ((0, "", 0), frozenset())
+_NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
 
 
 class GradientSums:
@@ -46,6 +46,7 @@ class GradientSums:
         self._fenced = _NO_FENCES
         self.reselected: Selection | None = None
         self.attempt = self.round = 0
+        self._frozen_under = NO_TERM
 
     # ------------------------------------------------------------------ the run
 
@@ -166,12 +167,23 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closing
 
-    def freeze(self, request: FreezeRequest) -> tuple[list[StageLedger], list[str]]:
-        """The ledgers, and the tickets of earlier results that would keep what is named now from being computed."""
+    def freeze(self, request: FreezeRequest, term: Term) -> tuple[list[StageLedger], list[str]]:
+        """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
+
+        Args:
+            request: What for.
+            term: Of the coordinator that asked.
+
+        Raises:
+            NotCoordinator: Another one coordinates by now.
+        """
         self.run.check_generation(request.generation)
+        if term != self.run.term:
+            raise NotCoordinator(f"the run is led under the term {self.run.term} by now, not {term}")
         self._check_round(request)
         named = self._named(request)
         self.round = request.round
+        self._frozen_under = term
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
             stale += self._bound(stage, named.get(index), request)
@@ -233,6 +245,8 @@ class GradientSums:
 
     def reopen(self) -> None:
         """Another peer coordinates: what the one before it froze takes gradients again, until it is frozen anew."""
+        if self._frozen_under == self.run.term:
+            return  # the new one's freeze was quicker than the end of this peer's own coordinating, say
         for ledger in self.ledgers.values():
             ledger.thaw()
 

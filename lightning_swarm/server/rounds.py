@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_swarm.averaging.butterfly import RoundFailed, average
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.averaging.butterfly import RoundFailed, average, refuse
+from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradient_sums import GradientSums
@@ -86,7 +86,11 @@ class Rounds:
         sums = self._sums
         sums.check(caller, closing.generation, closing.step, closing.attempt)
         run = sums.run
-        places, _ = await self._executor.submit(FIRST, lambda: sums.bind(closing, self._me))
+        try:
+            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(closing, self._me))
+        except SwarmError as error:
+            self._refuse(closing, str(error))
+            raise
         try:
             averages = await gather(self._average(closing, index, place) for index, place in places.items())
         except RoundFailed as error:
@@ -99,6 +103,13 @@ class Rounds:
         sums.check_frozen(closing)
         self.hold(closing, {index: mean for index, (mean, _) in zip(places, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
+
+    def _refuse(self, closing: Closing, reason: str) -> None:
+        for index, stage in enumerate(closing.stages):
+            if self._me in stage.roster:
+                roster = [member.peer_id for member in stage.roster]
+                place, prefix = stage.roster.index(self._me), round_name(closing, index)
+                refuse(roster, place, prefix=prefix, tickets=self._tickets, reason=reason)
 
     async def _average(self, closing: Closing, index: int, place: int) -> tuple[Tensor, PartNorm]:
         mean, squared_norm = await average(

@@ -181,7 +181,8 @@ class Stepping:
     async def _handle_freeze(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FreezeRequest)
         self.sums.check(caller, request.generation, request.step, request.attempt)
-        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request))
+        term = self.sums.run.term
+        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term))
         for name in stale:
             self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers, noted=self._events.report()))

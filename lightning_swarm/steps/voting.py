@@ -13,17 +13,15 @@ notes that whatever lower terms proposed for the slot is dead, although some vot
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Final
 
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.types.runs import Member, Term
+from lightning_swarm.types.runs import NO_TERM, Member, Term
 from lightning_swarm.types.steps import Accepted, Prepare, Promise, Proposal, Record, Vote
 from lightning_swarm.types.wire import decode, encode
 
 Slot = tuple[int, int]
 """``(run generation, step)``: later ones compare higher."""
 
-NO_TERM: Final[Term] = (0, "", 0)
 """Lower than any that leads."""
 
 
@@ -50,12 +48,12 @@ class Voter:
         return self._term
 
     def promise(self, request: Prepare) -> Promise:
-        """Promise to accept nothing of a lower term; or refuse: it did so for a higher one, or the slot was decided."""
+        """Promise to accept nothing of a lower term; or refuse: its number was promised, or the slot was decided."""
         self._check_life(request.boot_id)
         slot = (request.generation, request.step)
         if self._is_decided(slot):
             return Promise(promised=False, term=self._term, behind=True)
-        if request.term < self._term:
+        if self._refuses(request.term):
             return Promise(promised=False, term=self._term)
         self._term = request.term
         if request.fence:
@@ -71,12 +69,16 @@ class Voter:
         slot = slot_of(proposal.record)
         known = self._accepted.get(slot)
         rival = known is not None and known[0] == proposal.term and known[1] != body
-        if proposal.term < self._term or self._is_decided(slot) or rival:
+        if self._refuses(proposal.term) or self._is_decided(slot) or rival:
             return Vote(accepted=False, term=self._term)
         self._term = proposal.term
         # Older records were decided before this one could be proposed, so of them only the place is remembered.
         self._accepted = {slot: (proposal.term, body)}
         return Vote(accepted=True, term=self._term)
+
+    def _refuses(self, term: Term) -> bool:
+        """A lower term, or another one of the same number: rounds, leases and places are told apart by numbers."""
+        return term != self._term and term[0] <= self._term[0]
 
     def _is_decided(self, slot: Slot) -> bool:
         """Whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
@@ -112,7 +114,7 @@ class Ballot:
         self.term = term
         self.slot = slot
         self.voters = tuple(voters)
-        self.rival: Term | None = None  # a higher term that a voter knows of
+        self.rival: Term | None = None  # of this number or a higher one, that a voter knows of
         self._behind = False  # the slot was decided without this proposer
         self._refused: set[Member] = set()
         self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: it binds, and tells nothing
@@ -191,7 +193,7 @@ class Ballot:
         return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
 
     def _counts(self, voter: Member, agreed: bool, term: Term) -> bool:
-        if term > self.term:
+        if term != self.term and term[0] >= self.term[0]:
             self.rival = max(term, self.rival or NO_TERM)
             self._refused.add(voter)
         return agreed and term == self.term and voter in self.voters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -13,6 +13,9 @@ _MAX_NUMBER = 1 << 30  # leases and places begin at a multiple of it
 
 Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
 """``(number, peer id, boot id)`` of who coordinates by it, in one of its lives. Higher ones follow lower ones."""
+
+NO_TERM: Final[Term] = (0, "", 0)
+"""Lower than all."""
 
 
 class Member(Wire, frozen=True):

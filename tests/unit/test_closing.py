@@ -211,6 +211,23 @@ def test_who_lives_is_not_left_out_for_a_lost_message(make_swarm: MakeSwarm, pha
     assert "gone" not in trial.events
 
 
+def test_nobody_waits_for_a_server_that_refuses_a_round(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(make_swarm, FaultPlan(), "a", "b c d")
+    trial.train(1)
+
+    def refuses(*_: Any) -> None:
+        raise ProtocolError("its sums may change")
+
+    monkeypatch.setattr(trial.swarm.servers[D].stepping.sums, "bind", refuses)
+    began_s = trial.swarm.loop.time()
+    trial.train(1)
+    assert trial.swarm.loop.time() - began_s < 1.0
+    assert trial.events["round_repeated"] == 1
+    assert trial.members() == [[A], [B, C]]
+    trial.train(1)
+    trial.check()
+
+
 def test_two_replicas_that_do_not_reach_each_other(make_swarm: MakeSwarm) -> None:
     """Each blames the other; the coordinator reaches both, and goes on with one."""
     plan = FaultPlan().partition("b", "c", for_s=LONG_S, at=Phase.CLOSE, step=1)

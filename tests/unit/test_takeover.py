@@ -549,6 +549,48 @@ def test_a_coordinator_that_hands_over_while_it_averages(make_swarm: MakeSwarm) 
     trial.check()
 
 
+def test_what_a_new_coordinator_froze_is_not_reopened_by_the_end_of_the_old_one(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(make_swarm, FaultPlan())
+    trial.train(1)
+    old = trial.swarm.servers[A]
+    averaging, reopened = asyncio.Event(), asyncio.Event()
+    average = old._transport._call_handlers[AVERAGE]  # type: ignore[attr-defined]
+    reopen, retire = old.stepping.reopen, Coordinator.retire
+
+    async def averages_later(caller: PeerId, body: bytes) -> bytes:
+        averaging.set()
+        await reopened.wait()
+        answer: bytes = await average(caller, body)
+        return answer
+
+    async def retires_later(self: Coordinator) -> None:
+        await averaging.wait()
+        await retire(self)
+
+    async def reopens() -> None:
+        await reopen()
+        if averaging.is_set():
+            reopened.set()
+
+    old._transport._call_handlers[AVERAGE] = averages_later  # type: ignore[attr-defined]
+    monkeypatch.setattr(old.stepping, "reopen", reopens)
+    monkeypatch.setattr(Coordinator, "retire", retires_later)
+
+    async def go() -> None:
+        handing_over = asyncio.ensure_future(old.admission.leadership.abdicate())
+        trial.records.append(await trial.trainer.step(*batch_of(1, NUM_MICROBATCHES)))
+        await handing_over
+
+    trial.swarm.run(go())
+    assert reopened.is_set()
+    assert trial.coordinators == [B]
+    assert trial.count("round_repeated") == trial.count("gone") == 0
+    trial.train(1)
+    trial.check()
+
+
 def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(make_swarm: MakeSwarm) -> None:
     """It is cut off from all but a trainer, which has not heard of the other one and asks it for a place."""
     trial = Trial(make_swarm, FaultPlan(), trainers=f"{LEAD} other")

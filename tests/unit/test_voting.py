@@ -122,7 +122,22 @@ def test_a_voter_never_goes_back_to_a_lower_term() -> None:
     vote = voter.consider(Proposal(term=(4, "x", 1), boot_id=0, record=record(1)))
     assert vote.term == (5, "x", 1), "the proposer learns which term it has to exceed"
     assert accepts(voter, record(1), (5, "x", 1))
-    assert accepts(voter, record(1), (5, "y", 1))
+    assert accepts(voter, record(1), (6, "a", 0))
+
+
+def test_one_number_is_promised_to_one_peer() -> None:
+    """Rounds, leases and places are told apart by it."""
+    voter, member = Voter(0), Member(peer_id=PeerId("v"), boot_id=0)
+    assert voter.promise(prepare(0, (5, "x", 1))).promised
+    for other in ((5, "y", 1), (5, "x", 2)):
+        refused = voter.promise(prepare(0, other))
+        assert (refused.promised, refused.term) == (False, (5, "x", 1))
+        assert not accepts(voter, record(0), other)
+        ballot = Ballot(other, (0, 0), [member])
+        ballot.hear_promise(member, refused)
+        assert ballot.lost
+        assert ballot.rival == (5, "x", 1), "the next number is a higher one"
+    assert accepts(voter, record(0), (5, "x", 1))
 
 
 def test_a_promise_binds_before_anything_is_accepted() -> None:

@@ -27,8 +27,8 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.voting import NO_TERM, Ballot, Slot, Voter
-from lightning_swarm.types.runs import Member, Term
+from lightning_swarm.steps.voting import Ballot, Slot, Voter
+from lightning_swarm.types.runs import NO_TERM, Member, Term
 from lightning_swarm.types.steps import Prepare, Promise, Proposal, Record, Vote
 from lightning_swarm.types.wire import encode
 from tests.unit.test_voting import record
