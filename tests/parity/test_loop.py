@@ -322,6 +322,31 @@ def test_without_gathering_weights_stay_on_the_servers() -> None:
     assert not torch.equal(gathered.weights[foreign], initial[foreign])
 
 
+class ComesHome(L.Callback):
+    """Has the lead's module hold the weights of the last step, and sees which tensors were written for that."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, bool] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        assert isinstance(trainer.strategy, InMemoryStrategy)
+        assert trainer.strategy._weights is not None
+        parameters = dict(pl_module.named_parameters())
+        before = {name: one._version for name, one in parameters.items()}
+        trainer.strategy._weights.visit_home()
+        self.written = {name: one._version > before[name] for name, one in parameters.items()}
+
+
+def test_nothing_is_written_over_what_the_leads_own_server_computes_with() -> None:
+    """It may compute for other trainers meanwhile, and their graphs hold these tensors."""
+    home = ComesHome()
+    run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, callbacks=[home])
+    stages = [set(run.strategy.servers[i].stepping.stage(stage).parameters) for i, stage in ((0, 1), (1, 0))]
+    assert {name for name, written in home.written.items() if not written} == stages[0]
+    assert {name for name, written in home.written.items() if written} == stages[1]
+
+
 def test_saving_after_the_end_is_saving_what_was_trained(tmp_path: Path) -> None:
     runs = {"plain": run_plain(scheduled, loader(digits()), max_steps=STEPS)}
     runs["swarm"] = run_swarm(scheduled, loader(digits()), max_steps=STEPS)
