@@ -9,6 +9,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule, computing
-from lightning_swarm.randomness import KeyedRandom
+from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server import mode as modes
 from lightning_swarm.server.fingerprint import fingerprint
@@ -33,6 +34,8 @@ class Graph:
 
     inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
     outputs: list[Tensor]  # leaves of the output tree, with their autograd history
+    has_drawn: bool  # random numbers
+    again: Callable[[], Graph]  # the same graph once more; backward leaves nothing of this one
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Stage:
         self.device = device
         self.version = version
         self.clip_value = clip_value
+        self._random = KeyedOnDemand(device)
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         own = set(self.parameters.values())
@@ -141,35 +145,39 @@ class Stage:
         structure, tensors = trees.flatten(inputs)
         if len(tensors) != len(wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
+        extra_structure, extra_tensors = trees.flatten(extras)
         leaves = [
             tensor.to(self.device).detach().requires_grad_(mode.grad and wants and trees.is_differentiable(tensor))
             for tensor, wants in zip(tensors, wants_grad, strict=True)
         ]
-        extra_structure, extra_tensors = trees.flatten(extras)
-        # Copied, and the inputs cloned: a block may work in place, but both are kept for a recomputation, and what is
-        # shared by all microbatches must reach each as it was sent.
-        extras = trees.unflatten(extra_structure, [tensor.to(self.device, copy=True) for tensor in extra_tensors])
+
+        def compute() -> tuple[Any, int]:
+            # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
+            # by all microbatches must reach each as it was sent.
+            shared = [tensor.to(self.device, copy=True) for tensor in extra_tensors]
+            with self._measured(mode, leaves) as graph_bytes:
+                output = self.module(
+                    trees.unflatten(structure, [leaf.clone() for leaf in leaves]),
+                    trees.unflatten(extra_structure, shared),
+                )
+            return output, graph_bytes()
+
         self.module.train(mode.training)
-        before = [buffer._version for buffer in self.module.buffers()]
-        with (
-            computing(),
-            modes.entered(mode, self.device.type),
-            KeyedRandom(seed),
-            self._measured(mode, leaves) as graph_bytes,
-        ):
-            output = self.module(trees.unflatten(structure, [leaf.clone() for leaf in leaves]), extras)
-        if mode.training and before != [buffer._version for buffer in self.module.buffers()]:
-            raise ProtocolError(
-                f"a block of stage {self.index} changed a buffer in its forward; peers of the stage would come to "
-                "differ. Blocks may change nothing but their output: keep running statistics in training_step."
-            )
+        with self._unchanged_buffers(mode), computing(), modes.entered(mode, self.device.type):
+            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
         out_structure, outputs = trees.flatten(output)
+
+        def again() -> Graph:
+            graph = self.forward(inputs, extras, wants_grad, mode, seed).graph
+            assert graph is not None
+            return graph
+
         return Forwarded(
             structure=out_structure,
             outputs=tuple(tensor.detach() for tensor in outputs),
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=Graph(leaves, outputs) if mode.grad else None,
-            graph_bytes=graph_bytes(),
+            graph=Graph(leaves, outputs, has_drawn, again) if mode.grad else None,
+            graph_bytes=graph_bytes,
         )
 
     def backward(
@@ -183,6 +191,20 @@ class Stage:
             mode: The trainer's mode in the forward.
         """
         _check_gradients(graph.outputs, gradients)
+
+        def compute(graph: Graph) -> tuple[list[Tensor | None], list[Tensor | None]]:
+            return self._differentiate(graph, gradients)
+
+        with computing(), modes.entered_backward(mode):
+            # It draws nothing, and is found out if it does. A block that recomputes itself may put the generators back.
+            if graph.has_drawn:
+                with KeyedRandom(0):
+                    return compute(graph)
+            return self._random.run("backward", 0, partial(compute, graph), lambda: partial(compute, graph.again()))[0]
+
+    def _differentiate(
+        self, graph: Graph, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         used = [
             (output, gradient.to(output))
             for output, gradient in zip(graph.outputs, gradients, strict=True)
@@ -192,14 +214,9 @@ class Stage:
         wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
         found: Sequence[Tensor | None] = [None] * len(wanted)
         if used and wanted:
-            with (
-                computing(),
-                modes.entered_backward(mode),
-                KeyedRandom(0),
-            ):  # backward draws nothing; it is found out if it does
-                found = torch.autograd.grad(
-                    [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
-                )
+            found = torch.autograd.grad(
+                [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
+            )
         input_gradients: list[Tensor | None] = [None] * len(graph.inputs)
         for place, gradient in zip(places, found[len(self.trainable) :], strict=True):
             input_gradients[place] = gradient
@@ -371,6 +388,17 @@ class Stage:
             self.optimizer.state.pop(parameter, None)
             if name in state:
                 self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
+
+    @contextlib.contextmanager
+    def _unchanged_buffers(self, mode: Mode) -> Iterator[None]:
+        """Refuse blocks that keep something of a forward."""
+        before = [buffer._version for buffer in self.module.buffers()]
+        yield
+        if mode.training and before != [buffer._version for buffer in self.module.buffers()]:
+            raise ProtocolError(
+                f"a block of stage {self.index} changed a buffer in its forward; peers of the stage would come to "
+                "differ. Blocks may change nothing but their output: keep running statistics in training_step."
+            )
 
     @contextlib.contextmanager
     def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:

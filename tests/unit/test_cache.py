@@ -6,9 +6,11 @@ from lightning_swarm.server.cache import Cache, Kept
 from lightning_swarm.server.stage import Graph
 from tests.unit.swarm import MODE
 
+GRAPH = Graph([], [], has_drawn=False, again=lambda: GRAPH)
+
 
 def kept(input_bytes: int, graph_bytes: int) -> Kept:
-    return Kept((), {}, [], MODE, 0, graph=Graph([], []), graph_bytes=graph_bytes, input_bytes=input_bytes)
+    return Kept((), {}, [], MODE, 0, graph=GRAPH, graph_bytes=graph_bytes, input_bytes=input_bytes)
 
 
 def test_what_is_kept_is_counted_and_taken_once() -> None:
