@@ -401,16 +401,11 @@ class Peer:
         index = last.spec.index
         return Around(last, self.server.stepping, self.runtime, lambda: self._me in run.rosters[index])
 
-    def served_tensors(self, version: int) -> list[torch.Tensor]:
-        """Parameters and buffers that this peer's own server computes with, when they are those of `version`."""
-        return self.runtime.run(self._served_tensors(version))
-
-    async def _served_tensors(self, version: int) -> list[torch.Tensor]:
-        if self.server is None or not self.server.stepping.stages:
+    def served_tensors(self, version: int, *, timeout: float) -> list[torch.Tensor]:
+        """Parameters and buffers that this peer's own server computes with; see `Stepping.tensors_at`."""
+        if self.server is None:
             return []
-        stepping = self.server.stepping
-        await stepping.reached(version)
-        return [one for i in stepping.stages for one in stepping.stage(i).module.named_stage_tensors().values()]
+        return self.runtime.run(self.server.stepping.tensors_at(version, within_s=timeout))
 
     def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
         """Send the run back to `step`, with other weights, in its next generation.

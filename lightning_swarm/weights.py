@@ -69,7 +69,7 @@ class Weights:
         own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
         # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
         # tensor that is written over, be it with the same values, is of no use to a graph any more.
-        served = set(map(id, self._peer.served_tensors(session.version)))
+        served = set(map(id, self._peer.served_tensors(session.version, timeout=timeout)))
         with torch.no_grad():
             for name, tensor in weights.items():
                 if id(own[name]) not in served:

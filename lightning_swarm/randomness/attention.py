@@ -1,6 +1,7 @@
 """Attention that draws through dropout, where torch would take a fused kernel with a source of its own."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class PlainAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention and _dropout_p(*args, **kwargs):
             return _attention(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def plain_attention() -> AbstractContextManager[object]:
+    """`PlainAttention` where it may matter: on the CPU attention with dropout is plain anyway."""
+    return PlainAttention() if torch.cuda.is_initialized() else nullcontext()
 
 
 def _dropout_p(

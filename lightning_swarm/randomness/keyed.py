@@ -10,7 +10,7 @@ from torch._dynamo.decorators import skip
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.randomness.attention import PlainAttention
+from lightning_swarm.randomness.attention import plain_attention
 from lightning_swarm.randomness.rules import RULES
 from lightning_swarm.randomness.stream import key_seed
 
@@ -18,9 +18,9 @@ from lightning_swarm.randomness.stream import key_seed
 class KeyedRandom(TorchDispatchMode):
     """Makes the random operations of this thread draw from a keyed stream.
 
-    A microbatch may be computed again, elsewhere, and must meet the same dropout masks. So a stage runs inside this
-    mode, which takes the place of torch's generators: each draw is a function of (seed, number of the draw, index of
-    the element). Generators are neither read nor moved::
+    A microbatch may be computed again, elsewhere, and must meet the same dropout masks. So a stage that draws runs
+    inside this mode, which takes the place of torch's generators: each draw is a function of (seed, number of the draw,
+    index of the element). Generators are neither read nor moved::
 
         with KeyedRandom(key_seed(step, microbatch, stage)):
             output = stage(inputs)  # and again, later or elsewhere, with the same masks
@@ -29,7 +29,7 @@ class KeyedRandom(TorchDispatchMode):
     have no rule of their own but take a generator (``multinomial``, ``poisson``, ...) get one seeded from the
     stream: the same on devices of one kind.
 
-    Backward needs no draws but belongs inside too: there, a block that recomputes itself
+    Backward needs no draws, but that of a forward that drew belongs inside too: there, a block that recomputes itself
     (``torch.utils.checkpoint``) is found out, unless it was given `checkpoint_contexts`.
     """
 
@@ -43,7 +43,7 @@ class KeyedRandom(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.draw = self._first_draw = first_draw
-        self._attention: PlainAttention | None = None
+        self._attention: AbstractContextManager[object] = nullcontext()
         self._depth = 0
         self._graph_task = -1
 
@@ -52,10 +52,8 @@ class KeyedRandom(TorchDispatchMode):
         if self._depth == 0:
             self.draw = self._first_draw
             self._graph_task = torch._C._current_graph_task_id()
-            # On the CPU, attention with dropout is plain anyway, and need not be looked for.
-            if torch.cuda.is_initialized():
-                self._attention = PlainAttention()
-                self._attention.__enter__()  # type: ignore[no-untyped-call]
+            self._attention = plain_attention()
+            self._attention.__enter__()
         self._depth += 1
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -64,9 +62,8 @@ class KeyedRandom(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._depth -= 1
-        if self._depth == 0 and self._attention is not None:
-            self._attention.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-            self._attention = None
+        if self._depth == 0:
+            self._attention.__exit__(kind, error, trace)
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     @skip

@@ -12,19 +12,21 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_swarm.randomness.attention import plain_attention
 from lightning_swarm.randomness.keyed import KeyedRandom
 
 _T = TypeVar("_T")
 
 _MAX_ALARMS: Final = 3
-"""Of one kind; who draws so often while a stage computes would have it compute all twice."""
+"""Of one kind. Where another thread draws so often while a stage computes, all would be computed twice."""
 
 
 class KeyedOnDemand:
     """Runs computations of a stage, those that draw random numbers in `KeyedRandom`.
 
     What drew nothing in the mode runs without it from then on, with an eye on torch's generators. If one has moved, it
-    runs again in the mode, which tells whether it drew after all. If it did not, another thread of this process did.
+    runs again in the mode, which tells whether it drew after all, or another thread of this process did. A draw of
+    which the generators keep no trace (in ``torch.random.fork_rng``) is seen if the first run has it.
 
     Args:
         device: Where the stage computes. On others than CPU and CUDA all runs in the mode.
@@ -58,22 +60,28 @@ class KeyedOnDemand:
         Raises:
             ConfigError: It drew in backward; see `KeyedRandom`.
         """
-        before: list[Tensor] | None = None
-        if kind in self._drawless:
-            before = self._states()
+        if kind not in self._drawless:
+            return self._run_keyed(kind, seed, compute)
+        before = self._states()
+        with plain_attention():  # as in the mode: compiled code is compiled anew where this differs
             result = compute()
-            if all(map(torch.equal, before, self._states())):
-                return result, False
-            self._drawless.discard(kind)
-            self._alarms[kind] += 1
-            compute = compute if anew is None else anew()
-        mode = KeyedRandom(seed)
+        if all(map(torch.equal, before, self._states())):
+            return result, False
+        del result  # the second one needs the room
+        self._drawless.discard(kind)
+        self._alarms[kind] += 1
+        is_its_own = True
         try:
-            with mode:
-                result = compute()
+            keyed = self._run_keyed(kind, seed, compute if anew is None else anew())
+            is_its_own = keyed[1]
         finally:
-            if before is not None and mode.draw:
-                self._restore(before)  # what was drawn without the mode
+            if is_its_own:  # what another thread drew meanwhile it may draw once more
+                self._restore(before)
+        return keyed
+
+    def _run_keyed(self, kind: Hashable, seed: int, compute: Callable[[], _T]) -> tuple[_T, bool]:
+        with KeyedRandom(seed) as mode:
+            result = compute()
         if not mode.draw and self._is_known and self._alarms[kind] < _MAX_ALARMS:
             self._drawless.add(kind)
         return result, mode.draw > 0

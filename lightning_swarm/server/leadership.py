@@ -325,6 +325,7 @@ class Leadership:
                 await self._apply(run, accepted)
         except TimeoutError:
             _log.info("No majority of the voters let this peer coordinate under the term %s.", term)
+            self._number = max(self._number, proposer.rival_number)
             self._leads = False
             return
         except SwarmError as error:

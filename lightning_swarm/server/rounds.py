@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_swarm.averaging.butterfly import RoundFailed, average, refuse
-from lightning_swarm.errors import ProtocolError, SwarmError
+from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradient_sums import GradientSums
@@ -88,14 +88,13 @@ class Rounds:
         run = sums.run
         try:
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(closing, self._me))
-        except SwarmError as error:
-            self._refuse(closing, str(error))
-            raise
-        try:
             averages = await gather(self._average(closing, index, place) for index, place in places.items())
         except RoundFailed as error:
             missed = [error.missed] if error.missed is not None else []
             return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
+        except BaseException as error:
+            self._refuse(closing, repr(error))
+            raise
         finally:
             if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on

@@ -196,7 +196,8 @@ class Stage:
             return self._differentiate(graph, gradients)
 
         with computing(), modes.entered_backward(mode):
-            # It draws nothing, and is found out if it does. A block that recomputes itself may put the generators back.
+            # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
+            # generators back afterwards, so only the mode notices.
             if graph.has_drawn:
                 with KeyedRandom(0):
                     return compute(graph)

@@ -154,6 +154,24 @@ class Stepping:
                 f"this peer is at version {self.version}; version {version} did not come in {self._timeout:g} s"
             ) from None
 
+    async def tensors_at(self, version: int, *, within_s: float) -> list[Tensor]:
+        """Parameters and buffers of all stages, when they are at `version`; none, if this server is in no run.
+
+        Raises:
+            DeadlineExceeded: They do not come to it.
+            ProtocolError: They are beyond it.
+        """
+        try:
+            async with asyncio.timeout(within_s), self._applied:
+                await self._applied.wait_for(lambda: not self.sums.in_run or self.version >= version)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"this peer's own server is at version {self.version}; {version} did not come in {within_s:g} s"
+            ) from None
+        if self.sums.in_run and self.version > version:
+            raise ProtocolError(f"this peer's own server is at version {self.version}, beyond {version}")
+        return [one for stage in self.sums.stages.values() for one in stage.module.named_stage_tensors().values()]
+
     async def passed(self, version: int, *, within_s: float) -> None:
         """Wait until the stages are beyond `version`, or the time is over."""
         with contextlib.suppress(TimeoutError):

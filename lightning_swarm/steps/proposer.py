@@ -86,7 +86,7 @@ class Proposer:
 
     @property
     def rival_number(self) -> int:
-        """The highest that a voter was heard to know; 0 if none was higher than this one's."""
+        """The highest that a voter was heard to have promised to another peer, this one's own included; 0: none."""
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
     async def begin(self) -> Record | None:
@@ -155,7 +155,7 @@ class Proposer:
             if reached():
                 break
             if ballot.lost or ballot.rival is not None:
-                # Who has promised a higher term may be who is missing, and comes back to no lower one.
+                # Who has promised another term may be who is missing, and does not come back to this one.
                 rival = "another one" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
                 raise NotCoordinator(f"step {step} is not for the term {self.term} to decide, but for {rival}")
             if now_s() >= deadline_s:

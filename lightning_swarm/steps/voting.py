@@ -22,8 +22,6 @@ from lightning_swarm.types.wire import decode, encode
 Slot = tuple[int, int]
 """``(run generation, step)``: later ones compare higher."""
 
-"""Lower than any that leads."""
-
 
 class Voter:
     """One vote, in one life of its process.
@@ -77,7 +75,10 @@ class Voter:
         return Vote(accepted=True, term=self._term)
 
     def _refuses(self, term: Term) -> bool:
-        """A lower term, or another one of the same number: rounds, leases and places are told apart by numbers."""
+        """A lower term, or one of the same number that is not its own: coordinators are told apart by their numbers.
+
+        Rounds, leases and places begin at multiples of it.
+        """
         return term != self._term and term[0] <= self._term[0]
 
     def _is_decided(self, slot: Slot) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -170,18 +171,27 @@ def test_a_backward_that_begins_to_draw_is_found_out(trial: Trial) -> None:
     for _ in range(2):
         trial.run()
     trial.block.then = DrawsInBackward.apply
+    before = torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(ConfigError, match="draw their random numbers in forward"):
             trial.run()
+    assert torch.equal(torch.get_rng_state(), before), "generators stand where they stood"
 
 
 def test_a_thread_that_draws_while_a_backward_runs_changes_nothing(trial: Trial) -> None:
     first = trial.run()
-    handle = trial.block.linear.weight.register_hook(lambda _: torch.default_generator.seed() and None)
+
+    def draw(_: Tensor) -> None:
+        other = threading.Thread(target=lambda: torch.rand(1))
+        other.start()
+        other.join()
+
+    handle = trial.block.linear.weight.register_hook(draw)
     second = trial.run()
     handle.remove()
     assert torch.equal(first[0], second[0])
-    assert all(map(torch.equal, first[1], second[1])), "computed again, for nothing was left of the graph"
+    assert all(map(torch.equal, first[1], second[1]))
+    assert trial.block.modes == [1, 0, 0], "computed again, for nothing was left of the graph"
 
 
 def test_a_block_that_recomputes_what_it_drew_is_found_out_each_time(trial: Trial) -> None:
@@ -206,8 +216,10 @@ def test_a_block_that_recomputes_itself_may_be_given_its_draws(trial: Trial) -> 
         assert all(map(torch.equal, gradients, expected_gradients))
 
 
-def test_a_compiled_stage_is_compiled_once() -> None:
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_compiled_stage_is_compiled_once(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the mode and without it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     compiled = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:

@@ -16,6 +16,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import (
     Busy,
     ConfigError,
+    DeadlineExceeded,
     InputMissing,
     LeaseRevoked,
     ProtocolError,
@@ -574,6 +575,31 @@ def test_the_end_of_a_run_that_could_not_begin(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.trainer.call(A, ADMIT, encode(swarm.manifest), timeout=1.0))
     swarm.run(membership.dismiss(swarm.trainer, RunState(swarm.manifest), timeout=1.0))
     assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False]
+
+
+def test_its_tensors_are_told_at_their_version_only(make_swarm: MakeSwarm) -> None:
+    """Who asks reads the weights of one version, some here and some elsewhere."""
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.step(rows(1)))
+    stepping = swarm.servers[B].stepping
+    held = swarm.run(stepping.tensors_at(1, within_s=5.0))
+    assert list(map(id, held)) == list(map(id, stepping.stage(1).parameters.values()))
+    with pytest.raises(ProtocolError, match="at version 1, beyond 0"):
+        swarm.run(stepping.tensors_at(0, within_s=5.0))
+    with pytest.raises(DeadlineExceeded, match="at version 1; 2 did not come in 5 s"):
+        swarm.run(stepping.tensors_at(2, within_s=5.0))
+
+    async def leave() -> tuple[float, list[torch.Tensor]]:
+        asking = asyncio.ensure_future(stepping.tensors_at(2, within_s=100.0))
+        await asyncio.sleep(1.0)
+        await stepping.step_out()
+        found = await asking
+        return swarm.loop.time(), found
+
+    began_s = swarm.loop.time()
+    ended_s, held = swarm.run(leave())
+    assert not held, "it computes with none any more"
+    assert ended_s - began_s < 2.0
 
 
 def test_a_state_is_read_at_its_version_only(make_swarm: MakeSwarm) -> None:
