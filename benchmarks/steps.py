@@ -1,14 +1,16 @@
 """What a step costs beyond computing: a swarm of four peers against `hivemind.Optimizer` on four peers.
 
 Both train next to nothing, so a step is all overhead: from the first place that is granted until the record is applied
-here, from the first sample that is reported until the averaged update there. The same number of parameters is averaged:
-two stages of two servers and a trainer on one of them here, four replicas there, whose matchmaking has the same two
-seconds that hivemind's examples give it at least.
+here; there, how much longer than its samples an averaged update takes. For hivemind looks for a group while samples are
+computed, so each peer takes its time for them; without that every peer goes on by itself. The same number of parameters
+is averaged: two stages of two servers and a trainer on one of them here, four replicas there, whose matchmaking has the
+two seconds that hivemind's examples give it at least. Updates that not all four took together do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 
@@ -23,19 +25,22 @@ from benchmarks.train import Blocks, Nop
 NUM_PEERS = 4
 NUM_BLOCKS = 4
 BATCH_SIZE = 8
+NUM_SAMPLES = 10
+SAMPLE_S = 0.3
+"""How long each of hivemind's peers takes for a sample: in all more than its matchmaking takes."""
 
 
 def swarm_ms(width: int, seconds: float) -> list[float]:
     """Milliseconds of each step."""
     steps = train(
         "--nop", "--devices", NUM_PEERS, "--num-stages", 2, "--width", width, "--num-blocks", NUM_BLOCKS,
-        "--batch-size", BATCH_SIZE, seconds=seconds,
+        "--batch-size", BATCH_SIZE, "--sequence", 1, seconds=seconds,
     )  # fmt: skip
     return [1e3 * (steps.at_s[i] - steps.at_s[i - 1]) for i in range(1, len(steps.at_s))]
 
 
 def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
-    """Likewise; what the first peer saw."""
+    """Likewise, beyond the time for samples; what this peer saw of those updates that all took together."""
     torch.set_num_threads(1)
     torch.multiprocessing.set_sharing_strategy("file_system")  # as an import of hivemind alone would have it
     first = hivemind.DHT(start=True) if together.rank == 0 else None
@@ -45,8 +50,8 @@ def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
     optimizer = hivemind.Optimizer(
         dht=dht,
         run_id="steps",
-        batch_size_per_step=BATCH_SIZE // NUM_PEERS,
-        target_batch_size=BATCH_SIZE,
+        batch_size_per_step=1,
+        target_batch_size=NUM_PEERS * NUM_SAMPLES,
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
         use_local_updates=False,
         matchmaking_time=2.0,
@@ -57,12 +62,14 @@ def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
     for _ in range(num_steps):
         epoch, began_s = optimizer.local_epoch, time.monotonic()
         while optimizer.local_epoch == epoch:
-            hidden = torch.ones(1, 1, width)
-            model.blocks(hidden).sum().backward()
+            model.blocks(torch.full((1, 1, width), 1.0 + together.rank)).sum().backward()
+            time.sleep(SAMPLE_S)
             optimizer.step()
             optimizer.zero_grad()
-        took.append(1e3 * (time.monotonic() - began_s))
-    together.exchange()
+        took_s = time.monotonic() - began_s - NUM_SAMPLES * SAMPLE_S
+        weights = [float(parameter.sum()) for parameter in model.parameters()]
+        if all(others == weights for others in together.exchange(weights)):  # every peer's gradients differ
+            took.append(1e3 * took_s)
     optimizer.shutdown()
     dht.shutdown()
     return took
@@ -74,14 +81,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--steps", type=int, default=6, help="of hivemind's optimizer")
     arguments = parser.parse_args()
-    rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "swarm / hivemind"]]
+    rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "together", "swarm / hivemind"]]
     found: dict[str, list[float]] = {}
     for width in (64, 250_000):
         name = f"{NUM_BLOCKS * width:,}"
         found[f"swarm, {name}"] = swarm_ms(width, arguments.seconds)
-        found[f"hivemind, {name}"] = run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0][1:]
-        ours, theirs = (statistics.median(found[f"{way}, {name}"]) for way in ("swarm", "hivemind"))
-        rows.append([name, f"{ours:.0f} ms", f"{theirs:.0f} ms", f"{ours / theirs:.2f}"])
+        found[f"hivemind, {name}"] = run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0]
+        ours, theirs = (statistics.median(found[f"{way}, {name}"] or [math.nan]) for way in ("swarm", "hivemind"))
+        together = f"{len(found[f'hivemind, {name}'])} of {arguments.steps}"
+        rows.append([name, f"{ours:.0f} ms", f"{theirs:.0f} ms", together, f"{ours / theirs:.2f}"])
     title = "One step of four peers that compute nothing"
     write("steps", table(f"{title}, medians", rows))
     picture("steps", f"{title}, by number of parameters", "ms", found)

@@ -74,9 +74,10 @@ class Blocks(L.LightningModule):
 
 
 class Noise(Dataset[Tensor]):
-    """Samples ``[SEQUENCE, width]``, each by its number."""
+    """Samples ``[sequence, width]``, each by its number."""
 
-    def __init__(self, width: int, num_samples: int) -> None:
+    def __init__(self, width: int, num_samples: int, sequence: int = SEQUENCE) -> None:
+        self._sequence = sequence
         self._width = width
         self._num_samples = num_samples
 
@@ -84,7 +85,7 @@ class Noise(Dataset[Tensor]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Tensor:
-        return torch.randn(SEQUENCE, self._width, generator=torch.Generator().manual_seed(index))
+        return torch.randn(self._sequence, self._width, generator=torch.Generator().manual_seed(index))
 
 
 class Clock(L.Callback):
@@ -153,6 +154,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--role", default="auto")
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="length of a sample")
     parser.add_argument("--num-blocks", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=1)
@@ -197,7 +199,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = Noise(arguments.width, 64 * arguments.batch_size)
+    data = Noise(arguments.width, 64 * arguments.batch_size, arguments.sequence)
     model = Blocks(arguments.width, arguments.num_blocks, Nop if arguments.nop else Block)
     trainer.fit(model, DataLoader(data, batch_size=arguments.batch_size))
     # In KiB, and of the children that have ended the largest one's.
