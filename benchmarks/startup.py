@@ -10,7 +10,9 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from typing import IO
 
 from benchmarks.runs import picture, table, write
 
@@ -33,25 +35,30 @@ def swarm_s() -> float:
     """Seconds until the first batch of a swarm of four is through."""
     began_s = time.monotonic()
     options = ("--devices", NUM_PEERS, "--num-stages", 2, "--width", 64, "--batch-size", 8, "--seconds", 0)
-    process = _start("-m", "benchmarks.train", *map(str, options))
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith('{"first"'):
-            took_s = time.monotonic() - began_s
-            process.communicate(timeout=_PATIENCE_S)
-            return took_s
-    raise RuntimeError(f"the swarm ended with {process.wait()} before its first batch")
+    with tempfile.TemporaryFile("w+") as said:
+        process = _start("-m", "benchmarks.train", *map(str, options), stderr=said)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"first"'):
+                took_s = time.monotonic() - began_s
+                process.communicate(timeout=_PATIENCE_S)
+                return took_s
+        status = process.wait(_PATIENCE_S)
+        said.seek(0)
+        raise RuntimeError(f"the swarm ended with {status} before its first batch:\n{said.read()[-4000:]}")
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
+def _start(*arguments: str, stderr: IO[str] | None = None) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+    )
 
 
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     pairs = [(imports_s(), swarm_s()) for _ in range(arguments.repeats + 1)][1:]  # the first one fills the disk's cache
     rows: list[list[object]] = [["run", "four imports", "swarm's first batch", "ratio"]]

@@ -79,7 +79,7 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--steps", type=int, default=6, help="of hivemind's optimizer")
+    parser.add_argument("--steps", type=int, default=5, help="of hivemind's optimizer")
     arguments = parser.parse_args()
     rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "together", "swarm / hivemind"]]
     found: dict[str, list[float]] = {}
