@@ -63,7 +63,7 @@ class Peer:
         directory: Where peers find each other.
         executor: Makes the thing that computes; called on the loop.
         config: The user's settings.
-        rng: Wires pipelines.
+        rng: Wires pipelines, and tells this life of the peer from others: its seed is of this peer alone.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Peer:
         self._config = config
         self._rng = rng
         self.events = EventLog()
-        self.boot_id = secrets.randbits(62)
+        self.boot_id = rng.getrandbits(62)
         self._began_s = time.monotonic()
         hello.answer(transport)
         survey.answer(transport, self._report, lambda: membership.known_servers(self._directory, self._config.run_id))

@@ -46,7 +46,8 @@ class InMemoryHooks(_SwarmHooks):
 
     Args:
         seed: Wires the pipelines; the same seed replays the same run.
-        latency_s: Of each message, on the virtual clock.
+        latency_s: Of each message, on the virtual clock. With none, steps take no time, and whoever pauses, like a
+            peer that tries again to join, waits until there is nothing else to do.
         faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         kwargs: Those of `SwarmStrategy`.
     """

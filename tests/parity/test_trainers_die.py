@@ -52,11 +52,22 @@ def session_of(seen: Seen, rank: int) -> Session:
     return strategy._session
 
 
+def lead_past(router: StageRouter, to: PeerId | None = None) -> None:
+    """Send nothing to the victim's own server, whatever rosters come; where `to` serves, all goes there."""
+
+    def set_peers(peers: Iterable[PeerId]) -> None:
+        others = [peer for peer in peers if peer != VICTIM]
+        StageRouter.set_peers(router, [to] if to in others else others)
+
+    router.set_peers = set_peers  # type: ignore[method-assign]
+    router.set_peers(router.peers)
+
+
 def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
     """When the victim says that its batch is armed, or through: after it was heard, or before."""
     session = session_of(seen, RANK)
     for router in session.pipeline.link.routers:  # its own server freezes, too, and what that added is lost
-        router.set_peers(peer for peer in router.peers if peer != VICTIM)
+        lead_past(router)
     handlers = seen.network.find(session._steps.run.manifest.coordinator)._call_handlers
     handler = handlers[method]
 
@@ -64,6 +75,8 @@ def freeze_when_it_says(seen: Seen, method: str, *, is_heard: bool) -> None:
         if caller != VICTIM:
             return await handler(caller, body)
         handlers[method] = handler
+        for router in session.pipeline.link.routers:
+            del router.set_peers
         seen.said = True  # type: ignore[attr-defined]
         if not is_heard:
             freeze(seen)
@@ -87,16 +100,8 @@ def lose_what_is_through(seen: Seen, method: str, killed: PeerId) -> None:
     handlers = coordinator._call_handlers
     handler = handlers[method]
 
-    def lead_there(router: StageRouter) -> Callable[[Iterable[PeerId]], None]:
-        def set_peers(peers: Iterable[PeerId]) -> None:
-            there = [peer for peer in peers if peer != VICTIM]
-            StageRouter.set_peers(router, [killed] if killed in there else there)
-
-        return set_peers
-
     for router in routers:
-        router.set_peers = lead_there(router)  # type: ignore[method-assign]  # with each record, too
-        router.set_peers(router.peers)
+        lead_past(router, to=killed)
     pinned_from = session.version, place_of(seen.modules[RANK])[1]
 
     async def freezing(caller: PeerId, body: bytes) -> bytes:
