@@ -8,27 +8,20 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from lightning_swarm import hello, membership, preemption, starting, survey, survivors
-from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
 from lightning_swarm.config import Preemption, SwarmConfig
 from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
-from lightning_swarm.network import Directory, PeerId, Transport
-from lightning_swarm.network.addresses import Address, host_of, widest
-from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.partition import Blocks, StageModule
+from lightning_swarm.lead import Lead
+from lightning_swarm.network import Directory, Transport
+from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.partition import StageModule
 from lightning_swarm.pipeline.around import Around
-from lightning_swarm.pipeline.copies import Copies
-from lightning_swarm.pipeline.link import Link
-from lightning_swarm.pipeline.pipeline import Pipeline, PipelineConfig
-from lightning_swarm.pipeline.policy import StageRouter
-from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime, ThreadRuntime, UntilLost, UntilOver
 from lightning_swarm.server.admission import Admission
@@ -39,19 +32,13 @@ from lightning_swarm.server.snapshots import Ordered
 from lightning_swarm.server.staying import Stay
 from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
-from lightning_swarm.steps.client import StepClient
-from lightning_swarm.steps.role import Role
-from lightning_swarm.steps.snapshot_orders import ask_held, newest_complete
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
+from lightning_swarm.training import Training
 from lightning_swarm.types.reports import PeerReport
-from lightning_swarm.types.runs import Member, RestartRequest
+from lightning_swarm.types.runs import Member
 
 _log = logging.getLogger(__name__)
-
-_LOOK_S = 1.0
-_MICROBATCHES_PER_STAGE = 4
-"""Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
 
 
 class Peer:
@@ -64,6 +51,10 @@ class Peer:
         executor: Makes the thing that computes; called on the loop.
         config: The user's settings.
         rng: Wires pipelines, and tells this life of the peer from others: its seed is of this peer alone.
+
+    Attributes:
+        lead: What it does where runs are begun by it.
+        server: None: it holds no stage.
     """
 
     def __init__(
@@ -81,7 +72,6 @@ class Peer:
         self._directory = directory
         self._executor = executor
         self._config = config
-        self._rng = rng
         self.events = EventLog()
         self.boot_id = rng.getrandbits(62)
         self._began_s = time.monotonic()
@@ -92,20 +82,10 @@ class Peer:
         self._stay: Stay | None = None
         self._remaining: asyncio.Task[None] | None = None  # its server comes back whenever a record leaves it out
         self._tasks = TaskOwner()
-        self.run: RunState | None = None  # that this peer began, as its trainer knows it
-        self.stages: tuple[StageModule, ...] = ()  # its own, of the run that it began
-        self._copies = Copies(config.limits.cache_bytes)
-        self._training = Role(
-            transport, (), {}, idle="trains in no run"
-        )  # as a trainer: its calls are those of one run
-        self._generation = 0  # of the run that this peer begins next
-        self._seed: int | None = None  # of the one before
-        self._survivors: Collection[PeerId] | None = None  # of the one before, whose run was void in the end
-        self._others: Collection[PeerId] = ()  # those of them that train, but for this peer
+        self.lead = Lead(runtime, transport, directory, config, is_over=lambda: self._is_over)
+        self._training = Training(transport, self._tickets, config, self.events, rng)
         self._beside: survivors.Beside | None = None  # another trainer leads
         self._announced = False  # its server, so that it may be found
-        self.versions_kept: Callable[[], Collection[int]] = tuple  # of the states of this peer's loop, if it leads
-        self.num_known_dead: Callable[[], int] = int  # processes of this machine's peers that have ended
         self._closed = False
 
     def _report(self) -> PeerReport:
@@ -222,7 +202,10 @@ class Peer:
         run = runtime.run(self._begun(beside, admission, timeout=limits.lead_timeout))
         self.runtime.run(self._remain(run))
         ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
-        return self._session(run, model.cut(ranges), model.blocks, device, runtime)
+        stages = model.cut(ranges)
+        return self._training.open(
+            run, stages, model.blocks, self._around(stages[-1], run), device=device, runtime=runtime
+        )
 
     async def _begun(self, beside: survivors.Beside, admission: Admission, *, timeout: float) -> RunState:
         """The run, once it has begun."""
@@ -275,21 +258,7 @@ class Peer:
         else:
             await asyncio.wait({self._remaining})
 
-    # ------------------------------------------------------------------ the starter
-
-    def check_first(self) -> None:
-        """Ask whether the run may begin here, before anyone is told of this peer.
-
-        Raises:
-            ConfigError: It is under way.
-        """
-        if self._config.initial_peers:
-            self.runtime.run(starting.check_first(self._directory, self.transport, self._config))
-
-    def say_prepared(self, launch_id: str) -> None:
-        """Tell the other trainers of this launch that the data is prepared."""
-        timeout = self._config.limits.start_timeout
-        self.runtime.run(membership.say_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
+    # ------------------------------------------------------------------ as the lead
 
     def start_run(self, spec: RunSpec, model: Model, device: torch.device, check: Callable[[], None]) -> Session:
         """Begin a run with the servers that there are, and open a trainer's session in it.
@@ -300,84 +269,23 @@ class Peer:
             device: Where the trainer's tensors live.
             check: Called while waiting; raises when a server's process has died.
         """
-        limits = self._config.limits
-        among = self._survivors
-        if among is not None:
-            spec = replace(spec, num_trainers=min(spec.num_trainers, 1 + len(self._others)))
-            self.runtime.run(
-                survivors.await_loops(self.transport, self._others, timeout=limits.start_timeout, check=check)
-            )
-        servers = self.runtime.run(
-            membership.find_servers(
-                self._directory,
-                self.transport,
-                self._config.run_id,
-                spec.num_servers if among is None else len(among),
-                num_trainers=spec.num_trainers,
-                among=among,
-                timeout=limits.start_timeout,
-                check=check,
-            )
-        )
-        trainers = self.runtime.run(membership.trainers_among(self._directory, self._config.run_id, servers))
-        self.stages = stages = model.cut(spec.ranges)
+        stages = model.cut(spec.ranges)
         if not self._announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
-        # What is computed again draws the same random numbers.
-        spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
-        announced = self.runtime.run(membership.known_servers(self._directory, self._config.run_id))
-        hosts = {peer: host_of(addresses) for peer, addresses in announced.items() if addresses}
-        manifest = starting.manifest(spec, self._config, model, self._me, servers, trainers, hosts)
-        self.run = RunState(manifest)
-        self.runtime.run(membership.admit(self.transport, manifest, stages, timeout=limits.start_timeout))
-        self.runtime.run(membership.announce_run(self._directory, manifest.run_id, manifest.coordinator))
-        self.runtime.run(self._remain(self.run))
+        run = self.lead.begin(spec, model, self._me, stages, check)
+        self.runtime.run(self._remain(run))
         above = self.runtime if self.server is None else self._until_over(self.server.admission)
-        runtime = UntilLost(above, self._lost_for_good)
-        return self._session(self.run, stages, model.blocks, device, runtime)
+        runtime = UntilLost(above, self.lead.lost_for_good)
+        return self._training.open(
+            run, stages, model.blocks, self._around(stages[-1], run), device=device, runtime=runtime
+        )
 
-    def _session(
-        self, run: RunState, stages: Sequence[StageModule], blocks: Blocks, device: torch.device, runtime: Runtime
-    ) -> Session:
-        limits = self._config.limits
-        around = self._around(stages[-1], run)
-        rosters = [
-            roster for roster, stage in zip(run.rosters, run.manifest.stages, strict=True) if not stage.on_trainers
-        ]
-        routers = [StageRouter(self._rng) for _ in rosters]
-        for router, roster in zip(routers, rosters, strict=True):
-            router.set_peers(member.peer_id for member in roster)
-        link = Link(
-            self._training, self._tickets, routers, limits.call_timeout, self.events, self._copies, limits.stage_timeout
-        )
-        Replayer(link, run, max_in_flight=limits.max_in_flight)
-        widest = max(map(len, rosters))
-        alone = widest == len(rosters) == 1
-        pipeline = Pipeline(
-            blocks.modules,
-            link,
-            runtime,
-            PipelineConfig(
-                keywords=[stage.keywords for stage in stages if not stage.spec.on_trainers],
-                shared=self._config.shared,
-                microbatch_size=self._config.microbatch_size,
-                num_microbatches=1 if alone else _MICROBATCHES_PER_STAGE * max(len(rosters), widest),
-                max_in_flight=limits.max_in_flight,
-                device=device,
-            ),
-        )
-        is_lead = self.transport.peer_id == run.manifest.lead
-        steps = StepClient(
-            self._training,
-            run,
-            timeout=limits.call_timeout,
-            patience_s=limits.stage_timeout,
-            on_record=link.follow,
-            events=self.events,
-            alone_s=limits.lead_timeout if is_lead else None,
-        )
-        link.check = steps.renew
-        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+    @property
+    def _is_over(self) -> bool:
+        """Whether this peer's server was told that the run is, and the others are free."""
+        return self.server is not None and self.server.admission.left.is_set()
+
+    # ------------------------------------------------------------------ trainer and server of one peer
 
     async def _remain(self, run: RunState) -> None:
         """While this peer trains, have its server join again when it was left out; not with layers on the trainers."""
@@ -407,85 +315,6 @@ class Peer:
             return []
         return self.runtime.run(self.server.stepping.tensors_at(version, within_s=timeout))
 
-    def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
-        """Send the run back to `step`, with other weights, in its next generation.
-
-        Args:
-            session: This trainer's.
-            step: Where the run goes on.
-            load: Puts the weights of that step into the model that the run was started with; called when no server
-                computes with it any more. The optimizer's state starts empty.
-        """
-        assert self.run is not None
-        timeout = self._config.limits.call_timeout
-        generation = self.run.manifest.generation + 1
-        request = RestartRequest(generation=generation, first_step=step, selection=session.selection)
-        self.runtime.run(membership.restart(self.transport, self.run, request, timeout=timeout))
-        session.go_back(request)
-        load()
-        self.runtime.run(membership.hand_out(self.transport, self.run, self.stages, timeout=timeout))
-
-    # ------------------------------------------------------------------ going back further than servers can
-
-    @property
-    def has_survived(self) -> bool:
-        """Whether a run was begun here that was void in the end: the next one goes on with what is left of it."""
-        return self._survivors is not None
-
-    def what_is_lost(self, *, wait: bool) -> str:
-        """What the run cannot go on without, in words; with `wait` it is given time to come back."""
-        return self.runtime.run(self._what_is_lost(self._config.limits.revive_timeout if wait else 0.0))
-
-    async def _what_is_lost(self, timeout: float) -> str:
-        assert self.run is not None
-        if self.server is not None and self.server.admission.left.is_set():  # it is over, and the others are free
-            return ""
-        silence_s = self._config.limits.silence_timeout
-        return await survivors.what_is_lost(
-            self.transport, self.run, self.num_known_dead, timeout=timeout, silence_s=silence_s
-        )
-
-    async def _lost_for_good(self) -> str:
-        """Returns when something is lost, and there is a snapshot to go back to."""
-        limits = self._config.limits
-        num_dead = 0
-        while True:
-            # Dead processes of this machine are looked at soon, others once they would have been found to be silent.
-            for _ in range(max(1, round(limits.silence_timeout / _LOOK_S))):
-                await asyncio.sleep(_LOOK_S)
-                if self.num_known_dead() > num_dead:
-                    break
-            num_dead = self.num_known_dead()
-            if self.run is None or not self.versions_kept():
-                continue
-            lost = await self._what_is_lost(limits.revive_timeout)
-            held = await ask_held(self.transport, self.run.servers, timeout=limits.silence_timeout) if lost else {}
-            if lost and newest_complete(held, len(self.run.rosters)) is not None:
-                return lost
-
-    def gather_snapshots(self, versions: Collection[int]) -> Whole | None:
-        """The newest of these versions that the servers keep among them."""
-        assert self.run is not None
-        limits = self._config.limits
-        return self.runtime.run(
-            gather_snapshots(
-                self.transport,
-                self.run,
-                versions,
-                timeout=limits.join_timeout,
-                max_bytes=limits.max_message_bytes,
-            )
-        )
-
-    def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
-        """Those of `versions` at which the other trainers' loops could go on, too, of those that are there."""
-        if self.run is None:
-            others = self._others
-        else:
-            others = [one for one in self.run.trainers if one != self.transport.peer_id and one in self.run.servers]
-        timeout = self._config.limits.silence_timeout
-        return self.runtime.run(survivors.loops_at(self.transport, others, versions, timeout=timeout))
-
     def told_to_go_back(self) -> int | None:
         """Not at the lead, after an error: the step from which the run goes on. None: as it is, or not at all."""
         if self._beside is None or self._beside.run is None:
@@ -502,32 +331,18 @@ class Peer:
         """The newest snapshot that this peer's server was told to take."""
         return self.server.snapshots.ordered if self.server is not None else None
 
-    def release(self, first_step: int) -> None:
-        """End the run, but no server: those that answer are there for the next one, which begins at `first_step`."""
-        timeout = self._config.limits.call_timeout
-        self._training.end()
-        self.runtime.run(self._copies.clear())
-        if self._beside is not None:
-            assert self.server is not None
-            self.server.admission.released.clear()
-            return
-        before, trainers = self._survivors, self._others
-        if self.run is not None:
-            self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
-            before = self.runtime.run(survivors.release(self.transport, self.run, first_step, timeout=timeout))
-            trainers = self.run.trainers
-            self.run = None
-        alive = self.runtime.run(alive_among(self.transport, before or (), timeout=timeout))
-        self._others = [one for one in trainers if one in alive and one != self.transport.peer_id]
-        self._survivors = {peer for peer in alive if peer != self.transport.peer_id or self._announced}
-
     # ------------------------------------------------------------------ the end
 
-    def dismiss_others(self) -> None:
-        """Tell the other servers that the run is over."""
-        if self.run is not None:
-            timeout = self._config.limits.leave_timeout
-            self.runtime.run(membership.dismiss(self.transport, self.run, timeout=timeout))
+    def release(self, first_step: int) -> None:
+        """End the run, but no server: those that answer are there for the next one, which begins at `first_step`."""
+        self.runtime.run(self._training.end())
+        if self._beside is None:
+            self.lead.release(first_step, serves=self._announced)
+        else:
+            assert self.server is not None
+            self.server.admission.released.clear()
+
+    # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Leave the swarm. Twice is fine."""
@@ -548,7 +363,7 @@ class Peer:
         finally:
             await self._directory.close()
             await self.transport.close()
-            self._copies.close()
+            self._training.close()
 
 
 def hivemind_peer(config: SwarmConfig) -> Peer:

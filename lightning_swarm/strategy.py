@@ -211,7 +211,7 @@ class SwarmHooks(ResumingHooks):
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
             assert self.peer is not None
             launch_id = self._launcher.launch_id if isinstance(self._launcher, SwarmLauncher) else ""
-            (self.peer.say_prepared if self.is_global_zero else self.peer.await_prepared)(launch_id)
+            (self.peer.lead.say_prepared if self.is_global_zero else self.peer.await_prepared)(launch_id)
 
     # ------------------------------------------------------------------ data of several trainers
 
@@ -327,9 +327,8 @@ class SwarmHooks(ResumingHooks):
             return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
         launcher = self._launcher
         if isinstance(launcher, SwarmLauncher):
-            self.peer.num_known_dead = lambda: launcher.num_ended
-        if not self.peer.has_survived:
-            self.peer.check_first()
+            self.peer.lead.num_known_dead = lambda: launcher.num_ended
+        self.peer.lead.check_first()
         serves = self.config.role != "trainer"
         if serves:
             self.peer.serve(self._for_server(trainer, model), trains=True)
@@ -501,11 +500,11 @@ class SwarmHooks(ResumingHooks):
         self._way_back.end()
         self._compiler = None
         peer, self.peer = self.peer, None
-        began = peer is not None and peer.run is not None
+        began = peer is not None and peer.lead.run is not None
         try:
             if peer is not None:
                 try:
-                    peer.dismiss_others()
+                    peer.lead.dismiss_others()
                 finally:
                     peer.close()
         finally:

@@ -104,9 +104,9 @@ class Weights:
     # ------------------------------------------------------------------ on the servers
 
     def go_back(self, step: int, load: Callable[[], None]) -> None:
-        """Send the run back to `step`, with other weights. Arguments are those of `Peer.go_back`."""
+        """Send the run back to `step`, with other weights. Arguments are those of `Lead.go_back`."""
         session, _ = self._of_run
-        self._peer.go_back(session, step, load)
+        self._peer.lead.go_back(session, step, load)
         self.stale = False
         self._version = session.version
 
@@ -124,7 +124,7 @@ class Weights:
         self.num_lent += 1
         timeout = self._limits.call_timeout
         self._peer.runtime.run(
-            checkpoint.lend_weights(self._peer.transport, run, self._peer.stages, self.num_lent, timeout=timeout)
+            checkpoint.lend_weights(self._peer.transport, run, self._peer.lead.stages, self.num_lent, timeout=timeout)
         )
         session.pipeline.lent = self.num_lent
 
@@ -148,5 +148,5 @@ class Weights:
                 "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
                 "`gather_on_end=True`, or save during fit (ModelCheckpoint)."
             )
-        assert self._peer.run is not None
-        return self._session, self._peer.run
+        assert self._peer.lead.run is not None
+        return self._session, self._peer.lead.run

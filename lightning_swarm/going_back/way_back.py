@@ -103,10 +103,10 @@ class WayBack:
             loop: The trainer's.
             snapshot_interval: As in `Limits`.
         """
-        names = {name for stage in peer.stages for name in stage.named_stage_tensors()}
+        names = {name for stage in peer.lead.stages for name in stage.named_stage_tensors()}
         self.states = states = LoopStates(trainer, names, is_lead=session.is_lead)
         if session.is_lead:
-            peer.versions_kept = lambda: states.versions
+            peer.lead.versions_kept = lambda: states.versions
         else:
             peer.tell_loop(self._could_go_on)
         self._said = {}
@@ -200,8 +200,8 @@ class WayBack:
         if isinstance(error, TrainerFailed) or (self.states is None and self._goal is None):
             return None
         try:
-            if peer.run is not None:  # else it was to go on from the goal, and did not come to begin
-                if not peer.what_is_lost(wait=not isinstance(error, StageLost)):
+            if peer.lead.run is not None:  # else it was to go on from the goal, and did not come to begin
+                if not peer.lead.what_is_lost(wait=not isinstance(error, StageLost)):
                     return None
                 if any(one not in trainer.callbacks for one in self._finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)
@@ -222,12 +222,12 @@ class WayBack:
     def _aim(self, peer: Peer) -> None:
         """At the newest snapshot, if there is one of this run. No other trainer that is there may stay behind."""
         states = self.states
-        versions = peer.versions_of_all(states.versions) if states is not None and states.versions else ()
-        whole = peer.gather_snapshots(versions) if versions else None
+        versions = peer.lead.versions_of_all(states.versions) if states is not None and states.versions else ()
+        whole = peer.lead.gather_snapshots(versions) if versions else None
         found = states.find(whole.version) if states is not None and whole is not None else None
         if whole is not None and found is not None:
             self._aim_at(whole.version, found, whole.weights, whole.optimizer)
-        elif self._goal is not None and not peer.versions_of_all([self._goal.version]):
+        elif self._goal is not None and not peer.lead.versions_of_all([self._goal.version]):
             self._forget_goal()
 
     def _aim_at(

@@ -26,4 +26,4 @@ def assert_refused(message: str, make_module: Callable[[], L.LightningModule] = 
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1, **options}, strategy=strategy)
     with pytest.raises(ConfigError, match=message):
         trainer.fit(make_module(), loader(digits()))
-    assert all(peer.server is None and peer.run is None for peer in strategy.peers)
+    assert all(peer.server is None and peer.lead.run is None for peer in strategy.peers)

@@ -47,8 +47,8 @@ class Strategy(SwarmStrategy):
     def run(self) -> RunState:
         """As the trainer knows it."""
         assert self.peer is not None
-        assert self.peer.run is not None
-        return self.peer.run
+        assert self.peer.lead.run is not None
+        return self.peer.lead.run
 
     @property
     def roster(self) -> set[str]:

@@ -498,4 +498,4 @@ def test_it_is_refused_before_anything_starts(case: Case) -> None:
 @pytest.mark.parametrize("case", AT_SETUP.values(), ids=list(AT_SETUP))
 def test_it_is_refused_before_anyone_is_asked(case: Case) -> None:
     strategy = refused(case)
-    assert all(peer.server is None and peer.run is None for peer in strategy.peers)
+    assert all(peer.server is None and peer.lead.run is None for peer in strategy.peers)

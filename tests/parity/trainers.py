@@ -200,7 +200,7 @@ class ThreadStrategy(SwarmStrategy):
             step = self._way_back.first_step
             assert step is not None
             assert self.peer is not None
-            self._seen.go_back(step, self.peer._generation)
+            self._seen.go_back(step, self.peer.lead._generation)
         return path
 
     @override
@@ -209,7 +209,7 @@ class ThreadStrategy(SwarmStrategy):
 
     def make_peer(self) -> None:
         self.peer = self._peer(f"peer-{self._rank}")
-        self.peer.num_known_dead = lambda: len(self._seen.killed)
+        self.peer.lead.num_known_dead = lambda: len(self._seen.killed)
         self._seen.peers.append(self.peer)
 
     def _peer(self, name: str) -> Peer:

@@ -1,0 +1,230 @@
+"""What only the lead does to a run: begin it, send it back, end it, and begin the next one with who is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Final
+
+from lightning_swarm import membership, starting, survivors
+from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
+from lightning_swarm.config import SwarmConfig
+from lightning_swarm.network import Directory, PeerId, Transport
+from lightning_swarm.network.addresses import host_of
+from lightning_swarm.network.liveness import alive_among
+from lightning_swarm.partition import StageModule
+from lightning_swarm.run_state import RunState
+from lightning_swarm.runtime import Runtime
+from lightning_swarm.server.model import Model
+from lightning_swarm.session import Session
+from lightning_swarm.starting import RunSpec
+from lightning_swarm.steps.snapshot_orders import ask_held, newest_complete
+from lightning_swarm.types.runs import Member, RestartRequest
+
+_LOOK_S: Final = 1.0
+
+
+class Lead:
+    """The starter of runs, one after the other.
+
+    Args:
+        runtime: The way to its loop.
+        transport: Its network.
+        directory: Where peers find each other.
+        config: The user's settings.
+        is_over: Whether its server was told that the run is.
+
+    Attributes:
+        run: That it began, as its trainer knows it; None: there is none.
+        stages: Its own, of that run.
+        versions_kept: Of the states of its trainer's loop.
+        num_known_dead: Processes of this machine's peers that have ended.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        directory: Directory,
+        config: SwarmConfig,
+        *,
+        is_over: Callable[[], bool],
+    ) -> None:
+        self._runtime = runtime
+        self._transport = transport
+        self._directory = directory
+        self._config = config
+        self._is_over = is_over
+        self.run: RunState | None = None
+        self.stages: tuple[StageModule, ...] = ()
+        self.versions_kept: Callable[[], Collection[int]] = tuple
+        self.num_known_dead: Callable[[], int] = int
+        self._generation = 0  # of the run that is begun next
+        self._seed: int | None = None  # of the one before
+        self._survivors: Collection[PeerId] | None = None  # of the one before, which was void in the end
+        self._others: Collection[PeerId] = ()  # those of them that train, but for this peer
+
+    # ------------------------------------------------------------------ the beginning
+
+    def check_first(self) -> None:
+        """Ask whether the run may begin here, before anyone is told of this peer.
+
+        Raises:
+            ConfigError: It is under way.
+        """
+        if self._config.initial_peers and self._survivors is None:
+            self._runtime.run(starting.check_first(self._directory, self._transport, self._config))
+
+    def say_prepared(self, launch_id: str) -> None:
+        """Tell the other trainers of this launch that the data is prepared."""
+        timeout = self._config.limits.start_timeout
+        self._runtime.run(membership.say_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
+
+    def begin(
+        self, spec: RunSpec, model: Model, me: Member, stages: tuple[StageModule, ...], check: Callable[[], None]
+    ) -> RunState:
+        """Begin a run with the servers that there are; of a void one, with those that are left.
+
+        Args:
+            spec: The run.
+            model: The lead's copy: it initialises every stage.
+            me: The lead.
+            stages: Cut out of its copy.
+            check: Called while waiting; raises when a server's process has died.
+        """
+        if self._survivors is not None:
+            spec = replace(spec, num_trainers=min(spec.num_trainers, 1 + len(self._others)))
+            timeout = self._config.limits.start_timeout
+            self._runtime.run(survivors.await_loops(self._transport, self._others, timeout=timeout, check=check))
+        # What is computed again draws the same random numbers.
+        spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
+        self.run, self.stages = self._runtime.run(self._begin(spec, model, me, stages, check)), stages
+        return self.run
+
+    async def _begin(
+        self, spec: RunSpec, model: Model, me: Member, stages: Sequence[StageModule], check: Callable[[], None]
+    ) -> RunState:
+        directory, transport, run_id = self._directory, self._transport, self._config.run_id
+        timeout = self._config.limits.start_timeout
+        servers = await membership.find_servers(
+            directory,
+            transport,
+            run_id,
+            spec.num_servers if self._survivors is None else len(self._survivors),
+            num_trainers=spec.num_trainers,
+            among=self._survivors,
+            timeout=timeout,
+            check=check,
+        )
+        trainers = await membership.trainers_among(directory, run_id, servers)
+        announced = await membership.known_servers(directory, run_id)
+        hosts = {peer: host_of(addresses) for peer, addresses in announced.items() if addresses}
+        manifest = starting.manifest(spec, self._config, model, me, servers, trainers, hosts)
+        await membership.admit(transport, manifest, stages, timeout=timeout)
+        await membership.announce_run(directory, run_id, manifest.coordinator)
+        return RunState(manifest)
+
+    # ------------------------------------------------------------------ back, with servers that hold what is needed
+
+    def go_back(self, session: Session, step: int, load: Callable[[], None]) -> None:
+        """Send the run back to `step`, with other weights, in its next generation.
+
+        Args:
+            session: This trainer's.
+            step: Where the run goes on.
+            load: Puts the weights of that step into the model that the run was started with; called when no server
+                computes with it any more. The optimizer's state starts empty.
+        """
+        run = self._began
+        timeout = self._config.limits.call_timeout
+        request = RestartRequest(generation=run.manifest.generation + 1, first_step=step, selection=session.selection)
+        self._runtime.run(membership.restart(self._transport, run, request, timeout=timeout))
+        session.go_back(request)
+        load()
+        self._runtime.run(membership.hand_out(self._transport, run, self.stages, timeout=timeout))
+
+    # ------------------------------------------------------------------ back further, in another run
+
+    def what_is_lost(self, *, wait: bool) -> str:
+        """What the run cannot go on without, in words; with `wait` it is given time to come back."""
+        return self._runtime.run(self._what_is_lost(self._config.limits.revive_timeout if wait else 0.0))
+
+    async def _what_is_lost(self, timeout: float) -> str:
+        if self._is_over():  # and the others are free
+            return ""
+        silence_s = self._config.limits.silence_timeout
+        return await survivors.what_is_lost(
+            self._transport, self._began, self.num_known_dead, timeout=timeout, silence_s=silence_s
+        )
+
+    async def lost_for_good(self) -> str:
+        """Returns when something is lost, and there is a snapshot to go back to."""
+        limits = self._config.limits
+        num_dead = 0
+        while True:
+            # Dead processes of this machine are looked at soon, others once they would have been found to be silent.
+            for _ in range(max(1, round(limits.silence_timeout / _LOOK_S))):
+                await asyncio.sleep(_LOOK_S)
+                if self.num_known_dead() > num_dead:
+                    break
+            num_dead = self.num_known_dead()
+            if self.run is None or not self.versions_kept():
+                continue
+            lost = await self._what_is_lost(limits.revive_timeout)
+            held = await ask_held(self._transport, self.run.servers, timeout=limits.silence_timeout) if lost else {}
+            if lost and newest_complete(held, len(self.run.rosters)) is not None:
+                return lost
+
+    def gather_snapshots(self, versions: Collection[int]) -> Whole | None:
+        """The newest of these versions that the servers keep among them."""
+        limits = self._config.limits
+        return self._runtime.run(
+            gather_snapshots(
+                self._transport,
+                self._began,
+                versions,
+                timeout=limits.join_timeout,
+                max_bytes=limits.max_message_bytes,
+            )
+        )
+
+    def versions_of_all(self, versions: Collection[int]) -> Collection[int]:
+        """Those of `versions` at which the other trainers' loops could go on, too, of those that are there."""
+        if self.run is None:
+            others = self._others
+        else:
+            others = [one for one in self.run.trainers if one != self._transport.peer_id and one in self.run.servers]
+        timeout = self._config.limits.silence_timeout
+        return self._runtime.run(survivors.loops_at(self._transport, others, versions, timeout=timeout))
+
+    def release(self, first_step: int, *, serves: bool) -> None:
+        """End the run, but no server: those that answer are there for the next one, which begins at `first_step`.
+
+        Args:
+            first_step: Where.
+            serves: Whether this peer is one of them.
+        """
+        timeout = self._config.limits.call_timeout
+        before, trainers = self._survivors, self._others
+        if self.run is not None:
+            self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
+            before = self._runtime.run(survivors.release(self._transport, self.run, first_step, timeout=timeout))
+            trainers = self.run.trainers
+            self.run = None
+        alive = self._runtime.run(alive_among(self._transport, before or (), timeout=timeout))
+        self._others = [one for one in trainers if one in alive and one != self._transport.peer_id]
+        self._survivors = {peer for peer in alive if serves or peer != self._transport.peer_id}
+
+    # ------------------------------------------------------------------ the end
+
+    def dismiss_others(self) -> None:
+        """Tell the other servers that the run is over."""
+        if self.run is not None:
+            timeout = self._config.limits.leave_timeout
+            self._runtime.run(membership.dismiss(self._transport, self.run, timeout=timeout))
+
+    @property
+    def _began(self) -> RunState:
+        assert self.run is not None
+        return self.run
