@@ -10,7 +10,6 @@ import inspect
 import logging
 import os
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn, Protocol, cast
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -30,36 +26,17 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lightning_swarm import environment, program
 from lightning_swarm.assembly import Peer, hivemind_peer
-from lightning_swarm.config import Preemption, Role, SwarmConfig
+from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS, framework_of
 from lightning_swarm.logs import follow_environment
-from lightning_swarm.network.addresses import Address, Place, widest
+from lightning_swarm.network.addresses import Address
 from lightning_swarm.rules import check_data_module
 from lightning_swarm.signals import leaving_on_signals
 
 _log = logging.getLogger(__name__)
-
-JOIN: Final = "SWARM_JOIN"
-"""Whom to join, for a script that names nobody."""
-LISTEN: Final = "SWARM_LISTEN"
-"""Where to listen, whatever the script says."""
-IDENTITY: Final = "SWARM_IDENTITY"
-"""The file of the first peer's key, whatever the script says."""
-ROLE: Final = "SWARM_ROLE"
-"""What to be, whatever the script says."""
-PREEMPTION: Final = "SWARM_PREEMPTION"
-"""Whose notice to heed that this machine is to go, whatever the script says."""
-_RUN = "SWARM_RUN_ID"
-_RANK = "SWARM_LOCAL_RANK"
-_TRAINS = "SWARM_TRAINS"  # a child that reads data, too
-_LAUNCH = "SWARM_LAUNCH_ID"
-_OWN_OPTIONS = (
-    "--trainer.devices",
-    *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
-)
-_BOOTSTRAP = Path(__file__).with_name("_bootstrap.py")
 
 
 class Launched(Protocol):
@@ -108,8 +85,8 @@ class SwarmLauncher(_Launcher):
         self._num_peers = num_peers
         self._children: list[subprocess.Popen[bytes]] = []
         self._num_threads: int | None = None  # torch's, before this run shared the cores
-        self.local_rank = int(os.environ.get(_RANK, "0"))
-        self.launch_id = os.environ.get(_LAUNCH, "")
+        self.local_rank = environment.local_rank()
+        self.launch_id = environment.launch_id()
         self._leaves = False  # this server was told to
 
     @property
@@ -124,7 +101,7 @@ class SwarmLauncher(_Launcher):
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         SwarmLauncher.launched = True
         follow_environment()
-        self._strategy.config = _from_environment(self._strategy.config, self.local_rank)
+        self._strategy.config = environment.settle(self._strategy.config, self.local_rank)
         if self._strategy.config.only_serves:
             self._serve(trainer, (*args, *kwargs.values()))
         datamodule = _datamodule((*args, *kwargs.values()))
@@ -277,7 +254,7 @@ class SwarmLauncher(_Launcher):
     def _start_peers(self, trainer: Trainer) -> None:
         """This process's peer and, if it is the machine's first, the others."""
         first = self.local_rank == 0
-        command = _command() if first and self._num_peers > 1 else []
+        command = program.of_child() if first and self._num_peers > 1 else []
         if self._num_peers > 1:
             self._num_threads = _share_cores(self._num_peers)
         peer = self._strategy.peer = hivemind_peer(self._strategy.config)
@@ -287,130 +264,25 @@ class SwarmLauncher(_Launcher):
             addresses = peer.runtime.run(peer.transport.addresses())
             # What only evaluates lets nobody in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
-                rank_zero_info(_invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
+                rank_zero_info(program.invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
             self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._heed)
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
-        join = " ".join(addresses)
         self.launch_id = secrets.token_hex(8)
         for rank in range(1, self._num_peers):
-            # LOCAL_RANK keeps Lightning's own rank-zero messages to one process.
-            environment = {
-                **os.environ,
-                JOIN: join,
-                _RUN: self._strategy.config.run_id,
-                _RANK: str(rank),
-                _LAUNCH: self.launch_id,
-                "LOCAL_RANK": str(rank),
-                _TRAINS: "1" if self._strategy.num_trainers > 1 else "",
-            }
+            told = environment.for_child(
+                rank,
+                " ".join(addresses),
+                run_id=self._strategy.config.run_id,
+                launch_id=self.launch_id,
+                trains=self._strategy.num_trainers > 1,
+            )
             self._children.append(
                 # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
-                subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+                subprocess.Popen(command, env=told, stdin=subprocess.PIPE, start_new_session=True)
             )
-
-
-def _from_environment(config: SwarmConfig, local_rank: int) -> SwarmConfig:
-    """What the launcher's children are told by their parent, and scripts by whoever starts them."""
-    peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
-    listen = os.environ.get(LISTEN)
-    config = replace(
-        config,
-        initial_peers=peers or config.initial_peers,
-        run_id=os.environ.get(_RUN, config.run_id),
-        role=cast(Role, os.environ.get(ROLE, config.role)),
-        listen=Place.to_listen(listen) if listen else config.listen,
-        identity_path=os.environ.get(IDENTITY, config.identity_path),
-        preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
-    )
-    if local_rank == 0:
-        return config
-    # The first peer's place and key are taken.
-    return replace(
-        config,
-        role="both" if os.environ.get(_TRAINS) else "server",
-        listen=config.listen.further(local_rank),
-        announce=tuple(place.further(local_rank) for place in config.announce),
-        identity_path=None,
-    )
-
-
-def _invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
-    """The line that lets others join, or start the run that this server waits for."""
-    address = widest(addresses)
-    only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
-    where = only_here if address.place.is_loopback else ""
-    program = shlex.join(_program())
-    if not config.only_serves:
-        return f"Peers {where}can join this run: lightning-swarm join {address} {program}"
-    if config.initial_peers:
-        return (
-            f"This peer asks for a place in run {config.run_id!r}. Ctrl-C or SIGTERM has it leave between two steps. "
-            f"Peers {where}can join here, too: lightning-swarm join {address} {program}"
-        )
-    start = (
-        f"lightning-swarm fit {program} --trainer.strategy.role both --trainer.strategy.initial_peers {address}"
-        if _is_command()
-        else f"SwarmStrategy(role='both', initial_peers='{address}')"
-    )
-    return (
-        f"This server waits for its run. A peer {where}starts it with {start}\n"
-        f"More servers: lightning-swarm serve {address} {program}"
-    )
-
-
-def _program() -> list[str]:
-    """What this process runs, as a person would write it."""
-    if _is_command():
-        return _for_others(sys.argv[2:])  # the command's own arguments
-    return [*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]]
-
-
-def _is_command() -> bool:
-    """Whether it is `lightning-swarm`, and not a script of the user's."""
-    return _program_name() in ("lightning_swarm", "lightning-swarm")
-
-
-def _program_name() -> str:
-    spec = _spec()
-    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
-
-
-def _for_others(arguments: Sequence[str]) -> list[str]:
-    """Options of `fit` without those that are this peer's own."""
-    kept: list[str] = []
-    rest = list(arguments)
-    while rest:
-        option, has_value, _ = rest[0].partition("=")
-        if option.replace(".init_args.", ".") in _OWN_OPTIONS:
-            del rest[: 1 if has_value else 2]
-        else:
-            kept.append(rest.pop(0))
-    return kept
-
-
-def _spec() -> ModuleSpec | None:
-    """Of the module that runs as ``__main__``; None for a script. It may have changed since this one was imported."""
-    return getattr(sys.modules["__main__"], "__spec__", None)
-
-
-def _command() -> list[str]:
-    """This script or module again, with the same arguments."""
-    # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
-    python = [sys.executable, "-P", str(_BOOTSTRAP)]
-    spec = _spec()
-    if spec is not None:
-        name = spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name
-        return [*python, "-m", name, *sys.argv[1:]]
-    script = Path(sys.argv[0])
-    if not script.is_file():
-        raise ConfigError(
-            f"`devices` above 1 starts this script again for every peer, and {sys.argv[0]!r} is no file. "
-            "Put the code into a script, or use `devices=1`."
-        )
-    return [*python, str(script.resolve()), *sys.argv[1:]]
 
 
 def _share_cores(num_peers: int) -> int | None:

@@ -12,8 +12,9 @@ from typing import Final, get_args
 from lightning_swarm import _bootstrap
 from lightning_swarm.cli.trainer import run_trainer
 from lightning_swarm.config import Preemption
+from lightning_swarm.environment import IDENTITY, JOIN, LISTEN, PREEMPTION, ROLE
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.launcher import IDENTITY, JOIN, LISTEN, PREEMPTION, ROLE, SwarmLauncher
+from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network.addresses import Address, Place
 
 COMMANDS: Final[Mapping[str, str]] = {
@@ -140,7 +141,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
 
 
 def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
-    """What the launcher is to be told."""
+    """What the program is to be told."""
     told = {}
     if chosen.address:
         told[JOIN] = str(Address.parse(chosen.address))

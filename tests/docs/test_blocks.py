@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
 from lightning_swarm.cli import SwarmCLI
-from lightning_swarm.launcher import SwarmLauncher, _invitation
+from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.program import invitation
 from lightning_swarm.testing import InMemoryStrategy
 from tests.docs import my_project
 from tests.docs.commands import PEER_ID
@@ -196,7 +197,7 @@ def test_a_block_without_a_rule_is_found(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what a page says that one sees
 
 
-def invitation(block: Block) -> None:
+def peers_can_join(block: Block) -> None:
     """The line that a starter of the quickstart's script prints."""
     line = block.text.splitlines()[0]
     address = Address.parse(line.partition("lightning-swarm join ")[2].split()[0].replace("12D3KooW...", PEER_ID))
@@ -204,12 +205,12 @@ def invitation(block: Block) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py"])
         patch.setattr(sys.modules["__main__"], "__spec__", None)
-        assert _invitation(strategy.config, [address]) == line.replace("12D3KooW...", PEER_ID)
+        assert invitation(strategy.config, [address]) == line.replace("12D3KooW...", PEER_ID)
 
 
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
-    ("docs/quickstart.md", "Peers of this machine only"): invitation,
-    ("docs/join.md", "Peers can join this run"): invitation,
+    ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
+    ("docs/join.md", "Peers can join this run"): peers_can_join,
 }
 """For each block of text, by its page and its beginning, what compares it with the truth."""
 

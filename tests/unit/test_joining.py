@@ -1,4 +1,4 @@
-"""`lightning-swarm join` and `serve`: what they tell the launcher, and which program they run."""
+"""`lightning-swarm join` and `serve`: what they tell the program, and which program they run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_swarm import cli, launcher
+from lightning_swarm import cli, environment
 from lightning_swarm.cli import joining
 from lightning_swarm.launcher import SwarmLauncher
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 HERE = f"203.0.113.7:31337/{ID}"
-NAMES = (launcher.JOIN, launcher.LISTEN, launcher.IDENTITY, launcher.ROLE, launcher.PREEMPTION)
+NAMES = (environment.JOIN, environment.LISTEN, environment.IDENTITY, environment.ROLE, environment.PREEMPTION)
 
 Ran = list[tuple[list[str], dict[str, str]]]
 
@@ -131,8 +131,8 @@ def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.Monke
     config = SwarmStrategy(role="both", listen="127.0.0.1:9", identity_path="mine").config
     for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws"), strict=True):
         monkeypatch.setenv(name, value)
-    told = launcher._from_environment(config, 0)
+    told = environment.settle(config, 0)
     found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption
     assert found == (HERE, "0.0.0.0:5", "key", "server", "aws")
-    child = launcher._from_environment(config, 1)
+    child = environment.settle(config, 1)
     assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", None, "server")

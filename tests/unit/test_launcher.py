@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_swarm import SwarmStrategy, launcher
+from lightning_swarm import SwarmStrategy, environment, launcher, program
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network.addresses import Address
@@ -50,15 +50,15 @@ def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pyte
 
 def test_whom_to_join_comes_from_the_script_or_from_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     named = SwarmStrategy(initial_peers=f"203.0.113.7:31337/{ID}").config
-    assert launcher._from_environment(named, 0) == named
+    assert environment.settle(named, 0) == named
     monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:5/{ID} /ip4/192.0.2.2/tcp/5/p2p/{ID}")
     for config in named, SwarmStrategy().config:
-        told = launcher._from_environment(config, 0)
+        told = environment.settle(config, 0)
         assert [str(address.place) for address in told.initial_peers] == ["192.0.2.1:5", "192.0.2.2:5"]
         assert told.only_serves
     monkeypatch.setenv("SWARM_JOIN", "192.0.2.1:5")
     with pytest.raises(ConfigError, match="must be host:port/id"):
-        launcher._from_environment(named, 0)
+        environment.settle(named, 0)
 
 
 def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) 
     config = SwarmStrategy(
         role="trainer", listen="0.0.0.0:31337", announce="192.0.2.1:31337", identity_path="key"
     ).config
-    child = launcher._from_environment(config, 2)
+    child = environment.settle(config, 2)
     assert child.only_serves
     assert child.run_id == "the parent's"
     assert (str(child.listen), str(child.announce[0]), child.identity_path) == (
@@ -119,7 +119,7 @@ def test_only_who_lets_others_in_invites_them(
 
 
 @pytest.mark.parametrize(
-    ("argv", "name", "program"),
+    ("argv", "name", "named"),
     [
         (["/home/me/train.py", "--lr", "0.1"], None, "train.py --lr 0.1"),
         (["/home/me/my project/train.py"], None, "train.py"),
@@ -147,29 +147,29 @@ def test_only_who_lets_others_in_invites_them(
     ],
 )
 def test_the_invitation_names_the_address_and_the_program(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str], name: str | None, program: str
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], name: str | None, named: str
 ) -> None:
     monkeypatch.setattr("sys.argv", argv)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", name and SimpleNamespace(name=name))
     inner, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
     config = SwarmStrategy().config
-    line = launcher._invitation(config, [inner, outer])
-    assert line == f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} {program}"
-    line = launcher._invitation(config, [inner])
+    line = program.invitation(config, [inner, outer])
+    assert line == f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} {named}"
+    line = program.invitation(config, [inner])
     assert line.startswith("Peers of this machine only (others: set `listen`")
-    assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {program}")
-    start, more = launcher._invitation(SwarmStrategy(role="server").config, [outer]).split("\n")
+    assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {named}")
+    start, more = program.invitation(SwarmStrategy(role="server").config, [outer]).split("\n")
     if "lightning" in argv[0]:
         place = f"--trainer.strategy.role both --trainer.strategy.initial_peers 192.0.2.1:5/{ID}"
-        assert start == f"This server waits for its run. A peer starts it with lightning-swarm fit {program} {place}"
+        assert start == f"This server waits for its run. A peer starts it with lightning-swarm fit {named} {place}"
     else:
         assert start.endswith(f"starts it with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')")
-    assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {program}"
-    line = launcher._invitation(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer])
+    assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {named}"
+    line = program.invitation(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer])
     assert line.startswith(
         "This peer asks for a place in run 'swarm'. Ctrl-C or SIGTERM has it leave between two steps. "
     )
-    assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {program}")
+    assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {named}")
 
 
 def test_the_first_signal_asks_to_leave_and_the_second_ends_at_once() -> None:

@@ -1,0 +1,81 @@
+"""What a peer's process is told by whoever starts it: the first peer of its machine, or the command line."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Final, cast
+
+from lightning_swarm.config import Preemption, Role, SwarmConfig
+from lightning_swarm.network.addresses import Address, Place
+
+JOIN: Final = "SWARM_JOIN"
+"""Whom to join, for a script that names nobody."""
+LISTEN: Final = "SWARM_LISTEN"
+"""Where to listen, whatever the script says."""
+IDENTITY: Final = "SWARM_IDENTITY"
+"""The file of the first peer's key, whatever the script says."""
+ROLE: Final = "SWARM_ROLE"
+"""What to be, whatever the script says."""
+PREEMPTION: Final = "SWARM_PREEMPTION"
+"""Whose notice to heed that this machine is to go, whatever the script says."""
+_RUN: Final = "SWARM_RUN_ID"
+_RANK: Final = "SWARM_LOCAL_RANK"
+_TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
+_LAUNCH: Final = "SWARM_LAUNCH_ID"
+
+
+def local_rank() -> int:
+    """Which of this machine's peers this process is."""
+    return int(os.environ.get(_RANK, "0"))
+
+
+def launch_id() -> str:
+    """Of the peers that were started together; empty in the first of them."""
+    return os.environ.get(_LAUNCH, "")
+
+
+def for_child(rank: int, addresses: str, *, run_id: str, launch_id: str, trains: bool) -> dict[str, str]:
+    """The environment of another peer of this machine.
+
+    Args:
+        rank: Which one it is.
+        addresses: Of this process's peer, a space between them.
+        run_id: Of the run that it is for.
+        launch_id: Of those that are started together.
+        trains: Whether it reads data, too.
+    """
+    return {
+        **os.environ,
+        JOIN: addresses,
+        _RUN: run_id,
+        _RANK: str(rank),
+        _LAUNCH: launch_id,
+        "LOCAL_RANK": str(rank),  # keeps Lightning's own rank-zero messages to one process
+        _TRAINS: "1" if trains else "",
+    }
+
+
+def settle(config: SwarmConfig, local_rank: int) -> SwarmConfig:
+    """A script's settings, as changed by what this process was told."""
+    peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
+    listen = os.environ.get(LISTEN)
+    config = replace(
+        config,
+        initial_peers=peers or config.initial_peers,
+        run_id=os.environ.get(_RUN, config.run_id),
+        role=cast(Role, os.environ.get(ROLE, config.role)),
+        listen=Place.to_listen(listen) if listen else config.listen,
+        identity_path=os.environ.get(IDENTITY, config.identity_path),
+        preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
+    )
+    if local_rank == 0:
+        return config
+    # The first peer's place and key are taken.
+    return replace(
+        config,
+        role="both" if os.environ.get(_TRAINS) else "server",
+        listen=config.listen.further(local_rank),
+        announce=tuple(place.further(local_rank) for place in config.announce),
+        identity_path=None,
+    )
