@@ -21,7 +21,7 @@ from hivemind.p2p import P2P, PeerID
 from torch import Tensor, distributed
 
 from benchmarks.peers import hivemind_peer, swarm_peer
-from benchmarks.runs import picture, table, write
+from benchmarks.report import picture, table, write
 from benchmarks.together import Together, run_together
 from lightning_swarm.averaging.butterfly import average
 from lightning_swarm.network import PeerId

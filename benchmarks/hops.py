@@ -18,7 +18,8 @@ from hivemind.moe import Server
 from hivemind.moe.client.expert import RemoteExpert, create_remote_experts
 from hivemind.moe.expert_uid import ExpertInfo
 
-from benchmarks.runs import picture, table, train, write
+from benchmarks.report import picture, table, write
+from benchmarks.runs import train
 from benchmarks.together import Together, run_together
 from benchmarks.train import SEQUENCE
 

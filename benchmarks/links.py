@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
-import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
-from benchmarks.runs import picture, table, train, write
+from benchmarks.report import picture, table, write
+from benchmarks.runs import start, train
 
 NUM_BLOCKS = 4
 BATCH_SIZE = 32
@@ -74,28 +76,21 @@ def _run(command: str) -> None:
 @contextmanager
 def serving(hosts: Hosts, *options: object) -> Iterator[str]:
     """A server on the second host, which waits for a run. Yields where it is."""
-    serve = [sys.executable, "-m", "lightning_swarm", "serve", "--listen", hosts.address(1), "-m", "benchmarks.train"]
-    process = subprocess.Popen(
-        [*hosts.on(1), *serve, *map(str, options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    where = re.compile(rf"{re.escape(hosts.address(1))}:\d+/\w+")
+    serve = ("-m", "lightning_swarm", "serve", "--listen", hosts.address(1), "-m", "benchmarks.train", *options)
+    process = start(*serve, before=hosts.on(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     try:
         said = []
         for line in process.stdout:
             said.append(line)
-            found = [
-                word for word in line.replace("'", " ").replace('"', " ").split() if f"{hosts.address(1)}:" in word
-            ]
+            found = where.search(line)
             if found:
                 break
         else:
             raise RuntimeError(f"the server ended before it said where it is:\n{''.join(said)}")
         threading.Thread(target=process.stdout.read, daemon=True).start()  # else it would wait for a reader
-        yield found[0].strip("().,")
+        yield found[0]
         process.wait(60.0)
     finally:
         process.kill()
@@ -114,18 +109,20 @@ def swarm(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
 def ddp(hosts: Hosts, model: Sequence[object], seconds: float) -> float:
     """Samples/s of both hosts."""
     options = (*model, "--ddp", "--batch-size", BATCH_SIZE // 2)
-    environment = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
-    second = subprocess.Popen(
-        [*hosts.on(1), sys.executable, "-m", "benchmarks.train", *map(str, options), "--seconds", str(seconds)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "NODE_RANK": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        steps = train(*options, seconds=seconds, before=hosts.on(0), environment={**environment, "NODE_RANK": "0"})
-        return 2 * steps.mean_rate()
-    finally:
-        second.kill()
-        second.wait()
+    common = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": DEVICE}
+    first, second = ({**common, "NODE_RANK": rank} for rank in "01")
+    command = ("-m", "benchmarks.train", "--seconds", seconds, *options)
+    with tempfile.TemporaryFile("w+") as said:
+        other = start(*command, before=hosts.on(1), environment=second, stdout=subprocess.DEVNULL, stderr=said)
+        try:
+            return 2 * train(*options, seconds=seconds, before=hosts.on(0), environment=first).mean_rate()
+        except Exception as error:
+            said.seek(0)
+            error.add_note(f"The other host said:\n{said.read()[-4000:]}")
+            raise
+        finally:
+            other.kill()
+            other.wait()
 
 
 def main() -> None:

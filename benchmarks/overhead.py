@@ -10,7 +10,8 @@ import argparse
 import statistics
 
 from benchmarks.bare import BLOCK, is_bare
-from benchmarks.runs import Steps, picture, table, train, write
+from benchmarks.report import picture, table, write
+from benchmarks.runs import Steps, train
 
 SWARM = ("--role", "trainer", "--devices", 5, "--num-stages", 2)
 

@@ -12,7 +12,8 @@ import argparse
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 
-from benchmarks.runs import OUT, Steps, table, train, write
+from benchmarks.report import OUT, table, write
+from benchmarks.runs import Steps, train
 
 WINDOW_S = 2.0
 

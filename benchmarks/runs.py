@@ -12,15 +12,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Self
-
-import matplotlib as mpl
-from matplotlib import pyplot as plt
-
-OUT = Path("runs/bench")
-"""Pictures and tables."""
+from typing import IO, Any, Self
 
 _GRACE_S = 120.0
 
@@ -56,6 +49,28 @@ class Steps:
         return statistics.median(rates)
 
 
+def start(
+    *arguments: object,
+    before: Sequence[str] = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+    **popen: Any,
+) -> subprocess.Popen[str]:
+    """Start a Python process, whose libraries take one thread each.
+
+    Args:
+        arguments: Of Python.
+        before: What the command begins with, as `taskset` and its arguments.
+        environment: Variables, beside this process's.
+        popen: As `subprocess.Popen` has it.
+    """
+    return subprocess.Popen(
+        [*before, sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        text=True,
+        **popen,
+    )
+
+
 def train(
     *options: object,
     seconds: float,
@@ -69,24 +84,22 @@ def train(
         options: Of `benchmarks.train`.
         seconds: How long it trains.
         module: What to run in its place.
-        before: What the command begins with, as `taskset` and its arguments.
-        environment: Variables, beside this process's.
+        before: As `start` has it.
+        environment: Likewise.
 
     Raises:
         RuntimeError: It failed; has its last lines.
     """
-    command = [*before, sys.executable, "-m", module, "--seconds", str(seconds), *map(str, options)]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **environment},
-        capture_output=True,
-        text=True,
-        check=False,  # it is told with what the run said last
-        timeout=seconds + _GRACE_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"'))]
+    command = ["-m", module, "--seconds", seconds, *options]
+    with start(*command, before=before, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        try:
+            out, errors = run.communicate(timeout=seconds + _GRACE_S)
+        except BaseException:
+            run.kill()
+            raise
+    if run.returncode != 0:
+        raise RuntimeError(f"{module} ended with {run.returncode}:\n{errors[-4000:]}")
+    said = [json.loads(line) for line in out.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"'))]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
     memory = next((one for one in said if "trainer_bytes" in one), {})
@@ -114,13 +127,13 @@ class Turns:
         try:
             for name, (module, options) in self._ways.items():
                 self._logs[name] = tempfile.TemporaryFile("w+")
-                self._processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", module, *map(str, options)],
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                self._processes[name] = start(
+                    "-m",
+                    module,
+                    *options,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._logs[name],
-                    text=True,
                     start_new_session=True,
                 )
             for name in self._processes:
@@ -160,41 +173,3 @@ class Turns:
         log = self._logs[name]
         log.seek(0)
         raise RuntimeError(f"{name} ended without a step:\n{log.read()[-4000:]}")
-
-
-def table(title: str, rows: Sequence[Sequence[object]]) -> str:
-    """Rows in columns, the first row as a head."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join([title, lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def write(name: str, text: str) -> None:
-    """Print a table, and keep it."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / f"{name}.txt").write_text(text + "\n")
-    print(text, flush=True)
-
-
-def picture(name: str, title: str, unit: str, found: Mapping[str, Sequence[float]]) -> None:
-    """Keep a picture: for each way a bar, the median, and a dot for each value.
-
-    Args:
-        name: Of the file.
-        title: Over it.
-        unit: Of the values.
-        found: The values by way; those whose names begin with ``"swarm"`` stand out.
-    """
-    mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(7, 0.6 + 0.45 * len(found)))
-    for place, (way, values) in enumerate(found.items()):
-        axes.barh(place, statistics.median(values), color="tab:blue" if way.startswith("swarm") else "tab:gray")
-        axes.plot(values, [place] * len(values), ".", color="black", markersize=3)
-    axes.set_yticks(range(len(found)), list(found))
-    axes.invert_yaxis()
-    axes.set(xlabel=unit, title=title)
-    axes.set_xlim(left=0.0)
-    OUT.mkdir(parents=True, exist_ok=True)
-    figure.savefig(OUT / f"{name}.png", dpi=120, bbox_inches="tight")
-    plt.close(figure)

@@ -6,15 +6,13 @@ The imports are those of torch, lightning and hivemind, which every peer needs. 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from typing import IO
 
-from benchmarks.runs import picture, table, write
+from benchmarks.report import picture, table, write
+from benchmarks.runs import start
 
 IMPORTS = "import torch, lightning, hivemind"
 NUM_PEERS = 4
@@ -24,7 +22,7 @@ _PATIENCE_S = 120.0
 def imports_s() -> float:
     """Seconds until four processes have imported, all at once."""
     began_s = time.monotonic()
-    processes = [_start("-c", IMPORTS) for _ in range(NUM_PEERS)]
+    processes = [start("-c", IMPORTS) for _ in range(NUM_PEERS)]
     for process in processes:
         if process.wait(_PATIENCE_S):
             raise RuntimeError(f"`{IMPORTS}` ended with {process.returncode}")
@@ -36,7 +34,7 @@ def swarm_s() -> float:
     began_s = time.monotonic()
     options = ("--devices", NUM_PEERS, "--num-stages", 2, "--width", 64, "--batch-size", 8, "--seconds", 0)
     with tempfile.TemporaryFile("w+") as said:
-        process = _start("-m", "benchmarks.train", *map(str, options), stderr=said)
+        process = start("-m", "benchmarks.train", *options, stdout=subprocess.PIPE, stderr=said)
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith('{"first"'):
@@ -46,13 +44,6 @@ def swarm_s() -> float:
         status = process.wait(_PATIENCE_S)
         said.seek(0)
         raise RuntimeError(f"the swarm ended with {status} before its first batch:\n{said.read()[-4000:]}")
-
-
-def _start(*arguments: str, stderr: IO[str] | None = None) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
-    )
 
 
 def main() -> None:

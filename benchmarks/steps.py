@@ -18,7 +18,8 @@ import hivemind
 import torch
 import torch.multiprocessing
 
-from benchmarks.runs import picture, table, train, write
+from benchmarks.report import picture, table, write
+from benchmarks.runs import train
 from benchmarks.together import Together, run_together
 from benchmarks.train import Blocks, Nop
 

@@ -24,7 +24,7 @@ from hivemind.utils.asyncio import amap_in_executor, iter_as_aiter
 from hivemind.utils.streaming import split_for_streaming
 
 from benchmarks.peers import hivemind_peer, swarm_peer
-from benchmarks.runs import picture, table, write
+from benchmarks.report import picture, table, write
 from benchmarks.together import Together, run_together
 from lightning_swarm.network import Message, PeerId
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import statistics
 
-from benchmarks.runs import Turns, picture, table, write
+from benchmarks.report import picture, table, write
+from benchmarks.runs import Turns
 
 NUM_MICROBATCHES = 32
 WIDTH = 512

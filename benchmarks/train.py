@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -119,8 +120,8 @@ class Clock(L.Callback):
 
     def _kill(self, trainer: L.Trainer) -> None:
         """End the last of this machine's servers, as a power cut would."""
-        launcher: Any = trainer.strategy.launcher
-        os.kill(launcher._children[-1].pid, signal.SIGKILL)
+        assert isinstance(trainer.strategy, SwarmStrategy)
+        os.kill(trainer.strategy.local_processes[-1], signal.SIGKILL)
 
 
 class Turns(L.Callback):
@@ -166,32 +167,34 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
+    """By which way."""
+    if arguments.plain or arguments.ddp:
+        return "ddp" if arguments.ddp else "auto"
+    limits = Limits()
+    if arguments.snapshot_interval is not None:
+        limits = replace(limits, snapshot_interval=arguments.snapshot_interval or None)
+    return SwarmStrategy(
+        num_stages=arguments.num_stages,
+        role=arguments.role,
+        microbatch_size=arguments.microbatch_size,
+        listen=arguments.listen,
+        initial_peers=arguments.initial_peers,
+        limits=limits,
+    )
+
+
 def main() -> None:
     """Train; peers of the swarm run this, too."""
     arguments = parse()
     warnings.simplefilter("ignore")
     torch.set_num_threads(arguments.num_threads)
     torch.manual_seed(0)
-    strategy: Any = "auto"
-    if arguments.ddp:
-        strategy = "ddp"
-    elif not arguments.plain:
-        limits = Limits()
-        if arguments.snapshot_interval is not None:
-            limits = Limits(snapshot_interval=arguments.snapshot_interval or None)
-        strategy = SwarmStrategy(
-            num_stages=arguments.num_stages,
-            role=arguments.role,
-            microbatch_size=arguments.microbatch_size,
-            listen=arguments.listen,
-            initial_peers=arguments.initial_peers,
-            limits=limits,
-        )
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1 if arguments.plain or arguments.ddp else arguments.devices,
         num_nodes=2 if arguments.ddp else 1,
-        strategy=strategy,
+        strategy=strategy_of(arguments),
         max_epochs=-1,
         callbacks=[Turns() if arguments.by_turns else Clock(arguments.seconds, arguments.kill_after_s)],
         logger=False,
