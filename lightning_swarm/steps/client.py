@@ -1,33 +1,21 @@
 """A trainer's side of the steps: ask for a place, report what is through, wait for records.
 
-Any peer may come to coordinate. A call that breaks, or that a peer refuses because it does not coordinate, is made
-again at whoever the servers follow: all calls may be made twice. A new coordinator asks trainers for their part of its
-books; from then on nothing that an older one answers counts, for the new one may give the same place to another.
+A new coordinator asks trainers for their part of its books; from then on nothing that an older one answers counts, for
+the new one may give the same place to another.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from lightning_swarm.clock import now_s
-from lightning_swarm.errors import (
-    LeaseRevoked,
-    NotCoordinator,
-    PeerError,
-    ProtocolError,
-    RunOver,
-    StepError,
-    SwarmError,
-)
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -38,15 +26,14 @@ from lightning_swarm.steps import (
     METRICS,
     QUIT,
     RECORD,
-    REGISTER,
     RENEW,
     REPORT,
     REPORT_METRICS,
     SELECT,
     TAKE_METRICS,
 )
+from lightning_swarm.steps.coordinator_calls import CoordinatorCalls
 from lightning_swarm.steps.journal import Entry, Journal
-from lightning_swarm.steps.takeover import look_around
 from lightning_swarm.types.batches import (
     BatchArmed,
     BatchDone,
@@ -62,18 +49,15 @@ from lightning_swarm.types.batches import (
     Quit,
     RecordReply,
     RecordRequest,
-    RegisterRequest,
     ReportRequest,
     SelectRequest,
 )
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.runs import RestartRequest, Selection, Term
+from lightning_swarm.types.runs import RestartRequest, Selection
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-_RETRY_S: Final = 0.5
 
 Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
 """What a batch added to metrics: each one's states, and the tensors of all of them."""
@@ -90,8 +74,8 @@ class Heard:
     """
 
     record: Record
-    logs: Sequence[Logged] = ()
-    metrics: Sequence[Metrics] = ()
+    logs: Sequence[Logged]
+    metrics: Sequence[Metrics]
 
 
 class StepClient:
@@ -126,14 +110,16 @@ class StepClient:
         events: EventLog,
         alone_s: float | None = None,
     ) -> None:
-        self._transport = transport
-        self._timeout = timeout
-        self._patience_s = patience_s
-        self._alone_s = alone_s
+        self._coordinator = CoordinatorCalls(
+            transport,
+            run,
+            lambda: self._journal.report(self.version),
+            timeout=timeout,
+            patience_s=patience_s,
+            alone_s=alone_s,
+        )
         self._journal = Journal()
         self._numbers = itertools.count(1)  # of batches
-        self._registered = run.term  # the last one whose coordinator was told what is under way here
-        self._led_anew = asyncio.Event()  # set, and replaced, when a higher term is known
         self._on_record = on_record
         self.events = events
         self.run = run
@@ -162,7 +148,7 @@ class StepClient:
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
-        await self._ask(
+        await self._coordinator.call(
             SELECT,
             encode(SelectRequest(generation=self.run.manifest.generation, step=self.version, selection=selection)),
         )
@@ -203,7 +189,7 @@ class StepClient:
                 gradient_scale=gradient_scale,
                 number=number,
             )
-            reply = decode(await self._ask(GRANT, encode(request)), GrantReply)
+            reply = decode(await self._coordinator.call(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
                 self._journal.granted(reply.grant, request)
                 return reply.grant
@@ -221,13 +207,12 @@ class StepClient:
         head = BatchMetrics(generation=generation, step=self.version, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
         self._journal.measured(self.version, lease, message)
-        await self._repeat(METRICS, partial(self._stream, METRICS, message, max_bytes=0))
+        await self._coordinator.stream(METRICS, message, max_bytes=0)
 
     async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
         """What one batch added, if who coordinates has it: it may have come to do so since that was said."""
         request = Message(encode(MetricsRequest(generation=self.run.manifest.generation, step=step, first=first)))
-        take = partial(self._stream, TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
-        message = await self._repeat(TAKE_METRICS, take)
+        message = await self._coordinator.stream(TAKE_METRICS, request, max_bytes=MAX_STREAM_BYTES)
         if not message.body:
             _log.warning("What the batch at position %d of step %d added to metrics is lost.", first, step)
             return []
@@ -247,7 +232,7 @@ class StepClient:
             logs=list(logs),
         )
         self._journal.armed(self.version, lease, receipts, logs)
-        await self._ask(ARMED, encode(request))
+        await self._coordinator.call(ARMED, encode(request))
 
     async def done(
         self,
@@ -278,18 +263,15 @@ class StepClient:
             logs=list(logs),
             noted=self.events.report(),
         )
-        step = self.version
-        if lease is not None and withdrawn:
-            self._journal.withdrawn(step, lease)
-        elif lease is not None:
-            self._journal.ended(step, lease, completed, logs)
-        if close:
-            self._journal.closed(step, total_weight)
+        self._journal.done(request)
+        return await self._say_done(request)
+
+    async def _say_done(self, request: BatchDone) -> bool:
         try:
-            return decode(await self._ask(DONE, encode(request)), BatchDoneReply).closing
+            return decode(await self._coordinator.call(DONE, encode(request)), BatchDoneReply).closing
         except LeaseRevoked:
-            if lease is not None:
-                self._journal.withdrawn(step, lease)
+            if request.lease is not None:
+                self._journal.withdrawn(request.step, request.lease)
             raise
 
     async def revoked(self, lease: int) -> None:
@@ -297,7 +279,7 @@ class StepClient:
 
         Who granted it may coordinate no more, and not know that; who does may wait for it.
         """
-        await self._look()
+        await self._coordinator.look()
         with contextlib.suppress(LeaseRevoked):
             await self.done(lease, [], withdrawn=True, begun=True)
 
@@ -314,32 +296,32 @@ class StepClient:
             hyperparameters = self.hyperparameters() if self.hyperparameters is not None else None
             request = RecordRequest(step=step, generation=self.run.manifest.generation, hyperparameters=hyperparameters)
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
-            reply = decode(await self._ask(RECORD, encode(request)), RecordReply)
+            reply = decode(await self._coordinator.call(RECORD, encode(request)), RecordReply)
             if reply.record is not None:
                 self.newest = reply.record
                 if reply.record.step >= self.version:
-                    self.run.check(reply.record)
-                    await self._on_record(reply.record)
-                    self.run.apply(reply.record)
-                    metrics: list[Metrics] = []
-                    self.heard.append(Heard(reply.record, reply.logs, metrics))  # whatever becomes of the rest
-                    counted = {first for first, _, _ in reply.record.closing.batches}
-                    lost, unknown = self._journal.decided(reply.record.step, counted)
-                    self._lose(lost)
-                    await self._confirm(unknown)
-                    self.events.learn(reply.noted)
-                    for first in reply.measured:
-                        metrics += await self._take_metrics(reply.record.step, first)
+                    await self._learn(reply.record, reply)
                 return reply.record
             if not reply.closing:
                 self._journal.reopened()
                 await self._confirm(self._journal.through(step))
                 return None
 
-    def _lose(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._journal.withdrawn(entry.grant.step, entry.grant.lease)
+    async def _learn(self, record: Record, reply: RecordReply) -> None:
+        """Take a record in, and what came with it."""
+        self.run.check(record)
+        await self._on_record(record)
+        self.run.apply(record)
+        metrics: list[Metrics] = []
+        self.heard.append(Heard(record, reply.logs, metrics))  # whatever becomes of the rest
+        lost, unknown = self._journal.decided(record.step, {first for first, _, _ in record.closing.batches})
+        for entry in lost:
+            self._journal.withdrawn(record.step, entry.grant.lease)
             self.lost.append(entry.grant.lease)
+        await self._confirm(unknown)
+        self.events.learn(reply.noted)
+        for first in reply.measured:
+            metrics += await self._take_metrics(record.step, first)
 
     async def _confirm(self, entries: Sequence[Entry]) -> None:
         """Ask whether batches that are through count still, by saying so again."""
@@ -358,9 +340,9 @@ class StepClient:
                 noted=self.events.report(),
             )
             try:
-                await self._ask(DONE, encode(request))
+                await self._say_done(request)
             except LeaseRevoked:
-                self._lose([entry])
+                self.lost.append(grant.lease)
 
     async def renew(self) -> None:
         """A sign of life. While the lead validates or saves, the record goes on waiting for it.
@@ -368,119 +350,20 @@ class StepClient:
         Raises:
             StepError: What the open step failed with, if it did.
         """
-        await self._ask(RENEW, b"")
+        await self._coordinator.call(RENEW, b"")
 
     async def quit(self, reason: str) -> None:
         """This trainer's loop ended by an error."""
-        await self._ask(QUIT, encode(Quit(reason=reason[:2000])))
-
-    # ------------------------------------------------------------------ whoever coordinates
-
-    async def _ask(self, method: str, body: bytes) -> bytes:
-        call = partial(self._transport.call, method=method, body=body, timeout=self._timeout)
-        return await self._repeat(method, call)
-
-    async def _stream(self, method: str, message: Message, coordinator: PeerId, *, max_bytes: int) -> Message:
-        return await self._transport.stream(coordinator, method, message, timeout=self._timeout, max_bytes=max_bytes)
-
-    async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Make a call at whoever coordinates, until one has answered it."""
-        heard_s = now_s()
-        deadline_s = heard_s + self._patience_s
-        while True:
-            coordinator = self.run.coordinator
-            try:
-                return await self._under_one_term(self._known_at(coordinator, exchange))
-            except PeerError as error:
-                if self._transport.closed:
-                    raise
-                if now_s() >= deadline_s:
-                    raise type(error)(
-                        f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
-                        f"within {self._patience_s:g} s: {error}"
-                    ) from error
-                _log.info("%s is asked for again: %s", method, error)
-                if await self._find():
-                    heard_s = now_s()
-                elif self._alone_s is not None and now_s() >= heard_s + self._alone_s:
-                    raise StepError(
-                        f"the run is over, for this peer leads it and has heard of no other one for {self._alone_s:g} "
-                        "s: after as long they end it, if they live. Start it again with `ckpt_path`, and its peers "
-                        "with it. Raise `Limits.lead_timeout` to be waited for longer."
-                    ) from error
-
-    async def _known_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
-        """Before the first call to a new coordinator: it may not have heard this trainer's answer when it asked."""
-        term = self.run.term
-        if self._registered != term:
-            request = RegisterRequest(
-                generation=self.run.manifest.generation,
-                step=self.version,
-                report=self._journal.report(self.version),
-            )
-            await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._timeout)
-            self._registered = term
-        return await exchange(coordinator)
-
-    async def _under_one_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
-        """The answer, if it comes before another peer coordinates."""
-        term = self.run.term
-        async with asyncio.TaskGroup() as group:
-            asking = group.create_task(_caught(exchange))
-            anew = group.create_task(self._led_anew.wait())
-            await asyncio.wait({asking, anew}, return_when=asyncio.FIRST_COMPLETED)
-            asking.cancel()
-            anew.cancel()
-        if self.run.term != term:  # whoever coordinates by now may have been told already what is under way here
-            raise NotCoordinator("another peer coordinates by now")
-        answer, error = asking.result()
-        if error is not None:
-            raise error
-        return cast(_T, answer)
-
-    async def _find(self) -> bool:
-        """Look who coordinates; if it is the one that did, wait a moment. Whether anybody else is there."""
-        before = self.run.term
-        num_there = await self._look()
-        if self.run.term == before:
-            await asyncio.sleep(_RETRY_S)
-        return num_there > 0
-
-    async def _look(self) -> int:
-        """Follow the highest term that any server knows of; how many say so."""
-        replies = await look_around(self._transport, self.run, timeout=self._timeout)
-        for reply in replies.values():
-            self._follow(reply.term)
-        return len(replies)
-
-    def _follow(self, term: Term) -> None:
-        if self.run.follow(term):
-            self._led_anew.set()
-            self._led_anew = asyncio.Event()
+        await self._coordinator.call(QUIT, encode(Quit(reason=reason[:2000])))
 
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         """A new coordinator asks for this trainer's part of its books."""
         request = decode(body, ReportRequest)
         self.run.check_generation(request.generation)
-        if caller != request.term[1]:
-            raise ProtocolError(f"who coordinates asks under its own term, {caller} asked under {request.term}")
-        if caller not in self.run.servers and self.run.term != request.term:  # it may have joined since
-            await self._look()
-        elif request.term >= self.run.term:
-            self._follow(request.term)
-        if self.run.term != request.term:
-            raise NotCoordinator(f"the run is led under the term {self.run.term}, not {request.term}")
+        await self._coordinator.accept(caller, request.term)
         return encode(self._journal.report(request.step))
 
     async def _handle_report_metrics(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, LeaseMetricsRequest)
         self.run.check_coordinator(caller)
         return self._journal.metrics(request.step, request.lease)
-
-
-async def _caught(exchange: Coroutine[Any, Any, _T]) -> tuple[_T | None, SwarmError | None]:
-    """What came of it, so that a task group is not ended by an error that is expected."""
-    try:
-        return await exchange, None
-    except SwarmError as error:
-        return None, error

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message
-from lightning_swarm.types.batches import Grant, GrantRequest, Lease, Logged, ReportReply
+from lightning_swarm.types.batches import BatchDone, Grant, GrantRequest, Lease, Logged, ReportReply
 from lightning_swarm.types.calls import Receipt
 
 
@@ -54,19 +54,19 @@ class Journal:
         if entry := self._entries.get((step, lease)):
             entry.armed, entry.logs = list(receipts), logs
 
-    def ended(self, step: int, lease: int, completed: Sequence[Receipt], logs: Sequence[Logged]) -> None:
-        """The batch is through."""
-        if entry := self._entries.get((step, lease)):
-            entry.completed, entry.logs = list(completed), logs
+    def done(self, request: BatchDone) -> None:
+        """The batch is through or withdrawn, or this trainer asks to close the step."""
+        if request.lease is not None and request.withdrawn:
+            self.withdrawn(request.step, request.lease)
+        elif request.lease is not None and (entry := self._entries.get((request.step, request.lease))):
+            entry.completed, entry.logs = request.completed, request.logs
+        if request.close:
+            self._closed = (request.step, request.total_weight)
 
     def withdrawn(self, step: int, lease: int) -> None:
         """It does not count, and its place stays empty."""
         if entry := self._entries.get((step, lease)):
             entry.withdrawn, entry.logs, entry.metrics = True, (), None
-
-    def closed(self, step: int, total_weight: float | None) -> None:
-        """This trainer asked to close the step."""
-        self._closed = (step, total_weight)
 
     def reopened(self) -> None:
         """The step that this trainer asked to close takes batches again."""

@@ -332,7 +332,9 @@ class FaultySwarm(Swarm):
     @override
     def client(self, trainer: MemoryTransport) -> StepClient:
         steps = super().client(trainer)
-        steps._patience_s = RUN_TIMEOUT_S  # as long as anyone may need to take over, and be taken over from
+        steps._coordinator._patience_s = (
+            RUN_TIMEOUT_S  # as long as anyone may need to take over, and be taken over from
+        )
         return steps
 
     def _watch(self, name: PeerId, server: Server) -> None:

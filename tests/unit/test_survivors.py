@@ -52,8 +52,9 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     swarm.rosters = [list(roster) for roster in rosters]
     swarm.run(membership.admit(swarm.trainer, manifest, swarm.stages, timeout=10.0))
     # As a new session's client would be.
-    swarm.steps.run, swarm.steps.newest = RunState(manifest), None
-    swarm.steps._registered, swarm.steps._journal = swarm.steps.run.term, Journal()
+    asking = swarm.steps._coordinator
+    swarm.steps.run = asking._run = RunState(manifest)
+    asking._registered, swarm.steps._journal, swarm.steps.newest = asking._run.term, Journal(), None
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_a_place_is_kept_until_its_trainer_knows_the_record_before(make_swarm: M
 
     async def ask(step: int) -> GrantReply:
         request = GrantRequest(step=step, num_samples=2, generation=0, gradient_scale=1.0)
-        return decode(await other._transport.call(A, GRANT, encode(request), timeout=30.0), GrantReply)
+        return decode(await other._coordinator._transport.call(A, GRANT, encode(request), timeout=30.0), GrantReply)
 
     async def go() -> Grant | None:
         quicker = asyncio.create_task(batch(swarm, second, 1))

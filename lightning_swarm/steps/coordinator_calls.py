@@ -1,0 +1,178 @@
+"""A trainer's calls to whoever coordinates.
+
+Any peer may come to coordinate. A call that breaks, or that a peer refuses because it does not coordinate, is made
+again at whoever the servers follow: all calls may be made twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Final, TypeVar, cast
+
+from lightning_swarm.clock import now_s
+from lightning_swarm.errors import NotCoordinator, PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps import REGISTER
+from lightning_swarm.steps.takeover import look_around
+from lightning_swarm.types.batches import RegisterRequest, ReportReply
+from lightning_swarm.types.runs import Term
+from lightning_swarm.types.wire import encode
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_RETRY_S: Final = 0.5
+
+
+class CoordinatorCalls:
+    """Reaches the coordinator, and follows the next one.
+
+    Args:
+        transport: This trainer's network.
+        run: The run as this trainer knows it.
+        report: Its part of the books of the open step, which a new coordinator is told before anything else.
+        timeout: Seconds for the coordinator to answer.
+        patience_s: Seconds to look for one that answers.
+        alone_s: Seconds without an answer of any other peer, when the others have ended the run; None: it goes on
+            without this trainer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        report: Callable[[], ReportReply],
+        *,
+        timeout: float,
+        patience_s: float,
+        alone_s: float | None,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._report = report
+        self._timeout = timeout
+        self._patience_s = patience_s
+        self._alone_s = alone_s
+        self._registered = run.term  # the last one whose coordinator was told what is under way here
+        self._led_anew = asyncio.Event()  # set, and replaced, when a higher term is known
+
+    async def call(self, method: str, body: bytes) -> bytes:
+        """Ask whoever coordinates.
+
+        Raises:
+            PeerError: Nobody that does answered in time.
+            StepError: The others have ended the run.
+            SwarmError: The answer.
+        """
+        return await self._repeat(
+            method, partial(self._transport.call, method=method, body=body, timeout=self._timeout)
+        )
+
+    async def stream(self, method: str, message: Message, *, max_bytes: int) -> Message:
+        """Likewise, with tensors."""
+
+        async def exchange(coordinator: PeerId) -> Message:
+            return await self._transport.stream(
+                coordinator, method, message, timeout=self._timeout, max_bytes=max_bytes
+            )
+
+        return await self._repeat(method, exchange)
+
+    async def look(self) -> int:
+        """Follow the highest term that any server knows of; how many say so."""
+        replies = await look_around(self._transport, self._run, timeout=self._timeout)
+        for reply in replies.values():
+            self._follow(reply.term)
+        return len(replies)
+
+    async def accept(self, caller: PeerId, term: Term) -> None:
+        """Follow a peer that says that it coordinates.
+
+        Raises:
+            ProtocolError: The term is not its own.
+            NotCoordinator: Another one does.
+        """
+        if caller != term[1]:
+            raise ProtocolError(f"who coordinates asks under its own term, {caller} asked under {term}")
+        if caller not in self._run.servers and self._run.term != term:  # it may have joined since
+            await self.look()
+        elif term >= self._run.term:
+            self._follow(term)
+        if self._run.term != term:
+            raise NotCoordinator(f"the run is led under the term {self._run.term}, not {term}")
+
+    async def _repeat(self, method: str, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
+        """Make a call at whoever coordinates, until one has answered it."""
+        heard_s = now_s()
+        deadline_s = heard_s + self._patience_s
+        while True:
+            coordinator = self._run.coordinator
+            try:
+                return await self._under_one_term(self._known_at(coordinator, exchange))
+            except PeerError as error:
+                if self._transport.closed:
+                    raise
+                if now_s() >= deadline_s:
+                    raise type(error)(
+                        f"the coordinator {coordinator} did not answer {method}, and no other peer came to coordinate "
+                        f"within {self._patience_s:g} s: {error}"
+                    ) from error
+                _log.info("%s is asked for again: %s", method, error)
+                if await self._find():
+                    heard_s = now_s()
+                elif self._alone_s is not None and now_s() >= heard_s + self._alone_s:
+                    raise StepError(
+                        f"the run is over, for this peer leads it and has heard of no other one for {self._alone_s:g} "
+                        "s: after as long they end it, if they live. Start it again with `ckpt_path`, and its peers "
+                        "with it. Raise `Limits.lead_timeout` to be waited for longer."
+                    ) from error
+
+    async def _known_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
+        """Before the first call to a new coordinator: it may not have heard this trainer's answer when it asked."""
+        term = self._run.term
+        if self._registered != term:
+            generation, step = self._run.manifest.generation, self._run.version
+            request = RegisterRequest(generation=generation, step=step, report=self._report())
+            await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._timeout)
+            self._registered = term
+        return await exchange(coordinator)
+
+    async def _under_one_term(self, exchange: Coroutine[Any, Any, _T]) -> _T:
+        """The answer, if it comes before another peer coordinates."""
+        term = self._run.term
+        async with asyncio.TaskGroup() as group:
+            asking = group.create_task(_caught(exchange))
+            anew = group.create_task(self._led_anew.wait())
+            await asyncio.wait({asking, anew}, return_when=asyncio.FIRST_COMPLETED)
+            asking.cancel()
+            anew.cancel()
+        if self._run.term != term:  # whoever coordinates by now may have been told already what is under way here
+            raise NotCoordinator("another peer coordinates by now")
+        answer, error = asking.result()
+        if error is not None:
+            raise error
+        return cast(_T, answer)
+
+    async def _find(self) -> bool:
+        """Look who coordinates; if it is the one that did, wait a moment. Whether anybody else is there."""
+        before = self._run.term
+        num_there = await self.look()
+        if self._run.term == before:
+            await asyncio.sleep(_RETRY_S)
+        return num_there > 0
+
+    def _follow(self, term: Term) -> None:
+        if self._run.follow(term):
+            self._led_anew.set()
+            self._led_anew = asyncio.Event()
+
+
+async def _caught(exchange: Coroutine[Any, Any, _T]) -> tuple[_T | None, SwarmError | None]:
+    """What came of it, so that a task group is not ended by an error that is expected."""
+    try:
+        return await exchange, None
+    except SwarmError as error:
+        return None, error
