@@ -262,3 +262,24 @@ def test_no_more_comes_than_was_asked_for(pair: Pair, take_bytes: int) -> None:
         is_taken = name == "x" and take_bytes > 10 and tickets.SMALL_BYTES > 0
         assert decode(answer.body, WaitReply) == WaitReply(ready=True, taken=b"body" if is_taken else None)
         assert len(answer.tensors) == is_taken
+
+
+def test_a_holder_that_does_not_hold_the_question_is_asked_no_oftener_for_it(loop: VirtualLoop) -> None:
+    network = MemoryNetwork()  # without latency, so that no answer takes time
+    holder = network.transport("holder")
+    num_asked = 0
+
+    async def answer_at_once(caller: PeerId, message: Message) -> Message:
+        nonlocal num_asked
+        num_asked += 1
+        assert num_asked <= 10, "it is asked for ever"
+        return Message(encode(WaitReply(ready=False)))
+
+    holder.handle_stream(WAIT_METHOD, answer_at_once)
+    asker = TicketStore(network.transport("asker"), max_bytes=1 << 20)
+    for ask in (asker.wait, asker.fetch):
+        num_asked, begin_s = 0, loop.time()
+        with pytest.raises(DeadlineExceeded, match="x did not appear at holder within 25 s"):
+            loop.run_until_complete(ask(Ticket(peer_id=PeerId("holder"), name="x"), timeout=25.0))
+        assert loop.time() - begin_s == pytest.approx(25.0)
+        assert num_asked == 3
