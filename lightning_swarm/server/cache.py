@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.server.stage import Graph
+from lightning_swarm.server.computation import Graph
 from lightning_swarm.types.calls import Mode
 
 

@@ -31,9 +31,10 @@ from lightning_swarm.randomness import key_seed
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
+from lightning_swarm.server.computation import Forwarded
 from lightning_swarm.server.executor import FIRST, Executor, priority_of
 from lightning_swarm.server.gradient_sums import GradientSums
-from lightning_swarm.server.stage import Forwarded, Stage
+from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import RECEIPTS
 from lightning_swarm.tasks import ended
@@ -162,7 +163,7 @@ class Calls:
                 self._sums.check_counts(stage, key)
             stage.check_version(key.step)
             with stage.holding(key.weights):
-                return stage.forward(inputs, extras, wants_grad, mode, seed)
+                return stage.computation.forward(inputs, extras, wants_grad, mode, seed)
 
         result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
@@ -238,9 +239,9 @@ class Calls:
             stage.check_version(key.step)
             graph = kept.graph
             if graph is None:
-                graph = stage.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
+                graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
             assert graph is not None
-            input_gradients, parameter_gradients = stage.backward(graph, gradients, mode)
+            input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, mode)
             if request.accumulate:
                 receipt = self._sums.add(stage, key, parameter_gradients, request.weight)
             return input_gradients

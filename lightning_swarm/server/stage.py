@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,35 +16,12 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.partition import StageModule, computing
-from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom
+from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
-from lightning_swarm.server import mode as modes
+from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
-from lightning_swarm.types.calls import Mode
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
-
-
-@dataclass(frozen=True)
-class Graph:
-    """What backward needs of a forward."""
-
-    inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
-    outputs: list[Tensor]  # leaves of the output tree, with their autograd history
-    has_drawn: bool  # random numbers
-    again: Callable[[], Graph]  # the same graph once more; backward leaves nothing of this one
-
-
-@dataclass(frozen=True)
-class Forwarded:
-    """A forward's result."""
-
-    structure: trees.Structure
-    outputs: tuple[Tensor, ...]  # detached
-    requires_grad: list[bool]
-    graph: Graph | None
-    graph_bytes: int
 
 
 class Stage:
@@ -60,6 +35,9 @@ class Stage:
         version: Of its initial weights.
         clip_value: Each element of the mean gradient is clamped to its range; None: not clipped.
         selection: Which parameters train, and in which group; None: it is not going to train.
+
+    Attributes:
+        computation: Of its microbatches.
     """
 
     def __init__(
@@ -78,7 +56,7 @@ class Stage:
         self.device = device
         self.version = version
         self.clip_value = clip_value
-        self._random = KeyedOnDemand(device)
+        self.computation = Computation(module, device)
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         own = set(self.parameters.values())
@@ -114,13 +92,17 @@ class Stage:
 
     def _train(self, trainable: list[nn.Parameter]) -> None:
         """Make room for the gradients of `trainable`."""
-        self.trainable = trainable
+        self.computation.train(trainable)
         dtypes = [parameter.dtype for parameter in trainable]
         self._sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         num_elements = sum(parameter.numel() for parameter in trainable)
         self.gradient_sum = torch.zeros(num_elements, dtype=self._sum_dtype, device=self.device)
         self.touched = [False] * len(trainable)
-        self._graph_bytes_per_row: float | None = None  # of a graph that begins elsewhere now
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that train, in the whole model's order."""
+        return self.computation.trainable
 
     @property
     def trainable_names(self) -> list[str]:
@@ -128,100 +110,7 @@ class Stage:
         trainable = set(map(id, self.trainable))
         return [name for name, parameter in self.parameters.items() if id(parameter) in trainable]
 
-    # ------------------------------------------------------------------ one microbatch
-
-    def forward(
-        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
-    ) -> Forwarded:
-        """Run the blocks.
-
-        Args:
-            inputs: Positional inputs, trees of tensors ``[microbatch, ...]``.
-            extras: Keyword arguments for the blocks that name them.
-            wants_grad: For each tensor of `inputs`, whether backward shall give its gradient.
-            mode: The trainer's mode.
-            seed: Of all random draws.
-        """
-        structure, tensors = trees.flatten(inputs)
-        if len(tensors) != len(wants_grad):
-            raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
-        extra_structure, extra_tensors = trees.flatten(extras)
-        leaves = [
-            tensor.to(self.device).detach().requires_grad_(mode.grad and wants and trees.is_differentiable(tensor))
-            for tensor, wants in zip(tensors, wants_grad, strict=True)
-        ]
-
-        def compute() -> tuple[Any, int]:
-            # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
-            # by all microbatches must reach each as it was sent.
-            shared = [tensor.to(self.device, copy=True) for tensor in extra_tensors]
-            with self._measured(mode, leaves) as graph_bytes:
-                output = self.module(
-                    trees.unflatten(structure, [leaf.clone() for leaf in leaves]),
-                    trees.unflatten(extra_structure, shared),
-                )
-            return output, graph_bytes()
-
-        self.module.train(mode.training)
-        with self._unchanged_buffers(mode), computing(), modes.entered(mode, self.device.type):
-            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
-        out_structure, outputs = trees.flatten(output)
-
-        def again() -> Graph:
-            graph = self.forward(inputs, extras, wants_grad, mode, seed).graph
-            assert graph is not None
-            return graph
-
-        return Forwarded(
-            structure=out_structure,
-            outputs=tuple(tensor.detach() for tensor in outputs),
-            requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=Graph(leaves, outputs, has_drawn, again) if mode.grad else None,
-            graph_bytes=graph_bytes,
-        )
-
-    def backward(
-        self, graph: Graph, gradients: Sequence[Tensor | None], mode: Mode
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the input tensors and of the trainable parameters; adds nothing.
-
-        Args:
-            graph: Of the forward.
-            gradients: For each output tensor its gradient of the same shape, or None.
-            mode: The trainer's mode in the forward.
-        """
-        _check_gradients(graph.outputs, gradients)
-
-        def compute(graph: Graph) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            return self._differentiate(graph, gradients)
-
-        with computing(), modes.entered_backward(mode):
-            # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
-            # generators back afterwards, so only the mode notices.
-            if graph.has_drawn:
-                with KeyedRandom(0):
-                    return compute(graph)
-            return self._random.run("backward", 0, partial(compute, graph), lambda: partial(compute, graph.again()))[0]
-
-    def _differentiate(
-        self, graph: Graph, gradients: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        used = [
-            (output, gradient.to(output))
-            for output, gradient in zip(graph.outputs, gradients, strict=True)
-            if gradient is not None and output.requires_grad
-        ]
-        places = [i for i, leaf in enumerate(graph.inputs) if leaf.requires_grad]
-        wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
-        found: Sequence[Tensor | None] = [None] * len(wanted)
-        if used and wanted:
-            found = torch.autograd.grad(
-                [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
-            )
-        input_gradients: list[Tensor | None] = [None] * len(graph.inputs)
-        for place, gradient in zip(places, found[len(self.trainable) :], strict=True):
-            input_gradients[place] = gradient
-        return input_gradients, list(found[: len(self.trainable)])
+    # ------------------------------------------------------------------ a step
 
     def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
         """Add one microbatch's gradients, times `weight`, to the step's sum."""
@@ -233,8 +122,6 @@ class Stage:
                 added.append(gradient.to(self._sum_dtype))
         if sums:
             torch._foreach_add_(sums, added, alpha=weight)
-
-    # ------------------------------------------------------------------ a step
 
     def check_version(self, step: int) -> None:
         """Refuse to compute for `step` with the weights of another."""
@@ -390,37 +277,6 @@ class Stage:
             if name in state:
                 self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
 
-    @contextlib.contextmanager
-    def _unchanged_buffers(self, mode: Mode) -> Iterator[None]:
-        """Refuse blocks that keep something of a forward."""
-        before = [buffer._version for buffer in self.module.buffers()]
-        yield
-        if mode.training and before != [buffer._version for buffer in self.module.buffers()]:
-            raise ProtocolError(
-                f"a block of stage {self.index} changed a buffer in its forward; peers of the stage would come to "
-                "differ. Blocks may change nothing but their output: keep running statistics in training_step."
-            )
-
-    @contextlib.contextmanager
-    def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
-        """Bytes that the graph of the forward inside keeps alive: measured once, then in proportion to the rows."""
-        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
-        if not mode.grad or self._graph_bytes_per_row is not None:
-            yield lambda: round((self._graph_bytes_per_row or 0.0) * num_rows) if mode.grad else 0
-            return
-        own = {parameter.untyped_storage().data_ptr() for parameter in self.parameters.values()}
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield lambda: sum(saved.values())
-        self._graph_bytes_per_row = sum(saved.values()) / max(num_rows, 1)
-
     def _buffers(self) -> list[tuple[str, Tensor]]:
         return list(self.module.named_stage_buffers())
 
@@ -457,14 +313,3 @@ def _fits(own: object, new: object) -> bool:
     if isinstance(own, (int, float, Tensor)):
         return isinstance(new, (int, float)) and not isinstance(new, bool)
     return True
-
-
-def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    if len(outputs) != len(gradients):
-        raise ProtocolError(f"a stage with {len(outputs)} output tensors got {len(gradients)} gradients")
-    for output, gradient in zip(outputs, gradients, strict=True):
-        if gradient is not None and (gradient.shape, gradient.dtype) != (output.shape, output.dtype):
-            raise ProtocolError(
-                f"an output of shape {tuple(output.shape)} and {output.dtype} got a gradient of shape "
-                f"{tuple(gradient.shape)} and {gradient.dtype}"
-            )

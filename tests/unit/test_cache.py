@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_swarm.server.cache import Cache, Kept
-from lightning_swarm.server.stage import Graph
+from lightning_swarm.server.computation import Graph
 from tests.unit.swarm import MODE
 
 GRAPH = Graph([], [], has_drawn=False, again=lambda: GRAPH)

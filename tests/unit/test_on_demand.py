@@ -143,9 +143,9 @@ class Trial:
     def run(self, seed: int = 5, *, training: bool = True) -> tuple[Tensor, list[Tensor | None]]:
         """Output, and gradients of the parameters."""
         mode = Mode(training=training, grad=True)
-        done = self.stage.forward((X,), {}, [False], mode, seed)
+        done = self.stage.computation.forward((X,), {}, [False], mode, seed)
         assert done.graph is not None
-        return done.outputs[0], self.stage.backward(done.graph, [torch.ones(8, 8)], mode)[1]
+        return done.outputs[0], self.stage.computation.backward(done.graph, [torch.ones(8, 8)], mode)[1]
 
 
 @pytest.fixture

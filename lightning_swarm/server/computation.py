@@ -1,0 +1,205 @@
+"""Microbatches through a stage's blocks, forward and backward. Nothing of the stage is changed by it.
+
+Everything here runs on the compute thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm import trees
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.partition import StageModule, computing
+from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom
+from lightning_swarm.server import mode as modes
+from lightning_swarm.types.calls import Mode
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What backward needs of a forward."""
+
+    inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
+    outputs: list[Tensor]  # leaves of the output tree, with their autograd history
+    has_drawn: bool  # random numbers
+    again: Callable[[], Graph]  # the same graph once more; backward leaves nothing of this one
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A forward's result."""
+
+    structure: trees.Structure
+    outputs: tuple[Tensor, ...]  # detached
+    requires_grad: list[bool]
+    graph: Graph | None
+    graph_bytes: int
+
+
+class Computation:
+    """What a stage's blocks compute.
+
+    Args:
+        module: The stage's run of blocks.
+        device: Where it computes.
+
+    Attributes:
+        trainable: The parameters that backward gives gradients of.
+    """
+
+    def __init__(self, module: StageModule, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._random = KeyedOnDemand(device)
+        self._graph_bytes_per_row: float | None = None
+        self.trainable: list[nn.Parameter] = []
+
+    def train(self, trainable: list[nn.Parameter]) -> None:
+        """Give gradients of these parameters from now on."""
+        self.trainable = trainable
+        self._graph_bytes_per_row = None  # of a graph that begins elsewhere now
+
+    def forward(
+        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
+    ) -> Forwarded:
+        """Run the blocks.
+
+        Args:
+            inputs: Positional inputs, trees of tensors ``[microbatch, ...]``.
+            extras: Keyword arguments for the blocks that name them.
+            wants_grad: For each tensor of `inputs`, whether backward shall give its gradient.
+            mode: The trainer's mode.
+            seed: Of all random draws.
+        """
+        structure, tensors = trees.flatten(inputs)
+        if len(tensors) != len(wants_grad):
+            raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
+        leaves = [
+            tensor.to(self._device).detach().requires_grad_(mode.grad and wants and trees.is_differentiable(tensor))
+            for tensor, wants in zip(tensors, wants_grad, strict=True)
+        ]
+        compute = partial(self._run, structure, leaves, extras, mode)
+        self._module.train(mode.training)
+        with self._unchanged_buffers(mode), computing(), modes.entered(mode, self._device.type):
+            (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
+        out_structure, outputs = trees.flatten(output)
+
+        def again() -> Graph:
+            graph = self.forward(inputs, extras, wants_grad, mode, seed).graph
+            assert graph is not None
+            return graph
+
+        return Forwarded(
+            structure=out_structure,
+            outputs=tuple(tensor.detach() for tensor in outputs),
+            requires_grad=[tensor.requires_grad for tensor in outputs],
+            graph=Graph(leaves, outputs, has_drawn, again) if mode.grad else None,
+            graph_bytes=graph_bytes,
+        )
+
+    def _run(
+        self, structure: trees.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: Mode
+    ) -> tuple[Any, int]:
+        """The blocks' output, and the bytes of its graph."""
+        extra_structure, extra_tensors = trees.flatten(extras)
+        # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
+        # by all microbatches must reach each as it was sent.
+        shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
+        with self._measured(mode, leaves) as graph_bytes:
+            output = self._module(
+                trees.unflatten(structure, [leaf.clone() for leaf in leaves]),
+                trees.unflatten(extra_structure, shared),
+            )
+        return output, graph_bytes()
+
+    def backward(
+        self, graph: Graph, gradients: Sequence[Tensor | None], mode: Mode
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Gradients of the input tensors and of the trainable parameters; adds nothing.
+
+        Args:
+            graph: Of the forward.
+            gradients: For each output tensor its gradient of the same shape, or None.
+            mode: The trainer's mode in the forward.
+        """
+        _check_gradients(graph.outputs, gradients)
+
+        def compute(graph: Graph) -> tuple[list[Tensor | None], list[Tensor | None]]:
+            return self._differentiate(graph, gradients)
+
+        with computing(), modes.entered_backward(mode):
+            # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
+            # generators back afterwards, so only the mode notices.
+            if graph.has_drawn:
+                with KeyedRandom(0):
+                    return compute(graph)
+            return self._random.run("backward", 0, partial(compute, graph), lambda: partial(compute, graph.again()))[0]
+
+    def _differentiate(
+        self, graph: Graph, gradients: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        used = [
+            (output, gradient.to(output))
+            for output, gradient in zip(graph.outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        places = [i for i, leaf in enumerate(graph.inputs) if leaf.requires_grad]
+        wanted = [*self.trainable, *(graph.inputs[i] for i in places)]
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if used and wanted:
+            found = torch.autograd.grad(
+                [output for output, _ in used], wanted, [gradient for _, gradient in used], allow_unused=True
+            )
+        input_gradients: list[Tensor | None] = [None] * len(graph.inputs)
+        for place, gradient in zip(places, found[len(self.trainable) :], strict=True):
+            input_gradients[place] = gradient
+        return input_gradients, list(found[: len(self.trainable)])
+
+    @contextlib.contextmanager
+    def _unchanged_buffers(self, mode: Mode) -> Iterator[None]:
+        """Refuse blocks that keep something of a forward."""
+        before = [buffer._version for buffer in self._module.buffers()]
+        yield
+        if mode.training and before != [buffer._version for buffer in self._module.buffers()]:
+            raise ProtocolError(
+                f"a block of stage {self._module.spec.index} changed a buffer in its forward; peers of the stage would "
+                "come to differ. Blocks may change nothing but their output: keep running statistics in training_step."
+            )
+
+    @contextlib.contextmanager
+    def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
+        """Bytes that the graph of the forward inside keeps alive: measured once, then in proportion to the rows."""
+        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
+        if not mode.grad or self._graph_bytes_per_row is not None:
+            yield lambda: round((self._graph_bytes_per_row or 0.0) * num_rows) if mode.grad else 0
+            return
+        own = {parameter.untyped_storage().data_ptr() for _, parameter in self._module.named_stage_parameters()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield lambda: sum(saved.values())
+        self._graph_bytes_per_row = sum(saved.values()) / max(num_rows, 1)
+
+
+def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    if len(outputs) != len(gradients):
+        raise ProtocolError(f"a stage with {len(outputs)} output tensors got {len(gradients)} gradients")
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None and (gradient.shape, gradient.dtype) != (output.shape, output.dtype):
+            raise ProtocolError(
+                f"an output of shape {tuple(output.shape)} and {output.dtype} got a gradient of shape "
+                f"{tuple(gradient.shape)} and {gradient.dtype}"
+            )
