@@ -62,7 +62,7 @@ async def average(
         The mean ``[n]``, the same bytes on every peer, and the squared norm of the part that this peer reduced.
 
     Raises:
-        RoundFailed: Some peer left or was slow.
+        RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
     """
     parts = _parts(len(vector), len(roster))
     others = [i for i in range(len(roster)) if i != place]
@@ -79,12 +79,7 @@ async def average(
 
     for i in others:
         tickets.offer(f"{prefix}/part{i}", Message(tensors=(vector[parts[i]].cpu(),)))
-    try:
-        pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
-    except BaseException as error:  # a cancellation, too: the round of another stage here failed, say
-        # So that nobody waits for it, and takes this peer for the one that is gone.
-        _fail(tickets, f"{prefix}/reduced{place}", f"the round failed: {error!r}")
-        raise
+    pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
     pieces[place] = vector[parts[place]]
     mean = _new(vector)
     reduced = mean[parts[place]]
@@ -97,14 +92,14 @@ async def average(
 
 
 def refuse(roster: Sequence[PeerId], place: int, *, prefix: str, tickets: TicketStore, reason: str) -> None:
-    """Have no part in a round, so that the others of the roster do not wait for one. See `average`."""
+    """Give nothing more in a round, so that nobody waits for it, and takes this peer for one that is gone.
+
+    Arguments are those of `average`. What it has given stays.
+    """
     for i in range(len(roster)):
-        _fail(tickets, f"{prefix}/part{i}" if i != place else f"{prefix}/reduced{place}", reason)
-
-
-def _fail(tickets: TicketStore, name: str, reason: str) -> None:
-    tickets.promise(name)
-    tickets.fail(name, TicketGone(reason))
+        name = f"{prefix}/part{i}" if i != place else f"{prefix}/reduced{place}"
+        tickets.promise(name)
+        tickets.fail(name, TicketGone(reason))
 
 
 async def collect(

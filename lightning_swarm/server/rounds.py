@@ -89,12 +89,12 @@ class Rounds:
         try:
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(closing, self._me))
             averages = await gather(self._average(closing, index, place) for index, place in places.items())
-        except RoundFailed as error:
+        except BaseException as error:  # a cancellation, too
+            self._refuse(closing, f"the round failed: {error!r}")
+            if not isinstance(error, RoundFailed):
+                raise
             missed = [error.missed] if error.missed is not None else []
             return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
-        except BaseException as error:
-            self._refuse(closing, repr(error))
-            raise
         finally:
             if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.averaging import butterfly
-from lightning_swarm.averaging.butterfly import RoundFailed, average
+from lightning_swarm.averaging.butterfly import RoundFailed, average, refuse
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import PeerError
 from lightning_swarm.network import Message, PeerId
@@ -45,15 +45,20 @@ class Ring:
         self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
 
     async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Result:
-        return await average(
-            self.vectors[place],
-            4.0,
-            roster=self.names,
-            place=place,
-            prefix=prefix,
-            tickets=self.tickets[place],
-            timeout=timeout,
-        )
+        tickets = self.tickets[place]
+        try:
+            return await average(
+                self.vectors[place],
+                4.0,
+                roster=self.names,
+                place=place,
+                prefix=prefix,
+                tickets=tickets,
+                timeout=timeout,
+            )
+        except BaseException as error:
+            refuse(self.names, place, prefix=prefix, tickets=tickets, reason=repr(error))
+            raise
 
     def average(self) -> list[Result]:
         async def go() -> list[Result]:

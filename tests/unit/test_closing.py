@@ -200,6 +200,7 @@ def test_a_damaged_part_repeats_the_round(make_swarm: MakeSwarm, phase: Phase) -
     trial.check()
     assert trial.events == {"round_repeated": 1}
     assert [record.closing.round for record in trial.records] == [0, 1, 0]
+    assert trial.swarm.loop.time() < 1.0, "the other one does not wait for what does not come"
 
 
 @pytest.mark.parametrize("phase", [*CLOSING, Phase.AVERAGE_DONE], ids=str)
