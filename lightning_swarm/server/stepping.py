@@ -144,14 +144,25 @@ class Stepping:
 
         return (await self._executor.submit(FIRST, copy))[0]
 
-    async def reached(self, version: int) -> None:
-        """Wait until all stages are at `version`."""
+    async def reached(self, version: int, *, within_s: float | None = None) -> None:
+        """Wait until all stages are at `version`, or this server is in no run.
+
+        Args:
+            version: Of the weights.
+            within_s: Seconds; None: those of an exchange.
+
+        Raises:
+            DeadlineExceeded: They do not come to it.
+        """
+        within_s = self._timeout if within_s is None else within_s
         try:
-            async with asyncio.timeout(self._timeout), self._applied:
-                await self._applied.wait_for(lambda: self.version >= version)
+            async with asyncio.timeout(within_s), self._applied:
+                await self._applied.wait_for(lambda: not self.sums.in_run or self.version >= version)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"this peer is at version {self.version}; version {version} did not come in {self._timeout:g} s"
+                f"version {version} must come in {within_s:g} s, and this peer is at version {self.version}. Ask "
+                "another peer of the stage; if records take longer, raise `Limits.call_timeout`, or `leave_timeout` "
+                "for a fit's end."
             ) from None
 
     async def tensors_at(self, version: int, *, within_s: float) -> list[Tensor]:
@@ -161,15 +172,12 @@ class Stepping:
             DeadlineExceeded: They do not come to it.
             ProtocolError: They are beyond it.
         """
-        try:
-            async with asyncio.timeout(within_s), self._applied:
-                await self._applied.wait_for(lambda: not self.sums.in_run or self.version >= version)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"this peer's own server is at version {self.version}; {version} did not come in {within_s:g} s"
-            ) from None
+        await self.reached(version, within_s=within_s)
         if self.sums.in_run and self.version > version:
-            raise ProtocolError(f"this peer's own server is at version {self.version}, beyond {version}")
+            raise ProtocolError(
+                f"weights are read at the newest version, which is {self.version} on this peer's own server, got "
+                f"{version}. Read them before the next step's record is asked for."
+            )
         return [one for stage in self.sums.stages.values() for one in stage.module.named_stage_tensors().values()]
 
     async def passed(self, version: int, *, within_s: float) -> None:
