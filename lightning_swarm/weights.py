@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -65,15 +66,16 @@ class Weights:
 
     def _bring_weights_home(self, timeout: float) -> None:
         session, _ = self._of_run
-        weights = self._gather(checkpoint.gather_weights, timeout)
         own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
         # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
-        # tensor that is written over, be it with the same values, is of no use to a graph any more.
+        # tensor that is written over, be it with the same values, is of no use to a graph any more. It stays at this
+        # version as long as this runs, for no record is decided that the lead has not asked for.
         served = set(map(id, self._peer.served_tensors(session.version, timeout=timeout)))
+        there = {name for name, tensor in own.items() if id(tensor) in served}
+        weights = self._gather(partial(checkpoint.gather_weights, without=there), timeout)
         with torch.no_grad():
             for name, tensor in weights.items():
-                if id(own[name]) not in served:
-                    own[name].copy_(tensor)
+                own[name].copy_(tensor)
         self._version = session.version
 
     # ------------------------------------------------------------------ in checkpoints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,32 @@ _log = logging.getLogger(__name__)
 
 
 async def gather_weights(
-    transport: Transport, run: RunState, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    transport: Transport,
+    run: RunState,
+    step: int,
+    *,
+    timeout: float,
+    max_bytes: int = MAX_STREAM_BYTES,
+    without: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Parameters and buffers of all stages at version `step`, by their names in the model's state dict."""
+    """Parameters and buffers of all stages at version `step`, by their names in the model's state dict.
+
+    Args:
+        transport: Of who asks.
+        run: The run.
+        step: The version.
+        timeout: Seconds for each exchange.
+        max_bytes: Of a stage.
+        without: Names that are left out. A stage whose parameters are all among them is not asked for.
+    """
+    parameters = [{name for name, _, _ in stage.parameters} for stage in run.manifest.stages]
+    wanted = [index for index, names in enumerate(parameters) if not names or not names.issubset(without)]
+    requests = [_request(run, index, step, optimizer=False) for index in wanted]
     weights: dict[str, Tensor] = {}
-    for state, tensors in await _states(transport, run, step, optimizer=False, timeout=timeout, max_bytes=max_bytes):
+    for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
+        named = zip(state.names, tensors, strict=True)
         # What this process serves itself came without a copy, and goes on changing.
-        weights.update(zip(state.names, (tensor.clone() for tensor in tensors), strict=True))
+        weights.update((name, tensor.clone()) for name, tensor in named if name not in without)
     return weights
 
 
@@ -39,8 +58,9 @@ async def gather_optimizer(
     transport: Transport, run: RunState, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
 ) -> dict[str, dict[str, Any]]:
     """Optimizer state of all stages at version `step`, by parameter name."""
+    requests = [_request(run, index, step, optimizer=True) for index in range(len(run.rosters))]
     found: dict[str, dict[str, Any]] = {}
-    for state, tensors in await _states(transport, run, step, optimizer=True, timeout=timeout, max_bytes=max_bytes):
+    for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
         found.update(zip(state.names, trees.unflatten(state.structure, list(tensors)), strict=True))
     return found
 
@@ -165,13 +185,16 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
+def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateRequest:
+    return StateRequest(stage_index=index, step=step, generation=run.manifest.generation, optimizer=optimizer)
+
+
 async def _states(
-    transport: Transport, run: RunState, step: int, *, optimizer: bool, timeout: float, max_bytes: int
+    transport: Transport, run: RunState, requests: Sequence[StateRequest], *, timeout: float, max_bytes: int
 ) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
-    async def one(index: int) -> tuple[StageState, tuple[Tensor, ...]]:
-        request = StateRequest(stage_index=index, step=step, generation=run.manifest.generation, optimizer=optimizer)
+    async def one(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
         # Its own copy costs nothing.
-        members = sorted(run.rosters[index], key=lambda member: member.peer_id != transport.peer_id)
+        members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
         for member in members:
             try:
                 message = await transport.stream(
@@ -181,7 +204,7 @@ async def _states(
             except PeerError as error:  # it may have died since the record
                 if member is members[-1]:
                     raise
-                _log.info("Stage %d is asked for at another of its peers: %s", index, error)
+                _log.info("Stage %d is asked for at another of its peers: %s", request.stage_index, error)
         raise AssertionError("a stage has members")
 
-    return await gather(one(index) for index in range(len(run.rosters)))
+    return await gather(map(one, requests))
