@@ -70,14 +70,14 @@ class KeyedOnDemand:
         del result  # the second one needs the room
         self._drawless.discard(kind)
         self._alarms[kind] += 1
-        is_its_own = True
         try:
-            keyed = self._run_keyed(kind, seed, compute if anew is None else anew())
-            is_its_own = keyed[1]
-        finally:
-            if is_its_own:  # what another thread drew meanwhile it may draw once more
-                self._restore(before)
-        return keyed
+            result, has_drawn = self._run_keyed(kind, seed, compute if anew is None else anew())
+        except BaseException:
+            self._restore(before)
+            raise
+        if has_drawn:  # what another thread drew meanwhile it may draw once more
+            self._restore(before)
+        return result, has_drawn
 
     def _run_keyed(self, kind: Hashable, seed: int, compute: Callable[[], _T]) -> tuple[_T, bool]:
         with KeyedRandom(seed) as mode:
