@@ -3,8 +3,9 @@
 ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
 ``select -> settle`` come first. `policy.py` counts what the open step was granted, `books.py` is all that who
 coordinates knows; `trainers.py` answers trainers by it, `places.py` says who gets a place, `coordinator.py` is the role
-as a whole. `closing.py` ends steps, `sums.py` brings the servers' sums to what a step counts, and `planning.py` says
-how; `voting.py` is how records are decided, `proposer.py` decides them.
+as a whole. `closing.py` ends steps, `sums.py` brings the servers' sums to what a step counts, `planning.py` says how,
+and `replays.py` has computed again what is missing; `voting.py` is how records are decided, `proposer.py` decides them.
+At a trainer, `client.py` asks for places and records, and `coordinator_calls.py` finds who answers.
 """
 
 SELECT = "step.select"

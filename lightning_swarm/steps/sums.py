@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -16,7 +16,6 @@ from lightning_swarm.errors import (
     DeadlineExceeded,
     NotMember,
     PeerError,
-    ProtocolError,
     StageLost,
     StepError,
     SwarmError,
@@ -27,9 +26,9 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.planning import Plan, Sum, plan_replays
 from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.steps.replays import Replays
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.vigil import Vigil
-from lightning_swarm.tasks import gather
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import (
@@ -37,18 +36,12 @@ from lightning_swarm.types.steps import (
     FreezeReply,
     FreezeRequest,
     Named,
-    Replay,
-    ReplayRequest,
     StageClosing,
     StageLedger,
 )
 from lightning_swarm.types.wire import from_bitmap, to_bitmap, union
 
-_MAX_REPLAYS: Final = 16
-"""Of one microbatch in one step. More is no fault of peers."""
-
-_MAX_FAILURES: Final = 3
-_MAX_WORK: Final = 64
+_MAX_BLAMELESS: Final = 3
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 
@@ -93,9 +86,7 @@ class Sums:
         self._vigil = vigil
         self._events = events
         self._rounds = itertools.count(first_round)
-        self._replayed: Counter[Receipt] = Counter()
-        self._failures: Counter[PeerId] = Counter()  # of trainers
-        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers
+        self._replays = Replays(run, servers, step, events)
         self._num_blameless = 0
         self._suspected: Counter[PeerId] = Counter()
         self._pause_s = _FIRST_PAUSE_S
@@ -160,7 +151,7 @@ class Sums:
             StepError: That happens too often.
         """
         self._num_blameless += 1
-        if self._num_blameless > _MAX_FAILURES:
+        if self._num_blameless > _MAX_BLAMELESS:
             raise StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
 
     # ------------------------------------------------------------------ freezing
@@ -272,7 +263,7 @@ class Sums:
             sums,
             first_trained=self._first_trained,
             replayable=[not stage.on_trainers for stage in self._run.manifest.stages],
-            barred={first: self._unreached[trainer] for first, trainer in trainers.items()},
+            barred={first: self._replays.unreached(trainer) for first, trainer in trainers.items()},
         )
 
     def _check_excused(self, first: int, ledgers: Ledgers) -> None:
@@ -313,46 +304,7 @@ class Sums:
         }
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
-        by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
-        for receipt, holders in sorted(plan.holes.items()):
-            self._count_replay(receipt, holders)
-            by_trainer[self._step.trainer_of(receipt[0])].append(Replay(receipt=receipt, holders=dict(holders)))
-        found = await gather(self._replay(trainer, work) for trainer, work in by_trainer.items())
-        return set().union(*found)
-
-    def _count_replay(self, receipt: Receipt, holders: Mapping[int, PeerId]) -> None:
-        self._replayed[receipt] += 1
-        if self._replayed[receipt] > _MAX_REPLAYS:
-            raise StepError(
-                f"step {self._step.step}: microbatch {receipt} was computed again {_MAX_REPLAYS} times, and is still "
-                f"missing in the stages {sorted(holders)}"
-            )
-        for stage_index, peer in holders.items():
-            self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
-
-    async def _replay(self, trainer: PeerId, work: list[Replay]) -> set[int]:
-        lost: set[int] = set()
-        for begin in range(0, len(work), _MAX_WORK):
-            request = ReplayRequest(
-                generation=self._run.manifest.generation,
-                step=self._step.step,
-                attempt=0,
-                work=work[begin : begin + _MAX_WORK],
-                avoid=sorted(self.gone),
-            )
-            try:
-                reply = await self._servers.replay(trainer, request)
-            except (PeerError, ProtocolError) as error:  # anything else is a bug there
-                self._failures[trainer] += 1
-                self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
-                if self._failures[trainer] < _MAX_FAILURES:
-                    await asyncio.sleep(_FIRST_PAUSE_S)
-                    return lost
-                return {one.receipt[0] for one in work}
-            self._failures[trainer] = 0
-            self._unreached[trainer] |= set(reply.unreached) - set(self.gone)
-            lost |= {first for first, _, _ in reply.lost}
-        return lost
+        return await self._replays.fill(plan.holes, self.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
         """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
