@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_swarm.network import Message
+from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.types.batches import Logged
 from lightning_swarm.types.runs import Manifest, Selection
@@ -55,6 +56,10 @@ class Books:
     def of(cls, manifest: Manifest) -> Books:
         """Of a run that begins."""
         return cls(OpenStep(manifest.first_step, manifest.target_batch_size))
+
+    def selection(self, run: RunState) -> Selection | None:
+        """What the open step trains."""
+        return self.reselected or run.selection
 
     def go_back(self, manifest: Manifest) -> None:
         """The run entered its next generation."""

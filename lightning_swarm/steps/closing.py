@@ -6,15 +6,15 @@ again elsewhere (`sums.py`), and the round is repeated.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.events import EventLog
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
@@ -26,7 +26,7 @@ from lightning_swarm.steps.snapshot_orders import SnapshotOrders
 from lightning_swarm.steps.sums import Sums
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.types.runs import Selection
-from lightning_swarm.types.steps import AverageReply, Closing, Record
+from lightning_swarm.types.steps import AverageReply, Candidate, Closing, Record
 
 
 class Closer:
@@ -38,7 +38,6 @@ class Closer:
         gate: Who wants to join.
         proposer: Has the records decided.
         snapshots: When the servers take some.
-        spawn: Runs work in a task that has an owner.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
         fence: Has servers give up what is under way of batches that are struck.
         limits: Bounds.
@@ -53,7 +52,6 @@ class Closer:
         proposer: Proposer,
         snapshots: SnapshotOrders,
         *,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
         fence: Callable[[OpenStep, Sequence[int]], None],
         limits: Limits,
@@ -64,7 +62,6 @@ class Closer:
         self._gate = gate
         self._proposer = proposer
         self._snapshots = snapshots
-        self._spawn = spawn
         self._lead_asks = lead_asks
         self._fence = fence
         self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
@@ -97,27 +94,40 @@ class Closer:
             squared_norm = await self._average(sums, closing, version_hashes, reselected)
         hyperparameters = await self._lead_asks(step)
         newcomers = await self._gate.newcomers(closing)
-        num_stages = sum(not stage.on_trainers for stage in self._run.manifest.stages)
-        next_roster = next_rosters(self._run.rosters, gone=sums.gone, leaving=self._gate.leaving, newcomers=newcomers)
+        record = await self._record(closing, squared_norm, hyperparameters, reselected, newcomers, sums.gone)
+        await self._proposer.decide(record)
+        await self._servers.apply(record)
+        self._gate.let_in(newcomers)
+        return record
+
+    async def _record(
+        self,
+        closing: Closing,
+        squared_norm: float,
+        hyperparameters: list[dict[str, Any]],
+        reselected: Selection | None,
+        newcomers: Sequence[Candidate],
+        gone: Collection[PeerId],
+    ) -> Record:
+        """What is proposed."""
+        manifest = self._run.manifest
+        num_stages = sum(not stage.on_trainers for stage in manifest.stages)
+        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=self._gate.leaving, newcomers=newcomers)
         snapshot = await self._snapshots.order(closing.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
-        record = Record(
+        return Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
             squared_norm=squared_norm,
-            clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
+            clip_factor=clip_factor(squared_norm, manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
             selection=reselected,
             next_roster=next_roster,
             next_voters=choose_voters(next_roster[:num_stages], self._run.voters, hosts),
             next_trainers=self._run.trainers,
-            newcomers=newcomers,
+            newcomers=list(newcomers),
             snapshot=snapshot,
         )
-        await self._proposer.decide(record)
-        await self._servers.apply(record)
-        self._gate.let_in(newcomers)
-        return record
 
     def _sums_of(self, step: OpenStep, selection: Selection | None) -> Sums:
         """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
@@ -139,7 +149,7 @@ class Closer:
     ) -> float | None:
         """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
         begin_s = now_s()
-        hearing = [self._spawn(one) for one in self._gate.listen(closing, reselected, version_hashes)]
+        hearing = self._gate.listen(closing, reselected, version_hashes)
         replies = await self._servers.average(closing)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}

@@ -13,7 +13,6 @@ from lightning_swarm.errors import NotCoordinator, StageLost, StepError, SwarmEr
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.books import Books, Outcome
 from lightning_swarm.steps.closing import Closer
 from lightning_swarm.steps.ending import dismiss
@@ -26,7 +25,6 @@ from lightning_swarm.steps.takeover import first_lease
 from lightning_swarm.steps.trainers import Trainers
 from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.tasks import TaskOwner
-from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
 _log = logging.getLogger(__name__)
@@ -72,19 +70,11 @@ class Coordinator:
         self._tasks = TaskOwner()
         self.deposed = False
         self.books = books or Books.of(run.manifest)
-        self.gate = Gate(transport, run, limits=limits, events=events)
+        self.gate = Gate(transport, run, spawn=self._spawn, limits=limits, events=events)
         self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
         self._snapshots = SnapshotOrders(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
         self._watch = TrainerWatch(
-            transport,
-            run,
-            events,
-            spawn=self._spawn,
-            open_step=lambda: self.books.open,
-            first_trained=lambda: first_trained(self._selection, run.manifest.stages),
-            on_change=self._on_change,
-            interval_s=limits.silence_timeout / 5,
-            timeout=timeout,
+            transport, run, self.books, events=events, spawn=self._spawn, on_change=self._on_change, limits=limits
         )
         self.trainers = Trainers(
             transport,
@@ -103,7 +93,6 @@ class Coordinator:
             self.gate,
             proposer,
             self._snapshots,
-            spawn=self._spawn,
             lead_asks=self.trainers.lead.asks_for,
             fence=self._watch.fence,
             limits=limits,
@@ -168,11 +157,6 @@ class Coordinator:
     def _not_any_more(self) -> NotCoordinator:
         return NotCoordinator(f"{self._transport.peer_id} does not coordinate any more")
 
-    @property
-    def _selection(self) -> Selection | None:
-        """What the open step trains."""
-        return self.books.reselected or self._run.selection
-
     # ------------------------------------------------------------------ the step's end
 
     async def _on_change(self, step: OpenStep) -> None:
@@ -211,7 +195,7 @@ class Coordinator:
     async def _finish(self, step: OpenStep) -> Record | None:
         """Decide it. None: it takes batches again."""
         while step.ready:
-            record = await self._closer.finish(step, self._selection, self.books.reselected)
+            record = await self._closer.finish(step, self.books.selection(self._run), self.books.reselected)
             if record is not None:
                 return record
         return None

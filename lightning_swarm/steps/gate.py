@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -84,13 +84,23 @@ class Gate:
     Args:
         transport: The coordinator's.
         run: Which.
+        spawn: Runs work in a task that has an owner.
         limits: Bounds.
         events: Of the coordinator.
     """
 
-    def __init__(self, transport: Transport, run: RunState, *, limits: Limits, events: EventLog) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        limits: Limits,
+        events: EventLog,
+    ) -> None:
         self._transport = transport
         self._run = run
+        self._spawn = spawn
         self._events = events
         self._limits = limits
         self._waiting: dict[PeerId, _Waiting] = {}
@@ -126,7 +136,8 @@ class Gate:
 
     async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, JoinRequest)
-        stage_index = self._admissible(caller, request)
+        self._check_may_join(caller, request)
+        stage_index = self._stage_for(caller, request.stage_index)
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
         # Before anyone is told, so that of two that come at once at least one is told of the other.
@@ -140,8 +151,7 @@ class Gate:
         _log.info("Server %s is joining stage %d.", caller, stage_index)
         return encode(JoinReply(view=self._run.view(), stage_index=stage_index))
 
-    def _admissible(self, caller: PeerId, request: JoinRequest) -> int:
-        """Refuse who cannot join; returns the stage for who can."""
+    def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
         manifest = self._run.manifest
         if request.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
@@ -167,18 +177,21 @@ class Gate:
         wait_s = misses.until_s - now_s()
         if wait_s > 0:
             raise Busy(f"{caller} missed {misses.count} rounds while it was joining; it may join in {wait_s:.0f} s")
+
+    def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
+        """Which stage a joiner shall hold: the one that it wants, or the one that needs it most."""
         self._forget_the_silent(caller)
-        num_stages = sum(not stage.on_trainers for stage in manifest.stages)
+        num_stages = sum(not stage.on_trainers for stage in self._run.manifest.stages)
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
-        if request.stage_index is None:
+        if wanted is None:
             coming = [one.candidate.stage_index for one in others]
             staying = [sum(one.peer_id not in self._leaving for one in roster) for roster in self._run.rosters]
             return choose_stage([staying[index] + coming.count(index) for index in range(num_stages)])
-        if request.stage_index >= num_stages:
-            raise ProtocolError(f"servers hold {num_stages} stages, got stage {request.stage_index}")
-        return request.stage_index
+        if wanted >= num_stages:
+            raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
+        return wanted
 
     def _forget_the_silent(self, caller: PeerId) -> None:
         """Give their places to others; where all are taken, sooner those of who never caught up.
@@ -273,8 +286,8 @@ class Gate:
 
     def listen(
         self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int]
-    ) -> list[Coroutine[Any, Any, None]]:
-        """Work for candidates that have caught up: have them hold the round's result, too.
+    ) -> list[asyncio.Task[None]]:
+        """Have candidates that have caught up hold the round's result, too.
 
         Of one stage not more at once than it has members, or two: they all send their parts to each of them. The others
         come with the rounds that follow.
@@ -283,9 +296,12 @@ class Gate:
             closing: The round.
             selection: What trains in its step, if it is not what trained in the step before.
             version_hashes: Of each stage before the step.
+
+        Returns:
+            A task for each.
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
-        work = []
+        hearing = []
         num_asked = Counter[int]()
         for one in self._waiting.values():
             index = one.candidate.stage_index
@@ -293,8 +309,8 @@ class Gate:
             if one.ready and one.refusal is None and num_asked[index] < most:
                 num_asked[index] += 1
                 one.asked = round_
-                work.append(self._listen(one, round_, timeout=self._limits.call_timeout))
-        return work
+                hearing.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
+        return hearing
 
     async def _listen(self, waiting: _Waiting, round_: _Round, *, timeout: float) -> None:
         member = waiting.candidate.member
@@ -320,7 +336,7 @@ class Gate:
 
         Args:
             closing: The round.
-            hearing: The work of `listen`.
+            hearing: What `listen` began.
             averaging_s: What the round took.
         """
         if not hearing:

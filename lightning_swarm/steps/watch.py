@@ -13,12 +13,15 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
 from lightning_swarm.clock import now_s
+from lightning_swarm.config import Limits
 from lightning_swarm.errors import PeerError, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.run_state import RunState
+from lightning_swarm.selection import first_trained
 from lightning_swarm.steps import FENCE, RECEIPTS
+from lightning_swarm.steps.books import Books
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.calls import Receipt
@@ -37,37 +40,32 @@ class TrainerWatch:
     Args:
         transport: The coordinator's.
         run: As the coordinator's server knows it.
+        books: Of the coordinator.
         events: Of the coordinator.
         spawn: Runs work in a task that has an owner.
-        open_step: The step that is open.
-        first_trained: The stages before this one train nothing in it.
         on_change: Called after a batch of a step was struck, or completed without its trainer.
-        interval_s: How long a trainer that has a place is left alone.
-        timeout: Seconds that servers may take to complete a batch.
+        limits: Bounds.
     """
 
     def __init__(
         self,
         transport: Transport,
         run: RunState,
-        events: EventLog,
+        books: Books,
         *,
+        events: EventLog,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
-        open_step: Callable[[], OpenStep],
-        first_trained: Callable[[], int],
         on_change: Callable[[OpenStep], Awaitable[None]],
-        interval_s: float,
-        timeout: float,
+        limits: Limits,
     ) -> None:
         self._transport = transport
         self._run = run
+        self._books = books
         self._events = events
         self._spawn = spawn
-        self._open_step = open_step
-        self._first_trained = first_trained
         self._on_change = on_change
-        self._interval_s = interval_s
-        self._timeout = timeout
+        self._interval_s = limits.silence_timeout / 5  # for which a trainer that has a place is left alone
+        self._timeout = limits.call_timeout  # for which servers may take to complete a batch
         self._watched: set[PeerId] = set()
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
 
@@ -87,7 +85,7 @@ class TrainerWatch:
         try:
             while True:
                 await asyncio.sleep(self._interval_s)
-                if not self._open_step().under_way(trainer):
+                if not self._books.open.under_way(trainer):
                     return
                 if len(self._run.trainers) < 2:
                     continue  # nobody would take its places, so everything waits for it
@@ -95,9 +93,9 @@ class TrainerWatch:
                     await self._transport.ping(trainer)
                 except PeerError as error:
                     if there:  # else it is gone still, while servers complete what it left behind
-                        self._events.note("gone", peer=trainer, step=self._open_step().step, reason=str(error))
+                        self._events.note("gone", peer=trainer, step=self._books.open.step, reason=str(error))
                     there = False
-                    await self.give_up(self._open_step(), trainer, str(error))
+                    await self.give_up(self._books.open, trainer, str(error))
                 else:
                     there = True
         finally:
@@ -166,12 +164,12 @@ class TrainerWatch:
         deadline = now_s() + self._timeout
         while first in step.under_way(trainer):
             held, pending = await self._look(step, receipts)
-            first_trained = self._first_trained()
+            first_stage = first_trained(self._books.selection(self._run), self._run.manifest.stages)
             missing = {
                 (index, receipt)
                 for index, stage in enumerate(self._run.manifest.stages)
                 for receipt in receipts
-                if index >= first_trained and not stage.on_trainers
+                if index >= first_stage and not stage.on_trainers
             } - held
             if not missing:
                 return None
