@@ -19,8 +19,9 @@ from lightning_swarm.network.addresses import host_of
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.planning import choose_blamed, choose_voters
-from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor, next_rosters
+from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.steps.proposer import Proposer
+from lightning_swarm.steps.rosters import next_rosters
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshot_orders import SnapshotOrders
 from lightning_swarm.steps.sums import Sums

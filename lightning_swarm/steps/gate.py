@@ -25,7 +25,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.steps.ending import dismiss
-from lightning_swarm.steps.policy import alone_in, choose_stage, next_rosters
+from lightning_swarm.steps.rosters import alone_in, choose_stage, next_rosters
 from lightning_swarm.tasks import ended, gather
 from lightning_swarm.types.joining import (
     DrainReply,

@@ -6,7 +6,7 @@ import itertools
 import random
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.policy import alone_in, next_rosters
+from lightning_swarm.steps.rosters import alone_in, next_rosters
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Candidate
 

@@ -1,0 +1,55 @@
+"""Who holds which stage, from one record to the next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Candidate
+
+
+def choose_stage(num_holders: Sequence[int]) -> int:
+    """The stage that needs a peer most: of those that the fewest hold, the first."""
+    return min(range(len(num_holders)), key=lambda index: num_holders[index])
+
+
+def next_rosters(
+    rosters: Sequence[Sequence[Member]],
+    *,
+    gone: Collection[PeerId] = (),
+    leaving: Sequence[PeerId] = (),
+    newcomers: Sequence[Candidate] = (),
+) -> list[list[Member]]:
+    """The rosters of the next step.
+
+    Who leaves is let go from all of its stages at once, and only if each of them keeps a member that the record
+    before named: a newcomer counts from the next record on, when it has applied one. Who asked first goes first.
+
+    Args:
+        rosters: Of the step that the record decides.
+        gone: Who takes no part in it any more.
+        leaving: Who asked to be let go, the first to ask first.
+        newcomers: Who holds the round's result, and enters.
+
+    Returns:
+        For each stage, its members in their old order, then the newcomers. A stage whose members are all gone has
+        its newcomers only, or nobody: such a record must not be proposed.
+    """
+    staying = {member.peer_id for roster in rosters for member in roster} - set(gone)
+    for peer in leaving:
+        if peer in staying and not alone_in(rosters, peer, staying):
+            staying.discard(peer)
+    return [
+        [
+            *(member for member in roster if member.peer_id in staying),
+            *(one.member for one in newcomers if one.stage_index == index),
+        ]
+        for index, roster in enumerate(rosters)
+    ]
+
+
+def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
+    """The stages of which `peer` has the only copy among those who are `staying`."""
+    held = [{member.peer_id for member in roster} for roster in rosters]
+    return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
