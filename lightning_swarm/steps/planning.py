@@ -57,9 +57,9 @@ def plan_replays(
     expected: Sequence[Sequence[Receipt]],
     sums: Sequence[Mapping[PeerId, Sum]],
     *,
-    first_trained: int = 0,
-    replayable: Sequence[bool] | None = None,
-    barred: Mapping[int, Collection[PeerId]] | None = None,
+    first_trained: int,
+    replayable: Sequence[bool],
+    barred: Mapping[int, Collection[PeerId]],
 ) -> Plan:
     """Name one holder for each receipt and stage, so that little is computed again.
 
@@ -70,7 +70,7 @@ def plan_replays(
         expected: For each stage, the receipts that count in it, in order.
         sums: For each stage, what its servers hold, in the order of its roster; at least one server each.
         first_trained: No gradient goes to the stages before this one.
-        replayable: For each stage, whether a microbatch can be sent there again; None: all can.
+        replayable: For each stage, whether a microbatch can be sent there again.
         barred: By batch, servers that its trainer does not reach.
     """
     named: list[dict[PeerId, list[bool]]] = []
@@ -78,25 +78,37 @@ def plan_replays(
     holes: dict[Receipt, dict[int, PeerId]] = {}
     lost: set[int] = set()
     for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
-        held = {peer: list(one.held) for peer, one in stage.items()}
-        dirty = _dirty(stage, trains=index >= first_trained)
-        for peer in dirty:
-            held[peer] = [False] * len(receipts)
-        load = Counter({peer: sum(flags) for peer, flags in held.items()})
-        for place, receipt in enumerate(receipts):
-            if index < first_trained or any(flags[place] for flags in held.values()):
-                continue
-            able = [peer for peer in held if peer not in (barred or {}).get(receipt[0], ())]
-            if not able or not (replayable is None or replayable[index]):
-                lost.add(receipt[0])
-                continue
-            holder = min(able, key=lambda peer: load[peer])
-            load[holder] += 1
-            held[holder][place] = True
-            holes.setdefault(receipt, {})[index] = holder
+        trains = index >= first_trained
+        dirty = _dirty(stage, trains=trains)
+        held = {peer: [holds and peer not in dirty for holds in one.held] for peer, one in stage.items()}
+        missing = [
+            place for place in range(len(receipts)) if trains and not any(flags[place] for flags in held.values())
+        ]
+        if replayable[index]:
+            for place, holder in _fill(held, receipts, missing, barred).items():
+                holes.setdefault(receipts[place], {})[index] = holder
+        lost |= {receipts[place][0] for place in missing if index not in holes.get(receipts[place], ())}
         named.append(held)
         discards.append(dirty)
     return Plan(named, discards, holes, lost)
+
+
+def _fill(
+    held: Mapping[PeerId, list[bool]],
+    receipts: Sequence[Receipt],
+    missing: Sequence[int],
+    barred: Mapping[int, Collection[PeerId]],
+) -> dict[int, PeerId]:
+    """Have what is missing held by whoever holds the least of those that its trainer reaches; returns who, by place."""
+    load = Counter({peer: sum(flags) for peer, flags in held.items()})
+    holders = {}
+    for place in missing:
+        able = [peer for peer in held if peer not in barred.get(receipts[place][0], ())]
+        if able:
+            holders[place] = holder = min(able, key=lambda peer: load[peer])
+            load[holder] += 1
+            held[holder][place] = True
+    return holders
 
 
 def _dirty(stage: Mapping[PeerId, Sum], *, trains: bool) -> list[PeerId]:

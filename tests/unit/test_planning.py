@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
@@ -25,9 +25,21 @@ def held(*places: int, unnamed: int = 0, of: int = len(COUNTED)) -> Sum:
     return Sum([place in places for place in range(of)], unnamed)
 
 
-def plan(*stages: Mapping[str, Sum], **settings: object) -> Plan:
-    named = [{PeerId(peer): one for peer, one in stage.items()} for stage in stages]
-    return plan_replays([COUNTED] * len(stages), named, **settings)  # type: ignore[arg-type]
+def plan(
+    *stages: Mapping[str, Sum],
+    expected: Sequence[Receipt] = COUNTED,
+    first_trained: int = 0,
+    replayable: Sequence[bool] | None = None,
+    barred: Mapping[int, Collection[PeerId]] | None = None,
+) -> Plan:
+    """Where nothing else is said, all stages train, and anything can be computed again anywhere."""
+    return plan_replays(
+        [expected] * len(stages),
+        [{PeerId(peer): one for peer, one in stage.items()} for stage in stages],
+        first_trained=first_trained,
+        replayable=replayable or [True] * len(stages),
+        barred=barred or {},
+    )
 
 
 WHOLE = [{"a": held(0, 2), "b": held(1)}, {"c": held(0, 1, 2)}]
@@ -37,7 +49,7 @@ def test_sums_that_hold_each_microbatch_once_in_each_stage_are_done() -> None:
     found = plan(*WHOLE)
     assert found.done
     assert found.named == [{A: [True, False, True], B: [False, True, False]}, {C: [True] * 3}]
-    assert plan_replays([[]], [{A: Sum([], 0)}]).done
+    assert plan({"a": Sum([], 0)}, expected=[]).done
     assert plan({"a": held()}, WHOLE[1], first_trained=1).done
 
 
@@ -111,11 +123,10 @@ def test_whatever_sums_hold_one_plan_mends_it() -> None:
             }
             for _ in range(rng.randint(1, 3))
         ]
-        expected = [counted] * len(sums)
-        found = plan_replays(expected, sums)
+        found = plan(*sums, expected=counted)
         num_mended += not found.done
         mended = done(found, sums)
-        assert plan_replays(expected, mended).done
+        assert plan(*mended, expected=counted).done
         for index, stage in enumerate(mended):
             for peer, one in stage.items():
                 assert list(one.held) == list(found.named[index][peer])
