@@ -51,12 +51,6 @@ PING: Final = "transport.ping"
 SILENCE_S: Final = 10.0
 """A peer that gave no sign of life for so long has its exchanges ended."""
 
-MAX_RECORD_BYTES: Final = 64 << 10
-"""Longest value of an announcement."""
-
-MAX_RECORD_TTL_S: Final = 86_400.0
-"""Longest life of an announcement: what claims to live longer is malformed."""
-
 
 class Tap(Protocol):
     """Sits at a peer's exchanges and does to messages and peers what it likes: how tests plan their faults.
@@ -320,11 +314,3 @@ def _describe(kind: Kind, method: str, message: Message) -> Head:
     """The head that `message` would have on the wire."""
     check_outgoing(method, message)
     return Head(kind, 0, method, message.body, (), message.num_tensor_bytes)
-
-
-def check_record(key: str, value: bytes, ttl_s: float) -> None:
-    """Refuse an announcement that others would leave out."""
-    if len(value) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"An announcement has at most {MAX_RECORD_BYTES} bytes, got {len(value)} for {key!r}.")
-    if not 0 < ttl_s <= MAX_RECORD_TTL_S:
-        raise ProtocolError(f"An announcement lives up to {MAX_RECORD_TTL_S:g} s, got {ttl_s:g} for {key!r}.")

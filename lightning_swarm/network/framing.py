@@ -17,7 +17,6 @@ import asyncio
 import enum
 import math
 import struct
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,15 +29,12 @@ from torch import Tensor
 from lightning_swarm.errors import Damaged, ProtocolError, SwarmError, from_wire, to_wire
 from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message
 from lightning_swarm.network.room import new_bytes
-
-if sys.byteorder != "little":
-    raise ImportError("lightning_swarm sends tensors as they lie in memory, so it runs on little-endian machines only.")
+from lightning_swarm.network.tensors import TensorSpec, check_tensor, from_bytes, parse_spec, spec_of, to_bytes
 
 Buffer = bytes | memoryview
 
 MAX_METHOD_CHARS: Final = 256
 MAX_TENSORS: Final = 16_384
-MAX_DIMS: Final = 64
 MAX_ERROR_CHARS: Final = 32_768
 CHUNK_BYTES: Final = 1 << 20
 """Most payload bytes per write."""
@@ -56,28 +52,6 @@ _CHECKSUM: Final = struct.Struct("<I")
 _TRAILER: Final = struct.Struct("<4sI")
 HEADER_BYTES: Final = _FIXED.size + _CHECKSUM.size
 TRAILER_BYTES: Final = _TRAILER.size
-
-_DTYPES: Final = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    )
-}
-_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Kind(enum.IntEnum):
@@ -110,15 +84,10 @@ class Reader(Protocol):
         ...
 
 
-class _TensorSpec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    dtype: str
-    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMS)]
-
-
 class _Control(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
     method: Annotated[str, msgspec.Meta(max_length=MAX_METHOD_CHARS)]
     body: Annotated[bytes, msgspec.Meta(max_length=MAX_CALL_BYTES)]
-    tensors: Annotated[tuple[_TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -192,8 +161,8 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
         ProtocolError: A tensor cannot travel, or the body, the method or the number of tensors is too large.
     """
     check_outgoing(method, message)
-    views = [_to_bytes(tensor) for tensor in message.tensors]
-    specs = tuple(_TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape)) for tensor in message.tensors)
+    views = [to_bytes(tensor) for tensor in message.tensors]
+    specs = tuple(map(spec_of, message.tensors))
     control = _encoder.encode(_Control(method, message.body, specs))
     if len(control) > _MAX_CONTROL_BYTES:
         raise ProtocolError(
@@ -246,7 +215,7 @@ def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
         num_bytes = math.prod(shape) * dtype.itemsize
         raw = torch.empty(num_bytes, dtype=torch.uint8)
         raw.numpy().data[:] = memoryview(data)[at : at + num_bytes]
-        tensors.append(_from_bytes(raw, dtype, shape))
+        tensors.append(from_bytes(raw, dtype, shape))
         at += num_bytes
     return tuple(tensors)
 
@@ -289,7 +258,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
         for buffer in raw:
             await reader.fill(buffer.numpy().data, take)
         _check_trailer(await reader.readexactly(TRAILER_BYTES), checksum)
-    return tuple(_from_bytes(buffer, dtype, shape) for buffer, (dtype, shape) in zip(raw, head.specs, strict=True))
+    return tuple(from_bytes(buffer, dtype, shape) for buffer, (dtype, shape) in zip(raw, head.specs, strict=True))
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
@@ -317,26 +286,7 @@ def check_outgoing(method: str, message: Message) -> None:
             f"A message has at most {MAX_TENSORS} tensors, got {len(message.tensors)}. Concatenate some."
         )
     for tensor in message.tensors:
-        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
-            raise ProtocolError(
-                f"Dense CPU tensors of {', '.join(_DTYPES)} can travel, got {tensor.dtype} ({tensor.layout}) on "
-                f"{tensor.device}. Convert it first."
-            )
-        if tensor.dim() > MAX_DIMS:
-            raise ProtocolError(f"A tensor has at most {MAX_DIMS} dimensions, got {tensor.dim()}.")
-
-
-def _to_bytes(tensor: Tensor) -> memoryview:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    # torch computes nonsense with a bool that is neither 0 nor 1.
-    if dtype is torch.bool and buffer.numel() and int(buffer.max()) > 1:
-        raise ProtocolError("A bool tensor holds a byte that is neither 0 nor 1.")
-    return buffer.view(dtype).reshape(shape)
+        check_tensor(tensor)
 
 
 def parse_small(data: bytes | bytearray) -> Fixed:
@@ -379,21 +329,11 @@ def _parse_control(fixed: Fixed, data: bytes) -> Head:
         control = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise ProtocolError(f"The control part of a message is malformed: {error}") from error
-    specs = tuple(map(_parse_spec, control.tensors))
+    specs = tuple(map(parse_spec, control.tensors))
     payload_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
     if payload_bytes != fixed.payload_bytes:
         raise ProtocolError(f"The tensors take {payload_bytes} bytes, the header says {fixed.payload_bytes}.")
     return Head(fixed.kind, fixed.exchange_id, control.method, control.body, specs, payload_bytes)
-
-
-def _parse_spec(spec: _TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
-    dtype = _DTYPES.get(spec.dtype)
-    if dtype is None:
-        raise ProtocolError(f"The dtype of a tensor is one of {', '.join(_DTYPES)}, got {spec.dtype[:32]!r}.")
-    # Strides are products of sizes, also in an empty tensor, and must not overflow.
-    if math.prod(max(size, 1) for size in spec.shape) * dtype.itemsize >= 1 << 62:
-        raise ProtocolError(f"No tensor has the shape {spec.shape}.")
-    return dtype, spec.shape
 
 
 def _check_trailer(data: bytes, checksum: int) -> None:

@@ -15,7 +15,8 @@ from typing import Final, Protocol
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
-from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap, check_record
+from lightning_swarm.network.announcements import check_record
+from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap
 from lightning_swarm.network.exchange import Channel, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Kind, decode
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lightning_swarm.errors import ProtocolError, Unreachable
-from lightning_swarm.network.base import MAX_RECORD_BYTES
+from lightning_swarm.network.announcements import MAX_RECORD_BYTES
 from tests.contract.world import World
 
 LONG_S = 60.0

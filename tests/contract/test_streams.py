@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_swarm.errors import Busy, ConfigError, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, SMALL_BYTES, Message, PeerId, exchange
-from lightning_swarm.network.framing import _DTYPES, Buffer, Head
+from lightning_swarm.network.framing import Buffer, Head
+from lightning_swarm.network.tensors import DTYPES
 from tests.contract.world import World
 
 SOON_S = 0.3
@@ -34,7 +35,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 def test_all_kinds_of_tensors_come_back(world: World, method: str, max_bytes: int) -> None:
     world.b.transport.handle_stream(method, echo)
     base = torch.arange(24).reshape(4, 6)
-    tensors = tuple(base[1:, ::2].to(dtype) for dtype in _DTYPES.values())
+    tensors = tuple(base[1:, ::2].to(dtype) for dtype in DTYPES.values())
     tensors += (base.t(), torch.tensor(3.5), torch.zeros(0), torch.zeros(2, 0, 3), torch.tensor(1j).conj())
     message = Message(b"\0body", tensors)
     stream = partial(world.a.transport.stream, timeout=EVENTUALLY_S, max_bytes=max_bytes)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.network.framing import _DTYPES
+from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.server.fingerprint import fingerprint
 
 
@@ -14,7 +14,7 @@ def random_bytes(num_bytes: int) -> Tensor:
     return torch.randint(0, 256, (num_bytes,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [d for d in _DTYPES.values() if d is not torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d is not torch.bool], ids=str)
 def test_every_bit_matters(dtype: torch.dtype) -> None:
     raw = random_bytes(48)
     base = fingerprint([raw.clone().view(dtype)])

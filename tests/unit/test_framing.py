@@ -17,9 +17,10 @@ from lightning_swarm.errors import Busy, ProtocolError, StageError, SwarmError
 from lightning_swarm.network import MAX_CALL_BYTES, Message, framing
 from lightning_swarm.network.exchange import Feed
 from lightning_swarm.network.framing import Head, Kind
+from lightning_swarm.network.tensors import DTYPES, MAX_DIMS
 
 MAX_BYTES = 1 << 20
-DTYPES = list(framing._DTYPES.values())
+ALL_DTYPES = list(DTYPES.values())
 
 
 class BytesReader:
@@ -108,7 +109,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 30])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_all_dtypes_and_shapes_come_back_bit_by_bit(read: Read, dtype: torch.dtype, piece: int) -> None:
     tensors = tuple(random_tensor(dtype, shape) for shape in [(), (0,), (3,), (2, 0, 5), (2, 3, 4)])
     head, back = read(BytesReader(wire(Message(b"body", tensors)), piece))
@@ -250,7 +251,7 @@ def deep(levels: int) -> bytes:
         ["m", b"", [["int8", [-1]]]],
         ["m", b"", [["int8", [0.0]]]],
         ["m", b"", [["int8", [True]]]],
-        ["m", b"", [["int8", [0] * (framing.MAX_DIMS + 1)]]],
+        ["m", b"", [["int8", [0] * (MAX_DIMS + 1)]]],
         ["m", b"", [["int8", [0, 1 << 62]]]],
         ["m", b"", [["int8", [0, 1 << 31, 1 << 32]]]],
     ],
@@ -344,7 +345,7 @@ def test_a_message_that_trickles_in_is_read() -> None:
         Message(tensors=(torch.zeros(2, device="meta"),)),
         Message(tensors=(torch.zeros(2, 2).to_sparse(),)),
         Message(tensors=(torch.zeros(2, dtype=torch.float8_e4m3fn),)),
-        Message(tensors=(torch.zeros([1] * (framing.MAX_DIMS + 1)),)),
+        Message(tensors=(torch.zeros([1] * (MAX_DIMS + 1)),)),
         Message(tensors=(torch.zeros(0),) * (framing.MAX_TENSORS + 1)),
     ],
     ids=["body", "meta", "sparse", "float8", "dims", "tensors"],

@@ -114,15 +114,20 @@ async def _start_daemon(
             who = "The initial peers did not answer" if _BOOTSTRAP in str(error) else "The libp2p daemon did not start"
             _log.warning("%s (attempt %d of %d): %s", who, attempt, _NUM_ATTEMPTS, error)
             await asyncio.sleep(_PAUSE_S * attempt)
-    if _BOOTSTRAP in str(problem):
-        raise Unreachable(
+    raise Unreachable(_advice(str(problem), listen, initial_peers)) from problem
+
+
+def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
+    """What to check when the daemon did not start."""
+    if _BOOTSTRAP in problem:
+        return (
             f"`initial_peers` must run and be reachable from here, and none of {', '.join(initial_peers)} answered. "
             "Copy address and id again from what that peer printed when it started, see whether it still runs, and ask "
             "`lightning-swarm doctor --peer` what is in the way."
-        ) from problem
-    raise Unreachable(
+        )
+    return (
         f"The libp2p daemon did not start in {_NUM_ATTEMPTS} attempts: {problem}. Check that {listen} is free and an "
         "address of this machine, that the initial peers "
         f"({', '.join(initial_peers) or 'none'}) are up and reachable from here, and that /tmp can be written; "
         "on a busy machine raise `startup_timeout`."
-    ) from problem
+    )

@@ -233,50 +233,57 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
         serve: Makes the encoded answer to an encoded call.
         spawn: Runs a task for as long as the transport is open.
     """
-    under_way: dict[int, asyncio.Task[None]] = {}
     incoming = _Incoming(stream.channel)
+    answers = _Answers(stream, serve, spawn)
     stream.gather_writes()
-
-    async def answer(request: bytes) -> None:
-        await send(await serve(request))
-
-    async def send(data: bytes) -> None:
-        try:
-            stream.write_soon(data)
-            if stream.is_full:
-                async with asyncio.timeout(STALL_TIMEOUT_S):
-                    await stream.drain()
-        except OSError:  # the caller hung up, or does not read its answers
-            stream.close()
-
-    def begin(exchange_id: int, request: bytes) -> None:
-        def forget(_: asyncio.Task[None]) -> None:
-            del under_way[exchange_id]
-
-        under_way[exchange_id] = spawn(answer(request))
-        under_way[exchange_id].add_done_callback(forget)
-
     try:
         while True:
             try:
                 head, request = await incoming.next(_PATIENCE_S)
             except TimeoutError:
-                if under_way and not incoming.half_way:
+                if answers.under_way and not incoming.half_way:
                     continue
                 return
-            if head.kind is Kind.CANCEL:
-                if head.exchange_id in under_way:
-                    under_way[head.exchange_id].cancel()
-                continue
-            if head.exchange_id in under_way:
-                raise ProtocolError(f"call {head.exchange_id} came twice")
-            if len(under_way) >= MAX_CALLS:  # to wait here would be to hear of no call that is taken back
-                busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
-                await send(b"".join(encode_error(head.exchange_id, busy)))
-                continue
-            begin(head.exchange_id, request)
+            await answers.take(head, request)
     except (OSError, EOFError, ProtocolError):
         return
     finally:
         stream.close()
-        await ended(list(under_way.values()))
+        await ended(list(answers.under_way.values()))
+
+
+class _Answers:
+    """What is answered over a stream. The tasks, by their exchanges, are those that are under way."""
+
+    def __init__(self, stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+        self._stream = stream
+        self._serve = serve
+        self._spawn = spawn
+        self.under_way: dict[int, asyncio.Task[None]] = {}
+
+    async def take(self, head: Fixed, request: bytes) -> None:
+        """A call came, or one is taken back."""
+        exchange_id = head.exchange_id
+        if head.kind is Kind.CANCEL:
+            if exchange_id in self.under_way:
+                self.under_way[exchange_id].cancel()
+        elif exchange_id in self.under_way:
+            raise ProtocolError(f"call {exchange_id} came twice")
+        elif len(self.under_way) >= MAX_CALLS:  # to wait here would be to hear of no call that is taken back
+            busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
+            await self._send(b"".join(encode_error(exchange_id, busy)))
+        else:
+            self.under_way[exchange_id] = task = self._spawn(self._answer(request))
+            task.add_done_callback(lambda _: self.under_way.pop(exchange_id))
+
+    async def _answer(self, request: bytes) -> None:
+        await self._send(await self._serve(request))
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            self._stream.write_soon(data)
+            if self._stream.is_full:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await self._stream.drain()
+        except OSError:  # the caller hung up, or does not read its answers
+            self._stream.close()

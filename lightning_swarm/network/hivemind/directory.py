@@ -12,7 +12,8 @@ from typing import Final
 
 from lightning_swarm.errors import DeadlineExceeded, Unreachable
 from lightning_swarm.network import Directory, PeerId
-from lightning_swarm.network.base import BaseTransport, check_record
+from lightning_swarm.network.announcements import check_record
+from lightning_swarm.network.base import BaseTransport
 from lightning_swarm.network.hivemind._engine import DHTID, P2P, DHTNode, DHTProtocol, ValidationError
 from lightning_swarm.network.hivemind.records import Announcement, GuardedSerializer, PlainRecordsOnly, pack, unpack
 

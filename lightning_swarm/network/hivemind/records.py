@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.network.base import MAX_RECORD_BYTES, MAX_RECORD_TTL_S
+from lightning_swarm.network.announcements import MAX_RECORD_BYTES, MAX_RECORD_TTL_S
 from lightning_swarm.network.hivemind._engine import (
     DHTRecord,
     DictionaryDHTValue,

@@ -1,0 +1,99 @@
+"""Which tensors can travel, and as which bytes. Nothing here is ever pickled."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Annotated, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from lightning_swarm.errors import ProtocolError
+
+if sys.byteorder != "little":
+    raise ImportError("lightning_swarm sends tensors as they lie in memory, so it runs on little-endian machines only.")
+
+MAX_DIMS: Final = 64
+
+DTYPES: Final = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+"""Those that can, by their names on the wire."""
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorSpec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A tensor but for its bytes, as it is written on the wire."""
+
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMS)]
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Raise `ProtocolError` if a tensor cannot travel."""
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        raise ProtocolError(
+            f"Dense CPU tensors of {', '.join(DTYPES)} can travel, got {tensor.dtype} ({tensor.layout}) on "
+            f"{tensor.device}. Convert it first."
+        )
+    if tensor.dim() > MAX_DIMS:
+        raise ProtocolError(f"A tensor has at most {MAX_DIMS} dimensions, got {tensor.dim()}.")
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """What is written of a tensor that can travel."""
+    return TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def parse_spec(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What was read of one.
+
+    Raises:
+        ProtocolError: There is no such tensor.
+    """
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None:
+        raise ProtocolError(f"The dtype of a tensor is one of {', '.join(DTYPES)}, got {spec.dtype[:32]!r}.")
+    # Strides are products of sizes, also in an empty tensor, and must not overflow.
+    if math.prod(max(size, 1) for size in spec.shape) * dtype.itemsize >= 1 << 62:
+        raise ProtocolError(f"No tensor has the shape {spec.shape}.")
+    return dtype, spec.shape
+
+
+def to_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes, without a copy if it is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor whose bytes `buffer` holds, without a copy.
+
+    Raises:
+        ProtocolError: They are none of this dtype.
+    """
+    # torch computes nonsense with a bool that is neither 0 nor 1.
+    if dtype is torch.bool and buffer.numel() and int(buffer.max()) > 1:
+        raise ProtocolError("A bool tensor holds a byte that is neither 0 nor 1.")
+    return buffer.view(dtype).reshape(shape)
