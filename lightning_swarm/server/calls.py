@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -36,8 +34,8 @@ from lightning_swarm.server.executor import FIRST, Executor, priority_of
 from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.server.under_way import UnderWay
 from lightning_swarm.steps import RECEIPTS
-from lightning_swarm.tasks import ended
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import (
     BackwardRequest,
@@ -52,7 +50,6 @@ from lightning_swarm.types.calls import (
 from lightning_swarm.types.steps import ReceiptsReply, ReceiptsRequest, StageReceipts
 from lightning_swarm.types.wire import decode, encode, to_bitmap
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -72,7 +69,7 @@ class Calls:
         cache: What backward needs of forwards.
         num_forwards: Computed so far.
         num_samples: Likewise, in all stages together.
-        under_way: By the names of their tickets.
+        under_way: Calls that are.
     """
 
     def __init__(
@@ -91,13 +88,12 @@ class Calls:
         self._executor = executor
         self._admission = admission
         self._stepping = stepping
-        self._spawn = spawn
         self._limits = limits
         self._closed = False
         self.cache = Cache(limits.cache_bytes)
         self.num_forwards = 0
         self.num_samples = 0
-        self.under_way: dict[str, asyncio.Task[None]] = {}
+        self.under_way = UnderWay(tickets, spawn)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
         transport.handle_call(FORWARD, self._handle_forward_call)
@@ -111,15 +107,11 @@ class Calls:
 
     async def end(self) -> None:
         """Give up all that is under way."""
-        await ended(self.under_way.values())
+        await self.under_way.end()
 
     def give_up(self, prefix: str) -> None:
         """A batch was struck: its trainer, if it is still there, is told where it waits."""
-        error = LeaseRevoked("the batch was struck from its step")
-        for name, task in self.under_way.items():
-            if name.startswith(prefix):
-                self._tickets.fail(name, error)
-                task.cancel()
+        self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
         self.forget(prefix)
 
     def forget(self, prefix: str) -> None:
@@ -142,11 +134,10 @@ class Calls:
         stage = self._checked_stage(request.key, request.stage_index)
         inputs, extras = _input_tree(request.structure, message.tensors, request.source)
         name = request.key.name(stage.index, "forward")
-        if name not in self.under_way and len(self.under_way) >= self._limits.max_pending_calls:
-            raise Busy(
-                f"{len(self.under_way)} calls are under way here, at most {self._limits.max_pending_calls} may be"
-            )
-        self._begin(name, lambda: self._forward(name, stage, request, inputs, extras))
+        tasks = self.under_way.tasks
+        if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
+            raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
+        self.under_way.begin(name, lambda: self._forward(name, stage, request, inputs, extras))
         return Message()
 
     async def _forward(
@@ -214,7 +205,7 @@ class Calls:
         elif rest:
             raise ProtocolError(f"{sum(request.present)} tensors were announced, {len(message.tensors)} came")
         name = request.key.name(stage.index, "backward")
-        self._begin(name, lambda: self._backward(name, stage, request, message.tensors))
+        self.under_way.begin(name, lambda: self._backward(name, stage, request, message.tensors))
         return Message()
 
     async def _backward(self, name: str, stage: Stage, request: BackwardRequest, tensors: tuple[Tensor, ...]) -> None:
@@ -223,14 +214,7 @@ class Calls:
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
         later: tuple[CallReport, ...] = ()
         if request.source is not None:
-            try:
-                message, report = await self._fetch(request.source, gradient=True)
-            except BaseException:
-                if self._sums.may_count(stage, key):
-                    self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
-                raise
-            gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
-            later = _reports(report)
+            gradients, later = await self._gradients(request.source, stage, key, kept)
         receipt = False
 
         def compute() -> list[Tensor | None]:
@@ -251,6 +235,19 @@ class Calls:
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, later=later)
         present = tuple(gradient.cpu() for gradient in found if gradient is not None)
         self._tickets.fulfil(name, Message(encode(computed), present), encode(own), once=True)
+
+    async def _gradients(
+        self, source: Ticket, stage: Stage, key: CallKey, kept: Kept
+    ) -> tuple[list[Tensor | None], tuple[CallReport, ...]]:
+        """What a backward begins with, and the reports that it came with; without it `kept` goes back to the cache."""
+        try:
+            message, report = await self._fetch(source, gradient=True)
+        except BaseException:
+            if self._sums.may_count(stage, key):
+                self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
+            raise
+        gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
+        return gradients, _reports(report)
 
     async def _kept(self, stage: Stage, request: BackwardRequest, tensors: Sequence[Tensor]) -> Kept:
         """What this peer kept of the forward, or what the request brings instead."""
@@ -273,10 +270,7 @@ class Calls:
         request = decode(body, CancelRequest)
         stage = self._checked_stage(request.key, request.stage_index)
         name = request.key.name(stage.index, request.direction)
-        task = self.under_way.get(name)
-        if task is not None:
-            await ended([task])
-        self._tickets.withdraw(name)
+        await self.under_way.cancel(name)
         if request.direction == "forward":
             return encode(CancelReply(added=False))
         # On the compute thread: a job that runs there is not interrupted, and may be about to add.
@@ -291,7 +285,8 @@ class Calls:
         keys = [CallKey.of(request, receipt) for receipt in request.receipts]
         # First, for what is under way may be added meanwhile.
         pending = {
-            index: [key.name(index, "backward") in self.under_way for key in keys] for index in self._stepping.stages
+            index: [key.name(index, "backward") in self.under_way.tasks for key in keys]
+            for index in self._stepping.stages
         }
 
         def look() -> list[StageReceipts]:
@@ -334,28 +329,6 @@ class Calls:
         """Of all random draws of a call."""
         seed = self._admission.run.manifest.seed
         return key_seed(seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation))
-
-    def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Start a call unless it is under way, or its result is there."""
-        if self._tickets.promise(name):
-            task = self._spawn(self._guarded(name, work))
-            self.under_way[name] = task
-            task.add_done_callback(partial(self._ended, name))
-
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self.under_way.get(name) is task:  # else it was given up, and sent again
-            del self.under_way[name]
-
-    async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        try:
-            await work()
-        except SwarmError as error:
-            self._tickets.fail(name, error)
-        except Exception as error:
-            # A bug: it ends this server, and whoever waits shall not wait for ever.
-            self._tickets.fail(name, SwarmError(f"internal error: {type(error).__name__}: {error}"))
-            _log.exception("A call of this server failed: %s", name)
-            raise
 
     async def _fetch(self, source: Ticket, *, gradient: bool = False) -> tuple[Message, bytes]:
         try:

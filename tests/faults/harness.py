@@ -545,7 +545,7 @@ class FaultySwarm(Swarm):
         left: dict[str, object] = {}
         for name, server in self.survivors().items():
             left |= {
-                f"{name}'s calls": list(server.calls.under_way),
+                f"{name}'s calls": list(server.calls.under_way.tasks),
                 f"{name}'s cache": list(server.calls.cache._kept),
                 f"{name}'s tickets": list(server._tickets._entries),
                 f"{name}'s queue": server._executor.queued,

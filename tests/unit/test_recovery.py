@@ -81,7 +81,7 @@ class Route:
         for x, output in zip(self.inputs, outputs, strict=True):
             torch.testing.assert_close(output, self.swarm.module(x), rtol=1e-12, atol=1e-12)
         for peer in self.alive:
-            assert not self.swarm.servers[peer].calls.under_way, f"calls are left over on {peer}"
+            assert not self.swarm.servers[peer].calls.under_way.tasks, f"calls are left over on {peer}"
 
     @property
     def alive(self) -> list[PeerId]:

@@ -113,10 +113,10 @@ def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
     swarm.run(swarm.backward(key(), output))
     waiting = swarm.forward_request(key(0, 1), 1, [A, B], rows(6))
     swarm.run(swarm.send(B, FORWARD, waiting))
-    assert swarm.servers[B].calls.under_way
+    assert swarm.servers[B].calls.under_way.tasks
     go_back(swarm)
     for server in swarm.servers.values():
-        assert not server.calls.under_way
+        assert not server.calls.under_way.tasks
         assert not server._tickets._entries
         assert server.calls.cache.used_bytes == 0
         assert not server.stepping.stage(server.stepping.stages[0]).gradient_sum.any()

@@ -286,10 +286,10 @@ def test_a_call_that_was_cancelled_and_sent_again_can_be_cancelled_again(make_sw
         body = encode(CancelRequest(key=key(), stage_index=1, direction="forward"))
         for _ in range(3):
             await here.call(B, FORWARD, swarm.forward_request(key(), 1, [A, B], x).body, timeout=1.0)
-            assert len(swarm.servers[B].calls.under_way) == 1
+            assert len(swarm.servers[B].calls.under_way.tasks) == 1
             await asyncio.sleep(1.0)
             await here.call(B, CANCEL, body, timeout=1.0)
-            assert not swarm.servers[B].calls.under_way
+            assert not swarm.servers[B].calls.under_way.tasks
 
     swarm.run(go())
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
@@ -304,14 +304,14 @@ def test_a_call_that_was_given_up_and_sent_again_at_once_can_be_cancelled(make_s
         here = server._transport  # as above
         request = swarm.forward_request(key(), 1, [A, B], x).body
         await here.call(B, FORWARD, request, timeout=1.0)
-        (first,) = server.calls.under_way.values()
+        (first,) = server.calls.under_way.tasks.values()
         await asyncio.sleep(1.0)
         server._give_up(key().name(1, "forward"))
         await here.call(B, FORWARD, request, timeout=1.0)
         assert not first.done()
         await asyncio.sleep(1.0)
         assert first.done()
-        (second,) = server.calls.under_way.values()
+        (second,) = server.calls.under_way.tasks.values()
         await here.call(B, CANCEL, encode(CancelRequest(key=key(), stage_index=1, direction="forward")), timeout=1.0)
         assert second.cancelled()
 

@@ -418,13 +418,13 @@ def test_a_fence_ends_what_is_under_way_and_refuses_what_comes(make_swarm: MakeS
             run.swarm.tickets.wait(Ticket(peer_id=A, name=run.key_of(grant).name(0, "backward")), timeout=100.0)
         )
         await asyncio.sleep(1.0)
-        assert run.servers[A].calls.under_way
+        assert run.servers[A].calls.under_way.tasks
         assert run.servers[B].calls.cache.used_bytes
         run.network.kill(OTHER)
         with pytest.raises(LeaseRevoked):
             await waiting
         assert run.loop.time() < 10.0
-        assert not run.servers[A].calls.under_way
+        assert not run.servers[A].calls.under_way.tasks
         assert not run.servers[A].calls.cache.used_bytes
         assert not run.servers[B].calls.cache.used_bytes
 

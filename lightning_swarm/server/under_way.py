@@ -1,0 +1,72 @@
+"""Work that ends in a ticket: the tensors that others wait for, or what kept them from coming."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from lightning_swarm.errors import SwarmError
+from lightning_swarm.tasks import ended
+from lightning_swarm.tickets import TicketStore
+
+_log = logging.getLogger(__name__)
+
+
+class UnderWay:
+    """A server's.
+
+    Args:
+        tickets: Where the results wait to be fetched.
+        spawn: Runs work in a task that has an owner.
+
+    Attributes:
+        tasks: By the names of their tickets.
+    """
+
+    def __init__(self, tickets: TicketStore, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
+        self._tickets = tickets
+        self._spawn = spawn
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start work that fulfils a ticket, unless it is under way, or its result is there."""
+        if self._tickets.promise(name):
+            task = self._spawn(self._guarded(name, work))
+            self.tasks[name] = task
+            task.add_done_callback(partial(self._ended, name))
+
+    async def cancel(self, name: str) -> None:
+        """Take it back, as if it had never been begun."""
+        task = self.tasks.get(name)
+        if task is not None:
+            await ended([task])
+        self._tickets.withdraw(name)
+
+    def fail(self, prefix: str, error: SwarmError) -> None:
+        """Give up what has names that begin so. Whoever waits gets the error."""
+        for name, task in self.tasks.items():
+            if name.startswith(prefix):
+                self._tickets.fail(name, error)
+                task.cancel()
+
+    async def end(self) -> None:
+        """Give up all."""
+        await ended(self.tasks.values())
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        if self.tasks.get(name) is task:  # else it was given up, and sent again
+            del self.tasks[name]
+
+    async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work()
+        except SwarmError as error:
+            self._tickets.fail(name, error)
+        except Exception as error:
+            # A bug: it ends this server, and whoever waits shall not wait for ever.
+            self._tickets.fail(name, SwarmError(f"internal error: {type(error).__name__}: {error}"))
+            _log.exception("A call of this server failed: %s", name)
+            raise
