@@ -14,8 +14,8 @@ from lightning_swarm.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import SNAPSHOT
-from lightning_swarm.server.admission import named
 from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.loading import named
 from lightning_swarm.steps.snapshot_orders import Held, ask_held, holders_of, newest_complete
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.snapshots import HeldSnapshots, Snapshot, SnapshotRequest

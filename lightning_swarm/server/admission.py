@@ -1,20 +1,18 @@
-"""How a server enters a run and leaves it, and how the state of its stages comes and goes."""
+"""How a server enters a run and leaves it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
-from lightning_swarm import trees
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, NotMember, ProtocolError, RunOver, StepError
 from lightning_swarm.events import EventLog
-from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
-from lightning_swarm.server import ADMIT, LOAD, STATE
+from lightning_swarm.server import ADMIT
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.leadership import Leadership
 from lightning_swarm.server.model import Model
@@ -23,7 +21,6 @@ from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import BREAK_OFF, LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.types.runs import BrokenOff, Manifest, Member, ReleaseRequest, RestartRequest
-from lightning_swarm.types.state import StageState, StateRequest
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 
@@ -80,10 +77,8 @@ class Admission:
         )
         self.ready = asyncio.Event()  # all servers are in the run, and the stages of this one have weights
         transport.handle_call(ADMIT, self._handle_admit)
-        transport.handle_stream(LOAD, self._handle_load, max_bytes=limits.max_message_bytes)
         transport.handle_call(LEAVE, self._handle_leave)
         transport.handle_call(BREAK_OFF, self._handle_break_off)
-        transport.handle_stream(STATE, self._handle_state, max_bytes=0)
         transport.handle_call(VIEW, self._handle_view)
 
     @property
@@ -215,6 +210,12 @@ class Admission:
         self.run.go_back(request)
         self.loaded.clear()
 
+    def note_loaded(self, stage_index: int) -> None:
+        """A stage has its initial weights."""
+        self.loaded.add(stage_index)
+        if self.loaded.issuperset(self._stepping.stages):
+            self.ready.set()
+
     def check_release(self, caller: PeerId, request: ReleaseRequest) -> None:
         """Refuse to leave a run on anybody's word but its lead's, which is not the run's end."""
         if caller != self.run.manifest.lead:
@@ -225,31 +226,6 @@ class Admission:
         """Let this peer's trainer know."""
         self.goes_on_at = request.first_step
         self.released.set()
-
-    async def _handle_load(self, caller: PeerId, message: Message) -> Message:
-        """The initial weights of a stage, from the starter. Nobody else's are ever used."""
-        manifest = self.run.manifest
-        if caller != manifest.lead:
-            raise ProtocolError(f"weights come from the lead {manifest.lead}, not from {caller}")
-        state = decode(message.body, StageState)
-        self.run.check_generation(state.generation)
-        stage = self._stepping.stage(state.stage_index)
-        stage.check_version(state.step)
-        if state.step != manifest.first_step or (stage.index in self.loaded) != state.optimizer:
-            raise ProtocolError(
-                f"stage {stage.index} takes its initial weights once, then its optimizer's state, and both before "
-                "the first step; from then on records change them"
-            )
-        if state.optimizer:
-            values = trees.unflatten(state.structure, list(message.tensors))
-            await self._executor.submit(FIRST, lambda: stage.load_optimizer_state(named(state.names, values)))
-        else:
-            await self._executor.submit(FIRST, lambda: stage.load_weights(named(state.names, message.tensors)))
-            self.run.check_generation(state.generation)  # it may have changed meanwhile
-            self.loaded.add(stage.index)
-            if self.loaded.issuperset(self._stepping.stages):
-                self.ready.set()
-        return Message()
 
     async def _handle_leave(self, caller: PeerId, body: bytes) -> bytes:
         if self._run is not None:
@@ -280,46 +256,3 @@ class Admission:
         if self._run is None or not self.ready.is_set():  # whoever asks could be one that is being admitted himself
             raise Busy("this peer was not admitted to a run yet")
         return encode(self._run.view())
-
-    async def _handle_state(self, caller: PeerId, message: Message) -> Message:
-        self.run.check_trainer(caller)
-        request = decode(message.body, StateRequest)
-        self.run.check_generation(request.generation)
-        await self._stepping.reached(request.step)
-        stage = self._stepping.stage(request.stage_index)
-
-        def read() -> Message:
-            self.run.check_generation(request.generation)  # it may have changed meanwhile
-            return _state(stage, request)
-
-        # On the compute thread, so that it falls between two records.
-        message, _ = await self._executor.submit(FIRST, read)
-        return message
-
-
-def named(names: Sequence[str], values: Any) -> dict[str, Any]:
-    """Values by their names, of which there must be as many, all different."""
-    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
-        raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
-    return dict(zip(names, values, strict=True))
-
-
-def _state(stage: Stage, request: StateRequest) -> Message:
-    stage.check_version(request.step)
-    structure: trees.Structure = None
-    if request.optimizer:
-        state = stage.optimizer_state()
-        structure, tensors = trees.flatten(list(state.values()))
-    else:
-        state = stage.weights()
-        tensors = list(state.values())
-    # Shared, not copied: the lead reads, and no record is applied meanwhile.
-    reply = StageState(
-        stage_index=stage.index,
-        step=request.step,
-        generation=request.generation,
-        optimizer=request.optimizer,
-        names=list(state),
-        structure=structure,
-    )
-    return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))

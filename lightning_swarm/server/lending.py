@@ -5,8 +5,9 @@ from __future__ import annotations
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import LEND
-from lightning_swarm.server.admission import Admission, named
+from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import FIRST, Executor
+from lightning_swarm.server.loading import named
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.types.state import LentWeights
 from lightning_swarm.types.wire import decode

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_swarm import trees
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.server.admission import named
+from lightning_swarm.server.loading import named
 from lightning_swarm.server.snapshots import copied
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.types.joining import FollowReply, TensorLayout

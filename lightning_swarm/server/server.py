@@ -18,6 +18,7 @@ from lightning_swarm.server.donor import Donor
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.joiner import Joiner
 from lightning_swarm.server.lending import Lending
+from lightning_swarm.server.loading import Loading
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.snapshots import Snapshots
 from lightning_swarm.server.stepping import Stepping
@@ -97,6 +98,7 @@ class Server:
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         self.snapshots = Snapshots(transport, executor, self.admission, self.stepping, limits=limits)
+        Loading(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter(boot_id)
         proposer.serve(self.voter, transport, self.admission.serves_with)
