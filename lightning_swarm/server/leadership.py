@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
@@ -323,13 +323,9 @@ class Leadership:
                 async with asyncio.timeout(timeout):
                     await proposer.decide(accepted)
                 await self._apply(run, accepted)
-        except TimeoutError:
-            _log.info("No majority of the voters let this peer coordinate under the term %s.", term)
-            self._number = max(self._number, proposer.rival_number)
-            self._leads = False
-            return
-        except SwarmError as error:
-            _log.info("This peer did not come to coordinate under the term %s: %s", term, error)
+        except (TimeoutError, SwarmError) as error:
+            why = str(error) or "no majority of the voters let it in time"
+            _log.info("This peer did not come to coordinate under the term %s: %s", term, why)
             self._number = max(self._number, proposer.rival_number)
             self._leads = False
             return
@@ -387,9 +383,7 @@ class Leadership:
             except SwarmError as error:
                 _log.info("Server %s does not know yet who coordinates: %s", peer, error)
 
-        telling = {self._tasks.spawn(tell(peer)) for peer in sorted({*run.servers, *newcomers} - {self._me.peer_id})}
-        if telling:
-            await asyncio.wait(telling, timeout=GRACE_S)
+        await self._to_all({*run.servers, *newcomers}, tell)
 
     async def _apply(self, run: RunState, record: Record) -> None:
         """Have what was finished applied; here, too, if the record does not leave this peer out."""
@@ -402,8 +396,11 @@ class Leadership:
                 _log.info("Server %s did not apply record %d: %s", peer, record.step, error)
 
         rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
-        peers = {member.peer_id for roster in rosters for member in roster}
+        await self._to_all({member.peer_id for roster in rosters for member in roster}, tell)
+        await self._take(run, record)  # last: who is left out cannot, and then another one coordinates those who can
+
+    async def _to_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:
+        """Tell all but this one at once. Who does not answer soon is told all the same, and not waited for."""
         telling = {self._tasks.spawn(tell(peer)) for peer in sorted(peers - {self._me.peer_id})}
         if telling:
             await asyncio.wait(telling, timeout=GRACE_S)
-        await self._take(run, record)  # last: who is left out cannot, and then another one coordinates those who can
