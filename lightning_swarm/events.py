@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 _WARNED: Final = frozenset({"strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
 _FATES: Final = frozenset({"gone", "left", "joined"})  # of a peer: each ends another
 _MAX_KEPT: Final = 256
+_MAX_LOGS: Final = 4096
+"""Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class EventLog:
         """What other peers counted so far; of two reports of one log each kind's higher count is the newer one."""
         with self._lock:
             for peer, report in reports.items():
-                known = self._others.get(peer)
+                known = self._others.pop(peer, None)  # who was heard of last comes last
                 before = known.counts if known is not None and known.log == report.log else {}
                 self._others[peer] = Noted(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
 
@@ -140,9 +142,14 @@ class EventLog:
         """What was noted since this was asked last, here or by others that were learnt of."""
         new: Counter[EventKind] = Counter()
         with self._lock:
-            for log, counts in [(self._id, self._counts), *((one.log, one.counts) for one in self._others.values())]:
-                taken = self._taken.setdefault(log, Counter())
+            for log, counts in [*((one.log, one.counts) for one in self._others.values()), (self._id, self._counts)]:
+                taken = self._taken.pop(log, Counter())  # as in `learn`
                 fresh = Counter(counts) - taken
-                taken.update(fresh)
+                self._taken[log] = taken + fresh
                 new.update(fresh)
+            while len(self._others) > _MAX_LOGS:
+                del self._others[next(iter(self._others))]
+            # What was taken of a log is known for longer: who was away that long goes on counting where it stood.
+            while len(self._taken) > 2 * _MAX_LOGS:
+                del self._taken[next(iter(self._taken))]
         return new

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lightning_swarm import events as events_module
 from lightning_swarm.events import Event, EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.events import EventKind
@@ -72,6 +73,25 @@ def test_a_peer_that_was_started_again_counts_from_nothing() -> None:
     now.note("retry")
     lead.learn({PeerId("b"): now.report()})
     assert lead.take() == {"retry": 1}
+
+
+def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_MAX_LOGS", 10)
+    lead, stays, back = EventLog(), EventLog(), EventLog()
+    found = Counter[EventKind]()
+    for i in range(100):
+        reports = {PeerId("stays"): stays}
+        if i in (40, 55):  # between them it is one of the forgotten
+            reports[PeerId("back")] = back
+        else:
+            reports[PeerId(f"peer-{i}")] = EventLog()
+        for log in reports.values():
+            log.note("retry")
+        lead.learn({peer: log.report() for peer, log in reports.items()})
+        found += lead.take()
+    assert found == {"retry": 200}
+    assert len(lead.learnt(PeerId("lead"))) == 11
+    assert len(lead._taken) == 20
 
 
 def test_who_coordinates_passes_on_what_members_say() -> None:
