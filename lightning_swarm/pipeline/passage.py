@@ -18,7 +18,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.calls import Calls, Failed
 from lightning_swarm.pipeline.copies import Copy, Microbatch
 from lightning_swarm.pipeline.link import Link
-from lightning_swarm.pipeline.recovery import BackwardRecovery, ForwardRecovery, HolderGone
+from lightning_swarm.pipeline.recovery import BackwardRecovery, ForwardRecovery
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.calls import CallReport, Computed
 from lightning_swarm.types.wire import decode
@@ -308,6 +308,3 @@ class _WayBack:
 def _settle(link: Link, calls: Calls, stage: int, report: CallReport) -> None:
     link.routers[stage].settle(calls.route[stage], busy_s=report.busy_s, queued=report.queued)
     link.heard(calls.peer(stage), step=calls.step)
-
-
-__all__ = ["HolderGone", "Passage", "replay"]

@@ -7,7 +7,8 @@ import asyncio
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.link import Link
-from lightning_swarm.pipeline.passage import HolderGone, replay
+from lightning_swarm.pipeline.passage import replay
+from lightning_swarm.pipeline.recovery import HolderGone
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import REPLAY
 from lightning_swarm.tasks import gather_bounded
