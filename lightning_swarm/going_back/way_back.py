@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -18,10 +17,10 @@ from torch import Tensor
 from lightning_swarm.assembly import Peer
 from lightning_swarm.errors import StageLost, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
+from lightning_swarm.going_back.orders import Orders
 from lightning_swarm.going_back.place import DataPlace, RandomState, random_state
 from lightning_swarm.going_back.states import Between, Counts, LoopStates, restore_metrics
 from lightning_swarm.metrics import Pending
-from lightning_swarm.server.snapshots import Ordered
 from lightning_swarm.session import News, Session
 
 _MAX_TRIES: Final = 3
@@ -32,7 +31,6 @@ _TRIAL: Final = (
     "that breaks off. Start the run again, with a new Trainer."
 )
 
-
 _NO_SNAPSHOT: Final = (
     "The run cannot go on without those that are gone, and there is no snapshot to go back to: one needs a server of "
     "another stage, and is taken at the run's first step and every `Limits.snapshot_interval` seconds."
@@ -42,10 +40,6 @@ _BEHIND: Final = (
     "The run goes back to step {}, and this trainer kept nothing of its loop that belongs there. The others go on "
     "without it."
 )
-
-_NEARLY: Final = 0.9
-"""The part of an interval for which no order can come. It is measured from when an order came to this peer's server,
-which is some time after it was given."""
 
 
 class Loop(Protocol):
@@ -83,7 +77,7 @@ class WayBack:
 
     def __init__(self) -> None:
         self.states: LoopStates | None = None
-        self._orders: _Orders | None = None
+        self._orders: Orders | None = None
         self._said: dict[int, Between] = {}  # by version, what the lead was told that this loop could go on from
         self._goal: Goal | None = None
         self._arrived = True
@@ -112,7 +106,7 @@ class WayBack:
         self._said = {}
         loop.on_place = states.placed
         self._finders = [one for one in trainer.callbacks if isinstance(one, callbacks_named("LearningRateFinder"))]  # type: ignore[attr-defined]
-        orders = self._orders = _Orders(peer, session, snapshot_interval)
+        orders = self._orders = Orders(peer, session, snapshot_interval)
 
         def between() -> None:
             orders.look()
@@ -121,16 +115,20 @@ class WayBack:
                 states.take(session.version, session.through, place.here, loop.pending)
 
         def arrived() -> None:
-            self._arrived = True
-            assert self._goal is not None
-            goal, was = self._goal, self._goal.between
-            restore_metrics(trainer, was.state)
-            heard = was.heard_at(goal.version)
-            loop.recall(was.num_counted, heard, was.state.pending)
-            states.resume(Between(was.state, was.num_counted, goal.version, (), heard))
+            self._arrive(trainer, loop, states)
 
         goes_on = None if self._arrived or self._goal is None else self._goal.between.state.place
         place = self._place = DataPlace(trainer, goes_on, between, arrived, made=lambda: self._made)
+
+    def _arrive(self, trainer: Trainer, loop: Loop, states: LoopStates) -> None:
+        """The data are where they were at the goal: so shall the loop be."""
+        self._arrived = True
+        assert self._goal is not None
+        goal, was = self._goal, self._goal.between
+        restore_metrics(trainer, was.state)
+        heard = was.heard_at(goal.version)
+        loop.recall(was.num_counted, heard, was.state.pending)
+        states.resume(Between(was.state, was.num_counted, goal.version, (), heard))
 
     def weights_replaced(self) -> None:
         """A checkpoint was loaded in the middle of the run: the servers forgot their snapshots."""
@@ -256,59 +254,6 @@ class WayBack:
         goal, self._goal = self._goal, None
         if goal is not None:
             shutil.rmtree(goal.path.parent, ignore_errors=True)
-
-
-class _Orders:
-    """Which snapshots there are, as far as they are of use to a loop.
-
-    Args:
-        peer: Whose.
-        session: In the run.
-        interval_s: Between two orders; None: there are none.
-    """
-
-    def __init__(self, peer: Peer, session: Session, interval_s: float | None) -> None:
-        self._peer = peer
-        self._session = session
-        self._interval_s = interval_s
-        self._first_step = session.version
-        self._newest: Ordered | None = None
-
-    def clear(self) -> None:
-        """Those that came so far are void."""
-        self._newest = None
-
-    def look(self) -> None:
-        """What this peer's server heard, which knows all records; else what the trainer heard."""
-        record, ordered = self._session.newest_record, self._peer.ordered
-        if record is not None and record.snapshot is not None and record.step >= self._first_step:
-            heard = Ordered(record.step + 1, record.snapshot.keep, time.monotonic())
-            ordered = heard if ordered is None or ordered.version < heard.version else ordered
-        if ordered is not None and (self._newest is None or ordered.version > self._newest.version):
-            self._newest = ordered
-
-    @property
-    def versions(self) -> list[int]:
-        """Of the snapshots."""
-        newest = self._newest
-        return [] if newest is None else [one for one in (newest.keep, newest.version) if one is not None]
-
-    def may_be_at(self, version: int, through: Collection[int]) -> bool:
-        """Whether there is one, or may come to be, that goes with a loop between two batches.
-
-        Args:
-            version: That the loop has counted to.
-            through: The places of its batches in the open step.
-        """
-        newest = self._newest
-        if newest is not None and newest.version == version and not through:
-            return True
-        if self._session.num_trainers == 1 or self._interval_s is None:
-            return False
-        # Others may fill the next steps before this trainer asks for a place again.
-        return (
-            newest is None or newest.version > version or time.monotonic() >= newest.at_s + _NEARLY * self._interval_s
-        )
 
 
 def _written(checkpoint: Mapping[str, Any], name: str) -> Path:
