@@ -135,7 +135,7 @@ async def find_servers(
     run_id: str,
     num_servers: int,
     *,
-    num_trainers: int = 0,
+    num_trainers: int,
     among: Collection[PeerId] | None = None,
     timeout: float,
     check: Callable[[], None],

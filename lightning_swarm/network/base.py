@@ -74,7 +74,7 @@ class BaseTransport(Transport):
         tap: Sits at its exchanges, if there is one.
     """
 
-    def __init__(self, peer_id: PeerId, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, peer_id: PeerId, *, silence_s: float) -> None:
         self.traffic = Traffic()
         self.tap: Tap | None = None
         self._peer_id = peer_id

@@ -58,7 +58,7 @@ class Coordinator:
         limits: Limits,
         events: EventLog,
         on_deposed: Callable[[], None],
-        books: Books | None = None,
+        books: Books | None,
     ) -> None:
         timeout = limits.call_timeout
         self._limits = limits

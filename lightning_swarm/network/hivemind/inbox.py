@@ -24,7 +24,7 @@ class Inbox(asyncio.BufferedProtocol):
         ended: Whether that was all.
     """
 
-    def __init__(self, transport: asyncio.Transport, arrived: bytes = b"", *, ended: bool = False) -> None:
+    def __init__(self, transport: asyncio.Transport, arrived: bytes, *, ended: bool) -> None:
         self._transport = transport
         self._staging = memoryview(bytearray(max(_STAGING_BYTES, 2 * len(arrived))))
         self._start, self._stop = 0, len(arrived)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from lightning_swarm.errors import ProtocolError, Unreachable
 from lightning_swarm.network import PeerId
@@ -13,6 +13,10 @@ from lightning_swarm.network.exchange import Channel
 from lightning_swarm.network.framing import Buffer
 from lightning_swarm.network.hivemind._engine import P2P, Multiaddr, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from lightning_swarm.network.hivemind.inbox import Inbox
+
+_MAX_OPEN: Final = 64  # streams at once, busy or idle; who wants one more waits
+_MAX_IDLE: Final = 16  # to one peer
+_IDLE_S: Final = 30.0  # until an idle stream is closed; less than the other side's patience
 
 
 class Stream:
@@ -144,24 +148,11 @@ class StreamPool:
 
     Args:
         open_stream: Opens a new one.
-        max_open: Most streams at once, busy or idle. Who wants one more waits.
-        max_idle: Most idle streams to one peer.
-        idle_timeout: Seconds until an idle stream is closed; less than the other side's patience.
     """
 
-    def __init__(
-        self,
-        open_stream: Callable[[PeerId], Awaitable[Stream]],
-        *,
-        max_open: int = 64,
-        max_idle: int = 16,
-        idle_timeout: float = 30.0,
-    ) -> None:
+    def __init__(self, open_stream: Callable[[PeerId], Awaitable[Stream]]) -> None:
         self._open_stream = open_stream
-        self._room = asyncio.Semaphore(max_open)
-        self._max_open = max_open
-        self._max_idle = max_idle
-        self._idle_timeout = idle_timeout
+        self._room = asyncio.Semaphore(_MAX_OPEN)
         self._num_busy = 0
         # In the order in which they became idle.
         self._idle: dict[Stream, PeerId] = {}
@@ -183,9 +174,9 @@ class StreamPool:
 
     def keep(self, peer: PeerId, stream: Stream) -> None:
         """Keep a leased stream, on which nothing is under way, for the next exchange."""
-        if sum(other == peer for other in self._idle.values()) < self._max_idle:
+        if sum(other == peer for other in self._idle.values()) < _MAX_IDLE:
             self._idle[stream] = peer
-            stream.expiry = asyncio.get_running_loop().call_later(self._idle_timeout, self._drop, stream)
+            stream.expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._drop, stream)
 
     def close(self) -> None:
         """Close the idle streams; who leased one closes it."""
@@ -193,7 +184,7 @@ class StreamPool:
             self._drop(stream)
 
     async def _open(self, peer: PeerId) -> Stream:
-        if self._num_busy + len(self._idle) > self._max_open:
+        if self._num_busy + len(self._idle) > _MAX_OPEN:
             self._drop(next(iter(self._idle)))
         return await self._open_stream(peer)
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.base import SILENCE_S, BaseTransport
+from lightning_swarm.network.base import BaseTransport
 from lightning_swarm.network.exchange import ask, serve
 from lightning_swarm.network.framing import Kind
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
@@ -37,7 +37,7 @@ class HivemindTransport(BaseTransport):
         silence_s: How long another peer may be silent.
     """
 
-    def __init__(self, p2p: P2P, *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, p2p: P2P, *, silence_s: float) -> None:
         super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s)
         self._p2p = p2p
         self._daemon = Daemon(p2p)
