@@ -7,8 +7,8 @@ batch is in a record, the lead adds it to its own results, as if it had computed
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -19,10 +19,16 @@ from lightning_swarm.metric_objects import PendingMetrics, SharedMetrics
 from lightning_swarm.metric_states import copied, restore
 from lightning_swarm.steps.client import Metrics
 from lightning_swarm.steps.policy import fold
-from lightning_swarm.types.batches import MAX_LOGS, Logged
+from lightning_swarm.types.batches import MAX_LOGS, Logged, Reduction
 
 _log = logging.getLogger(__name__)
 _HOOK = "training_step"
+_REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
+}
 
 Pending: TypeAlias = tuple[Mapping[int, Sequence[Logged]], PendingMetrics]
 """What a trainer logged of its batches in the open step, by their leases; and likewise of metrics."""
@@ -155,13 +161,7 @@ class SharedLogs:
         self._batch.append(
             Logged(
                 name=name,
-                reduce="mean"
-                if meta.is_mean_reduction
-                else "sum"
-                if meta.is_sum_reduction
-                else "max"
-                if meta.is_max_reduction
-                else "min",
+                reduce=next(name for name in _REDUCTIONS if getattr(meta, f"is_{name}_reduction")),
                 value=float(value),
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
                 on_step=meta.on_step,
@@ -175,7 +175,7 @@ class SharedLogs:
         """The lead's own result of this name; made as the other trainer says, if it has none yet."""
         key = f"{_HOOK}.{one.name}"
         if key not in self._results:
-            reduce_fx = {"mean": torch.mean, "sum": torch.sum, "max": torch.max, "min": torch.min}[one.reduce]
+            reduce_fx = _REDUCTIONS[one.reduce]
             options = {"prog_bar": one.prog_bar, "logger": one.logger, "on_step": one.on_step, "on_epoch": one.on_epoch}
             nothing = torch.tensor(float("nan"))
             type(self._results).log(

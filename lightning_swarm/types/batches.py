@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -60,12 +60,15 @@ class GrantReply(Wire, frozen=True):
 MAX_LOGS = 256
 """Names that one step's batches may log with `sync_dist=True`."""
 
+Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
+"""What is made of the values of several batches."""
+
 
 class Logged(Wire, frozen=True):
     """What `self.log(..., sync_dist=True)` said of a batch, or of several together."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]
-    reduce: Literal["mean", "sum", "max", "min"]
+    reduce: Reduction
     value: float
     batch_size: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]  # the weight of a mean
     on_step: bool
