@@ -17,7 +17,6 @@ import asyncio
 import enum
 import math
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Protocol
@@ -25,6 +24,7 @@ from typing import Annotated, Final, Protocol
 import msgspec
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32  # of the standard library's, but ten times as fast
 
 from lightning_swarm.errors import Damaged, ProtocolError, SwarmError, from_wire, to_wire
 from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message
@@ -169,8 +169,8 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
             f"A message describes itself in {len(control)} bytes, at most {_MAX_CONTROL_BYTES} are taken."
         )
     payload_bytes = sum(view.nbytes for view in views)
-    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, 0, exchange_id, len(control), payload_bytes, zlib.crc32(control))
-    buffers = _buffers(fixed + _CHECKSUM.pack(zlib.crc32(fixed)) + control, views)
+    fixed = _FIXED.pack(_MAGIC, _VERSION, kind, 0, exchange_id, len(control), payload_bytes, crc32(control))
+    buffers = _buffers(fixed + _CHECKSUM.pack(crc32(fixed)) + control, views)
     return iter((b"".join(buffers),)) if payload_bytes <= _JOIN_BYTES else buffers
 
 
@@ -203,7 +203,7 @@ def decode(data: bytes) -> Head:
         raise ProtocolError(f"A message announces {fixed.num_bytes} bytes but has {len(data)}.")
     begin, end = HEADER_BYTES + fixed.control_bytes, len(data) - TRAILER_BYTES
     head = _parse_control(fixed, data[HEADER_BYTES:begin])
-    _check_trailer(data[end:], zlib.crc32(memoryview(data)[begin:end]))
+    _check_trailer(data[end:], crc32(memoryview(data)[begin:end]))
     return head
 
 
@@ -251,7 +251,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
         def take(piece: memoryview) -> None:
             nonlocal checksum
-            checksum = zlib.crc32(piece, checksum)
+            checksum = crc32(piece, checksum)
             if stall_timeout is not None and not stall.expired():  # too late, once it is
                 stall.reschedule(loop.time() + stall_timeout)
 
@@ -267,7 +267,7 @@ def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
     for view in views:
         for at in range(0, view.nbytes, CHUNK_BYTES):
             chunk = view[at : at + CHUNK_BYTES]
-            checksum = zlib.crc32(chunk, checksum)
+            checksum = crc32(chunk, checksum)
             yield chunk
     yield _TRAILER.pack(_END, checksum)
 
@@ -311,7 +311,7 @@ def _parse_fixed(data: bytes) -> Fixed:
         raise ProtocolError(
             f"This peer speaks version {_VERSION} of the protocol, the other side {version}. Use one release."
         )
-    if _CHECKSUM.unpack_from(data, _FIXED.size)[0] != zlib.crc32(data[: _FIXED.size]):
+    if _CHECKSUM.unpack_from(data, _FIXED.size)[0] != crc32(data[: _FIXED.size]):
         raise Damaged("The header of a message is damaged.")
     if kind not in _KINDS or reserved:
         raise ProtocolError(f"Unknown kind of message: {kind}, {reserved}.")
@@ -323,7 +323,7 @@ def _parse_fixed(data: bytes) -> Fixed:
 
 
 def _parse_control(fixed: Fixed, data: bytes) -> Head:
-    if zlib.crc32(data) != fixed.control_checksum:
+    if crc32(data) != fixed.control_checksum:
         raise Damaged("The control part of a message is damaged.")
     try:
         control = _decoder.decode(data)
