@@ -95,7 +95,7 @@ class Closer:
             squared_norm = await self._average(sums, closing, version_hashes, reselected)
         hyperparameters = await self._lead_asks(step)
         newcomers = await self._gate.newcomers(closing)
-        record = await self._record(closing, squared_norm, hyperparameters, reselected, newcomers, sums.gone)
+        record = await self._record(closing, squared_norm, hyperparameters, reselected, newcomers, sums.attendance.gone)
         await self._proposer.decide(record)
         await self._servers.apply(record)
         self._gate.let_in(newcomers)
@@ -169,9 +169,9 @@ class Closer:
         rosters = [[member.peer_id for member in stage.roster] for stage in closing.stages]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
-            sums.note_blameless(reason)
+            sums.attendance.note_blameless(reason)
         for peer in blamed:
-            sums.suspect(
+            sums.attendance.suspect(
                 peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
             )
         return None

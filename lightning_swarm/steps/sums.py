@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import (
-    DeadlineExceeded,
     NotMember,
     PeerError,
     StageLost,
@@ -24,6 +22,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
+from lightning_swarm.steps.attendance import Attendance
 from lightning_swarm.steps.planning import Plan, Sum, plan_replays
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.replays import Replays
@@ -41,7 +40,6 @@ from lightning_swarm.types.steps import (
 )
 from lightning_swarm.types.wire import from_bitmap, to_bitmap, union
 
-_MAX_BLAMELESS: Final = 3
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 
@@ -63,7 +61,7 @@ class Sums:
         events: Of the coordinator.
 
     Attributes:
-        gone: Who takes no part in the step any more, and why.
+        attendance: Who takes part in the step.
     """
 
     def __init__(
@@ -87,12 +85,8 @@ class Sums:
         self._events = events
         self._rounds = itertools.count(first_round)
         self._replays = Replays(run, servers, step, events)
-        self._num_blameless = 0
-        self._suspected: Counter[PeerId] = Counter()
         self._pause_s = _FIRST_PAUSE_S
-        self.gone: dict[PeerId, SwarmError] = {}
-        for peer, error in servers.unsettled.items():
-            self.lose(peer, error)
+        self.attendance = Attendance(run, servers, step.step, events)
 
     def are_of(self, step: OpenStep) -> bool:
         """Whether these are the sums of this step, and not of one of an earlier generation, say."""
@@ -126,39 +120,7 @@ class Sums:
             if lost and await self._strike(self._with_their_sums(lost, ledgers)):
                 return None
 
-    def lose(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server.
-
-        Raises:
-            SwarmError: It is the coordinator's own.
-        """
-        if peer == self._servers.own:
-            raise error
-        if peer not in self.gone:
-            self._events.note("gone", peer=peer, step=self._step.step, reason=str(error))
-        self.gone[peer] = error
-
-    def suspect(self, peer: PeerId, error: SwarmError) -> None:
-        """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""
-        self._suspected[peer] += 1
-        if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
-            self.lose(peer, error)
-
-    def note_blameless(self, reason: str) -> None:
-        """A round failed, and everybody was there: a message was damaged, perhaps.
-
-        Raises:
-            StepError: That happens too often.
-        """
-        self._num_blameless += 1
-        if self._num_blameless > _MAX_BLAMELESS:
-            raise StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
-
     # ------------------------------------------------------------------ freezing
-
-    def _rosters(self) -> list[list[Member]]:
-        """Who is there."""
-        return [[member for member in roster if member.peer_id not in self.gone] for roster in self._run.rosters]
 
     def _request(
         self,
@@ -182,22 +144,22 @@ class Sums:
     async def _frozen(self, round_: int) -> Ledgers:
         """What the sums hold, to which nothing is added any more. Who does not say is gone."""
         request = self._request(round_)
-        peers = {member.peer_id for roster in self._rosters() for member in roster}
-        replies = await self._ask(dict.fromkeys(sorted(peers), request))
+        there = self.attendance
+        replies = await self._ask(dict.fromkeys(there.peers, request))
         found: Ledgers = [{} for _ in self._run.rosters]
-        for index, roster in enumerate(self._rosters()):
+        for index, roster in enumerate(there.rosters):
             for member in roster:
                 try:
                     found[index][member] = self._checked(replies[member.peer_id], member, index)
                 except SwarmError as error:
-                    self.lose(member.peer_id, error)
-        return [{one: ledger for one, ledger in stage.items() if one.peer_id not in self.gone} for stage in found]
+                    there.lose(member.peer_id, error)
+        return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
 
     async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
         replies = {}
         for peer, reply in (await self._servers.freeze(requests)).items():
             if isinstance(reply, SwarmError):
-                self.lose(peer, reply)
+                self.attendance.lose(peer, reply)
             else:
                 replies[peer] = reply
                 self._events.learn({peer: reply.noted})
@@ -304,7 +266,7 @@ class Sums:
         }
         if len(await self._ask(requests)) < len(requests):
             return set()  # somebody is gone: others shall hold it
-        return await self._replays.fill(plan.holes, self.gone)
+        return await self._replays.fill(plan.holes, self.attendance.gone)
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
         """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
@@ -327,9 +289,8 @@ class Sums:
         reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
             # Before a place is free: what is granted must find open sums.
-            peers = {member.peer_id for roster in self._rosters() for member in roster}
             request = self._request(next(self._rounds), reopens=True, without=firsts)
-            await self._ask(dict.fromkeys(sorted(peers), request))
+            await self._ask(dict.fromkeys(self.attendance.peers, request))
             self._step.reopen()
         self._step.strike(firsts)
         self._fence(self._step, sorted(firsts))
@@ -346,7 +307,7 @@ class Sums:
         at_s = now_s()
         address = await self._servers.address()
         for index in empty:
-            errors = {member.peer_id: self.gone[member.peer_id] for member in self._run.rosters[index]}
+            errors = {member.peer_id: self.attendance.gone[member.peer_id] for member in self._run.rosters[index]}
             reason = "; ".join(str(error) for error in errors.values())
             # Who says that it is no member has lost what it held: it does not come back as one.
             silent = [
@@ -357,8 +318,7 @@ class Sums:
             if not silent:
                 raise StageLost(f"stage {index} has nobody left: {reason}")
             self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
-            for peer in silent:
-                self.gone.pop(peer, None)
+            self.attendance.look_again(silent)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
