@@ -24,13 +24,11 @@ class MicrobatchInput:
     """What one microbatch brings to the pipeline.
 
     Attributes:
-        start: Its first row in the batch.
         num_rows: How many rows it has.
         args: Positional arguments of the first stage.
         kwargs: Extras, for the stages that name them.
     """
 
-    start: int
     num_rows: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -96,7 +94,7 @@ def split(
         part_args, part_kwargs = trees.unflatten(structure, [parts[number] for parts in chunks])
         # In the caller's order of keywords.
         ordered = {name: whole[name] if name in whole else part_kwargs[name] for name in kwargs}
-        microbatches.append(MicrobatchInput(start, min(size, rows - start), part_args, ordered))
+        microbatches.append(MicrobatchInput(min(size, rows - start), part_args, ordered))
     return microbatches
 
 
