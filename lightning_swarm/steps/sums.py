@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.clock import now_s
@@ -234,16 +234,13 @@ class Sums:
         Raises:
             StepError: The trainer is there, and did not add it.
         """
-        trainer, place = self._step.trainer_of(first), self._step.batches.index((first, 0, 0))
-        for index, stage in enumerate(ledgers):
-            for member, ledger in stage.items():
-                if member.peer_id != trainer or not self._run.manifest.stages[index].on_trainers:
-                    continue
-                if not ledger.num_unnamed and not from_bitmap(ledger.held, len(self._step.batches))[place]:
-                    raise StepError(
-                        f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
-                        f"batch at {first} was added not at all"
-                    )
+        trainer = self._step.trainer_of(first)
+        for index, member, ledger in self._on_trainers(ledgers):
+            if member.peer_id == trainer and not ledger.num_unnamed and first not in self._batches_in(ledger):
+                raise StepError(
+                    f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
+                    f"batch at {first} was added not at all"
+                )
 
     async def _repair(self, plan: Plan) -> set[int]:
         """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
@@ -270,16 +267,19 @@ class Sums:
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
         """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
-        with_them = set(lost)
-        for index, stage in enumerate(ledgers):
-            if not self._run.manifest.stages[index].on_trainers:
-                continue
-            for ledger in stage.values():
-                flags = from_bitmap(ledger.held, len(self._step.batches))
-                held = {first for (first, _, _), flag in zip(self._step.batches, flags, strict=True) if flag}
-                if held & lost:
-                    with_them |= held
-        return with_them
+        held = [self._batches_in(ledger) for _, _, ledger in self._on_trainers(ledgers)]
+        return lost.union(*(batches for batches in held if batches & lost))
+
+    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, StageLedger]]:
+        """The ledgers of what trainers hold, with their stages."""
+        for index, (stage, ledgers_of) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
+            if stage.on_trainers:
+                yield from ((index, member, ledger) for member, ledger in ledgers_of.items())
+
+    def _batches_in(self, ledger: StageLedger) -> set[int]:
+        """The places of the batches that a trainer's sum holds."""
+        flags = from_bitmap(ledger.held, len(self._step.batches))
+        return {first for (first, _, _), flag in zip(self._step.batches, flags, strict=True) if flag}
 
     async def _strike(self, firsts: set[int]) -> bool:
         """Batches count nowhere; whether the step takes others."""
