@@ -182,7 +182,7 @@ class Stage:
 
     def fingerprint(self) -> int:
         """Of weights, buffers and optimizer state at this version."""
-        tensors: list[Tensor] = [*self.parameters.values(), *(buffer for _, buffer in self._buffers())]
+        tensors = list(self.module.named_stage_tensors().values())
         for parameter in self.parameters.values():
             tensors += trees.flatten(self.optimizer.state.get(parameter, {}))[1]
         return fingerprint(tensors)
@@ -191,7 +191,7 @@ class Stage:
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and buffers by their names in the whole model's state dict. Shared memory, not copies."""
-        return {name: tensor.detach() for name, tensor in [*self.parameters.items(), *self._buffers()]}
+        return {name: tensor.detach() for name, tensor in self.module.named_stage_tensors().items()}
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
         """Overwrite parameters and buffers.
@@ -229,7 +229,7 @@ class Stage:
         if number == 0 or self._borrowed is None:
             yield
             return
-        own: dict[str, Tensor] = {**self.parameters, **dict(self._buffers())}
+        own = self.module.named_stage_tensors()
         before = {name: tensor.data for name, tensor in own.items()}
         try:
             for name, tensor in own.items():
@@ -276,9 +276,6 @@ class Stage:
             self.optimizer.state.pop(parameter, None)
             if name in state:
                 self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
-
-    def _buffers(self) -> list[tuple[str, Tensor]]:
-        return list(self.module.named_stage_buffers())
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.trainable]
