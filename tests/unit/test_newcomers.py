@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_swarm import SwarmStrategy, cli, launcher, membership, rules
+from lightning_swarm import SwarmStrategy, cli, launcher, membership, program, rules
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError, PeerError, StepError, Unreachable
 from lightning_swarm.launcher import SwarmLauncher
@@ -94,7 +94,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something was started")
 
     monkeypatch.setattr(SwarmLauncher, "_first_module", None)
-    monkeypatch.setattr(launcher, "_command", list)
+    monkeypatch.setattr(program, "of_child", list)
     monkeypatch.setattr(launcher, "hivemind_peer", start)
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # leaves torch's threads alone
