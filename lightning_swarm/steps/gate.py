@@ -25,6 +25,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.steps.ending import dismiss
+from lightning_swarm.steps.misses import Misses
 from lightning_swarm.steps.rosters import alone_in, choose_stage, next_rosters
 from lightning_swarm.tasks import ended, gather
 from lightning_swarm.types.joining import (
@@ -44,9 +45,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_CANDIDATES: Final = 64
 _FIRST_READY_S: Final = 300.0
-_MAX_MISSES: Final = 3
-_MAX_MISSING: Final = 1024
-_FIRST_EXCLUSION_S: Final = 5.0
 _MIN_ENTERING: Final = 2
 _MEET_TIMEOUT_S: Final = 10.0
 _GRACE_S: Final = 2.0
@@ -57,14 +55,6 @@ _WENT_BACK: Final = "The run went back, to weights that this peer does not have.
 class _Round:
     request: ListenRequest
     version_hashes: Sequence[int]  # of each stage before the step
-
-
-@dataclass
-class _Misses:
-    """Rounds that a peer missed, however often it joined anew."""
-
-    count: int = 0
-    until_s: float = 0.0  # it may not join before
 
 
 @dataclass
@@ -104,7 +94,7 @@ class Gate:
         self._events = events
         self._limits = limits
         self._waiting: dict[PeerId, _Waiting] = {}
-        self._misses: dict[PeerId, _Misses] = {}  # those with the latest one last
+        self._misses = Misses()
         self._entering: set[PeerId] = set()  # by the record that is being decided
         self._leaving: dict[PeerId, None] = {}  # who asked first comes first
         transport.handle_call(JOIN, self._handle_join)
@@ -173,10 +163,10 @@ class Gate:
             )
         if caller in self._entering:
             raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
-        misses = self._misses.get(caller, _Misses())
-        wait_s = misses.until_s - now_s()
+        wait_s = self._misses.wait_s(caller, now_s=now_s())
         if wait_s > 0:
-            raise Busy(f"{caller} missed {misses.count} rounds while it was joining; it may join in {wait_s:.0f} s")
+            count = self._misses.count(caller)
+            raise Busy(f"{caller} missed {count} rounds while it was joining; it may join in {wait_s:.0f} s")
 
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
         """Which stage a joiner shall hold: the one that it wants, or the one that needs it most."""
@@ -367,17 +357,12 @@ class Gate:
         return sorted(there, key=lambda candidate: candidate.member.peer_id)
 
     def _miss(self, waiting: _Waiting, reason: str) -> None:
-        peer = waiting.candidate.member.peer_id
-        misses = self._misses[peer] = self._misses.pop(peer, _Misses())
-        misses.count += 1
-        if len(self._misses) > _MAX_MISSING:
-            del self._misses[next(iter(self._misses))]
+        peer, at_s = waiting.candidate.member.peer_id, now_s()
+        self._misses.add(peer, now_s=at_s)
         waiting.ready = False  # until it says so again
         _log.info("%s missed a round: %s", peer, reason)
-        if misses.count >= _MAX_MISSES:
-            exclusion_s = _FIRST_EXCLUSION_S * 2 ** min(misses.count - _MAX_MISSES, 20)
-            misses.until_s = now_s() + exclusion_s
-            waiting.refusal = f"{peer} missed {misses.count} rounds: {reason}. Join again."
+        if self._misses.wait_s(peer, now_s=at_s) > 0:
+            waiting.refusal = f"{peer} missed {self._misses.count(peer)} rounds: {reason}. Join again."
 
     def let_in(self, newcomers: Sequence[Candidate]) -> None:
         """Their record is decided and applied; it may also have let go some of those that leave."""
@@ -387,6 +372,6 @@ class Gate:
             self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
-            self._misses.pop(candidate.member.peer_id, None)
+            self._misses.forget(candidate.member.peer_id)
             peer, stage = candidate.member.peer_id, candidate.stage_index
             self._events.note("joined", peer=peer, stage=stage, step=self._run.version)
