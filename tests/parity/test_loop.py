@@ -16,7 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.network import Message
+from lightning_swarm.server import loading
+from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.types.state import StateRequest
 from tests.parity.harness import (
     LOSS_TOLERANCE,
     QUIET,
@@ -338,13 +342,23 @@ class ComesHome(L.Callback):
         self.written = {name: one._version > before[name] for name, one in parameters.items()}
 
 
-def test_nothing_is_written_over_what_the_leads_own_server_computes_with() -> None:
-    """It may compute for other trainers meanwhile, and their graphs hold these tensors."""
+def test_nothing_is_written_over_what_the_leads_own_server_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may compute for other trainers meanwhile, and their graphs hold these tensors. Nor are they asked for."""
+    asked: list[int] = []
+    answer = loading._state
+
+    def noted(stage: Stage, request: StateRequest) -> Message:
+        if not request.optimizer:
+            asked.append(stage.index)
+        return answer(stage, request)
+
+    monkeypatch.setattr(loading, "_state", noted)
     home = ComesHome()
     run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, callbacks=[home])
     stages = [set(run.strategy.servers[i].stepping.stage(stage).parameters) for i, stage in ((0, 1), (1, 0))]
     assert {name for name, written in home.written.items() if not written} == stages[0]
     assert {name for name, written in home.written.items() if written} == stages[1]
+    assert asked == (STEPS + 1) * [0]
 
 
 def test_saving_after_the_end_is_saving_what_was_trained(tmp_path: Path) -> None:
