@@ -13,7 +13,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import Liveness, _Watched
 from lightning_swarm.pipeline.copies import Copies, Copy
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import closing, planning
+from lightning_swarm.steps import closing, rosters
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Record
 
@@ -44,9 +44,9 @@ def take_turns() -> None:
         step = record.step + 1
 
     def choose(
-        rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str] | None = None
+        members: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
     ) -> list[Member]:
-        chosen = planning.choose_voters(rosters, voters, hosts)
+        chosen = rosters.choose_voters(members, voters, hosts)
         return chosen[:1] if is_bare(step + 1) else chosen  # for the step after the one that closes
 
     Copies.keep = keep_by_turns  # type: ignore[method-assign]

@@ -58,8 +58,8 @@ class Session:
         steps: StepClient,
         manifest: Manifest,
         *,
-        is_lead: bool = True,
-        around: Around | None = None,
+        is_lead: bool,
+        around: Around | None,
     ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
@@ -163,7 +163,7 @@ class Session:
         if self.pipeline.batch is not None:  # else it was through, and who coordinates knows
             self._runtime.run(self._steps.revoked(self._taken().grant.lease))
 
-    def finish_batch(self, logs: Sequence[Logged] = (), metrics: Metrics = ((), ())) -> bool:
+    def finish_batch(self, logs: Sequence[Logged], metrics: Metrics) -> bool:
         """The batch is through. True when its step closes now: then `await_record`.
 
         Args:

@@ -11,7 +11,7 @@ from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.server.model import Model
 from lightning_swarm.steps import VIEW
-from lightning_swarm.steps.planning import choose_voters
+from lightning_swarm.steps.rosters import choose_voters
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Manifest, Member, Selection
 from lightning_swarm.types.wire import PROTOCOL_VERSION

@@ -18,10 +18,10 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
-from lightning_swarm.steps.planning import choose_blamed, choose_voters
+from lightning_swarm.steps.planning import choose_blamed
 from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.steps.proposer import Proposer
-from lightning_swarm.steps.rosters import next_rosters
+from lightning_swarm.steps.rosters import choose_voters, next_rosters
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshot_orders import SnapshotOrders
 from lightning_swarm.steps.sums import Sums
@@ -129,6 +129,10 @@ class Closer:
             newcomers=list(newcomers),
             snapshot=snapshot,
         )
+
+    def go_back(self) -> None:
+        """The run entered its next generation, for which somebody of every stage had to answer."""
+        self._vigil.end(step=self._run.manifest.first_step)
 
     def _sums_of(self, step: OpenStep, selection: Selection | None) -> Sums:
         """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""

@@ -132,6 +132,7 @@ class Coordinator:
         self._servers.go_back()
         self.gate.go_back()
         self._snapshots.go_back()
+        self._closer.go_back()
         self._watch.go_back()
         await self.trainers.go_back()
         self._spawn(self._end_without_lead())

@@ -1,12 +1,17 @@
-"""Who holds which stage, from one record to the next. Pure."""
+"""Who holds which stage, and who votes, from one record to the next. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Candidate
+
+MAX_VOTERS: Final = 7
+"""More would make every decision slower and few of them safer."""
 
 
 def choose_stage(num_holders: Sequence[int]) -> int:
@@ -53,3 +58,26 @@ def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collect
     """The stages of which `peer` has the only copy among those who are `staying`."""
     held = [{member.peer_id for member in roster} for roster in rosters]
     return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
+
+
+def choose_voters(
+    rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
+) -> list[Member]:
+    """Who votes on the next record: an odd number, at most `MAX_VOTERS`.
+
+    Args:
+        rosters: Of the next step, without the stage on trainers.
+        voters: Of this record. Those that stay in a roster go on voting, as far as there is room.
+        hosts: On which machine a peer is, where that is known: votes go to different ones first.
+    """
+    members = list(dict.fromkeys(member for roster in rosters for member in roster))
+    number = min(len(members), MAX_VOTERS)
+    number -= 1 - number % 2
+    chosen = [voter for voter in voters if voter in members][:number]
+    others = [member for member in members if member not in chosen]
+    while len(chosen) < number:
+        there = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
+        best = min(others, key=lambda member: there[hosts.get(member.peer_id, member.peer_id)])
+        others.remove(best)
+        chosen.append(best)
+    return chosen

@@ -7,15 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
-from lightning_swarm import starting
 from lightning_swarm.network import PeerId
-from lightning_swarm.starting import RunSpec
-from lightning_swarm.steps.planning import MAX_VOTERS, Plan, Sum, choose_blamed, choose_voters, plan_replays
+from lightning_swarm.steps.planning import Plan, Sum, choose_blamed, plan_replays
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.runs import Member
-from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import rows
-from tests.unit.test_config import config
 
 COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
 A, B, C, D = map(PeerId, "abcd")
@@ -162,66 +156,3 @@ def test_who_does_not_reach_the_coordinator_is_out_of_reach_itself() -> None:
 def test_nobody_is_blamed_by_who_cannot_know(unreached: Mapping[PeerId, Sequence[PeerId]]) -> None:
     """Of oneself, of another stage, or of no peer of the round."""
     assert choose_blamed([[A, B], [C]], [], unreached, spared=A) == []
-
-
-# ---------------------------------------------------------------------- who votes
-
-
-def members(names: str) -> list[Member]:
-    return [Member(peer_id=PeerId(name), boot_id=1) for name in names]
-
-
-def voters(*rosters: str, before: str = "a", hosts: Mapping[str, str] | None = None) -> str:
-    machines = {PeerId(peer): host for peer, host in (hosts or {}).items()}
-    chosen = choose_voters([members(roster) for roster in rosters], members(before), machines)
-    return "".join(member.peer_id for member in chosen)
-
-
-def test_an_odd_number_votes() -> None:
-    assert [len(voters("abcdefghij"[:n])) for n in range(1, 11)] == [1, 1, 3, 3, 5, 5, 7, 7, 7, 7]
-    assert MAX_VOTERS == 7
-
-
-def test_voters_stay_while_they_are_there() -> None:
-    assert voters("abc", "de", before="ecd") == "ecdab"
-    assert voters("ab", before="ba") == "b"
-    assert voters("bc", "de", before="abc") == "bcd"
-
-
-def test_a_restarted_voter_has_no_vote() -> None:
-    old = Member(peer_id=A, boot_id=0)
-    assert choose_voters([members("ab")], [old], {}) == members("a")[:1]
-    assert old not in choose_voters([members("ab")], [old], {})
-
-
-def test_votes_go_to_different_hosts_first() -> None:
-    hosts = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "z"}
-    assert voters("abc", "de", hosts=hosts) == "adebc"
-    assert voters("abcd", hosts=hosts) == "adb"
-    assert voters("abc", hosts=hosts) == "abc"
-
-
-def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a", admit=False)
-    spec = RunSpec(
-        ranges=swarm.ranges,
-        num_servers=4,
-        num_trainers=1,
-        seed=0,
-        gradient_clip_norm=None,
-        gradient_clip_value=None,
-        first_step=0,
-        selection=swarm.manifest.selection,
-        max_steps=None,
-        total_steps=None,
-    )
-    hosts = {PeerId(name): host for name, host in zip("abcd", "xxxy", strict=True)}
-    manifest = starting.manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], hosts)
-    assert manifest.voters == members("adb")
-
-
-def test_a_record_names_voters_on_different_hosts(make_swarm: MakeSwarm) -> None:
-    swarm = make_swarm("a b", "c d")
-    swarm.servers[PeerId("d")]._transport._address = "/ip4/10.0.0.2/tcp/1/p2p/d"  # type: ignore[attr-defined]
-    record = swarm.run(swarm.step(rows(1)))
-    assert [voter.peer_id for voter in record.next_voters] == ["a", "d", "b"]

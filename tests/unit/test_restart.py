@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def test_it_goes_back_again_and_again(make_swarm: MakeSwarm) -> None:
         go_back(swarm)
         assert {server.admission.run.manifest.generation for server in swarm.servers.values()} == {generation}
     assert_trains_as_from_the_beginning(swarm)
+
+
+def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm) -> None:
+    """Else the next time that nobody is there would be cut short by this one."""
+    swarm = make_swarm("a", "b")
+    role = swarm.servers[A].admission.coordinator
+    assert role is not None
+    wait = partial(role._closer._vigil.keep, 1, {B: SwarmError("it is gone")}, step=0, address="here")
+    wait(now_s=0.0)
+    go_back(swarm)
+    wait(now_s=1e9)
+    assert (role._events.counts["pause"], role._events.counts["resume"]) == (2, 1)
 
 
 def test_what_trains_is_settled_anew(make_swarm: MakeSwarm) -> None:

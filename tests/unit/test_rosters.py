@@ -1,14 +1,20 @@
-"""Who is in the next step: a record lets go whom it can spare, and never the last verified copy of a stage."""
+"""Who is in the next step: a record lets go whom it can spare, never a stage's last verified copy; and who votes."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 
+from lightning_swarm import starting
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.rosters import alone_in, next_rosters
+from lightning_swarm.starting import RunSpec
+from lightning_swarm.steps.rosters import MAX_VOTERS, alone_in, choose_voters, next_rosters
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Candidate
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import rows
+from tests.unit.test_config import config
 
 
 def members(names: str) -> list[Member]:
@@ -113,3 +119,62 @@ def test_whoever_comes_and_goes_each_stage_keeps_who_need_not_be_gone() -> None:
 def test_the_order_of_rosters_does_not_depend_on_who_leaves_first() -> None:
     found = {tuple(after("abc", "abc", leaving="".join(order))) for order in itertools.permutations("ab")}
     assert found == {("c", "c")}
+
+
+# ---------------------------------------------------------------------- who votes
+
+
+def voters(*rosters: str, before: str = "a", hosts: Mapping[str, str] | None = None) -> str:
+    machines = {PeerId(peer): host for peer, host in (hosts or {}).items()}
+    chosen = choose_voters([members(roster) for roster in rosters], members(before), machines)
+    return "".join(member.peer_id for member in chosen)
+
+
+def test_an_odd_number_votes() -> None:
+    assert [len(voters("abcdefghij"[:n])) for n in range(1, 11)] == [1, 1, 3, 3, 5, 5, 7, 7, 7, 7]
+    assert MAX_VOTERS == 7
+
+
+def test_voters_stay_while_they_are_there() -> None:
+    assert voters("abc", "de", before="ecd") == "ecdab"
+    assert voters("ab", before="ba") == "b"
+    assert voters("bc", "de", before="abc") == "bcd"
+
+
+def test_a_restarted_voter_has_no_vote() -> None:
+    old = Member(peer_id=PeerId("a"), boot_id=0)
+    assert choose_voters([members("ab")], [old], {}) == members("a")[:1]
+    assert old not in choose_voters([members("ab")], [old], {})
+
+
+def test_votes_go_to_different_hosts_first() -> None:
+    hosts = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "z"}
+    assert voters("abc", "de", hosts=hosts) == "adebc"
+    assert voters("abcd", hosts=hosts) == "adb"
+    assert voters("abc", hosts=hosts) == "abc"
+
+
+def test_a_run_begins_with_votes_on_different_hosts(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", admit=False)
+    spec = RunSpec(
+        ranges=swarm.ranges,
+        num_servers=4,
+        num_trainers=1,
+        seed=0,
+        gradient_clip_norm=None,
+        gradient_clip_value=None,
+        first_step=0,
+        selection=swarm.manifest.selection,
+        max_steps=None,
+        total_steps=None,
+    )
+    hosts = {PeerId(name): host for name, host in zip("abcd", "xxxy", strict=True)}
+    manifest = starting.manifest(spec, config(), swarm._model, members("a")[0], members("abcd"), [], hosts)
+    assert manifest.voters == members("adb")
+
+
+def test_a_record_names_voters_on_different_hosts(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a b", "c d")
+    swarm.servers[PeerId("d")]._transport._address = "/ip4/10.0.0.2/tcp/1/p2p/d"  # type: ignore[attr-defined]
+    record = swarm.run(swarm.step(rows(1)))
+    assert [voter.peer_id for voter in record.next_voters] == ["a", "d", "b"]
