@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 _GRACE_S = 120.0
 
@@ -53,21 +54,30 @@ def start(
     *arguments: object,
     before: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
-    **popen: Any,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | IO[str] | None = None,
+    own_session: bool = False,
 ) -> subprocess.Popen[str]:
-    """Start a Python process, whose libraries take one thread each.
+    """Start a Python process, whose libraries take one thread each, unless the variables say otherwise.
 
     Args:
         arguments: Of Python.
         before: What the command begins with, as `taskset` and its arguments.
         environment: Variables, beside this process's.
-        popen: As `subprocess.Popen` has it.
+        stdin: As `subprocess.Popen` has it.
+        stdout: Likewise.
+        stderr: Likewise.
+        own_session: Whether it is killed with whatever it started.
     """
     return subprocess.Popen(
         [*before, sys.executable, *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={"OMP_NUM_THREADS": "1", **os.environ, **environment},
         text=True,
-        **popen,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=own_session,
     )
 
 
@@ -98,7 +108,7 @@ def train(
             run.kill()
             raise
     if run.returncode != 0:
-        raise RuntimeError(f"{module} ended with {run.returncode}:\n{errors[-4000:]}")
+        raise RuntimeError(f"{shlex.join(map(str, command))} ended with {run.returncode}:\n{errors[-4000:]}")
     said = [json.loads(line) for line in out.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"'))]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
@@ -134,7 +144,7 @@ class Turns:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._logs[name],
-                    start_new_session=True,
+                    own_session=True,
                 )
             for name in self._processes:
                 self._read(name, "first")

@@ -50,7 +50,7 @@ class Peer:
         directory: Where peers find each other.
         executor: Makes the thing that computes; called on the loop.
         config: The user's settings.
-        rng: Wires pipelines, and tells this life of the peer from others: its seed is of this peer alone.
+        rng: Wires pipelines, and tells this life of the peer from others: it gives no other peer the same numbers.
 
     Attributes:
         lead: What it does where runs are begun by it.
@@ -82,7 +82,7 @@ class Peer:
         self._stay: Stay | None = None
         self._remaining: asyncio.Task[None] | None = None  # its server comes back whenever a record leaves it out
         self._tasks = TaskOwner()
-        self.lead = Lead(runtime, transport, directory, config, is_over=lambda: self._is_over)
+        self.lead = Lead(runtime, transport, directory, config, is_over=self._is_over)
         self._training = Training(transport, self._tickets, config, self.events, rng)
         self._beside: survivors.Beside | None = None  # another trainer leads
         self._announced = False  # its server, so that it may be found
@@ -269,10 +269,11 @@ class Peer:
             device: Where the trainer's tensors live.
             check: Called while waiting; raises when a server's process has died.
         """
+        servers = self.lead.find_servers(spec, check)
         stages = model.cut(spec.ranges)
         if not self._announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._start_server(model))  # unannounced: it holds that stage and no other
-        run = self.lead.begin(spec, model, self._me, stages, check)
+        run = self.lead.begin(spec, model, self._me, stages, servers)
         self.runtime.run(self._remain(run))
         above = self.runtime if self.server is None else self._until_over(self.server.admission)
         runtime = UntilLost(above, self.lead.lost_for_good)
@@ -280,7 +281,6 @@ class Peer:
             run, stages, model.blocks, self._around(stages[-1], run), device=device, runtime=runtime
         )
 
-    @property
     def _is_over(self) -> bool:
         """Whether this peer's server was told that the run is, and the others are free."""
         return self.server is not None and self.server.admission.left.is_set()
@@ -331,7 +331,7 @@ class Peer:
         """The newest snapshot that this peer's server was told to take."""
         return self.server.snapshots.ordered if self.server is not None else None
 
-    # ------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------ the end of a run
 
     def release(self, first_step: int) -> None:
         """End the run, but no server: those that answer are there for the next one, which begins at `first_step`."""

@@ -35,14 +35,14 @@ def launch_id() -> str:
     return os.environ.get(_LAUNCH, "")
 
 
-def for_child(rank: int, addresses: str, *, run_id: str, launch_id: str, trains: bool) -> dict[str, str]:
+def for_child(rank: int, addresses: str, *, run_id: str, launch: str, trains: bool) -> dict[str, str]:
     """The environment of another peer of this machine.
 
     Args:
         rank: Which one it is.
         addresses: Of this process's peer, a space between them.
         run_id: Of the run that it is for.
-        launch_id: Of those that are started together.
+        launch: Id of those that are started together.
         trains: Whether it reads data, too.
     """
     return {
@@ -50,7 +50,7 @@ def for_child(rank: int, addresses: str, *, run_id: str, launch_id: str, trains:
         JOIN: addresses,
         _RUN: run_id,
         _RANK: str(rank),
-        _LAUNCH: launch_id,
+        _LAUNCH: launch,
         "LOCAL_RANK": str(rank),  # keeps Lightning's own rank-zero messages to one process
         _TRAINS: "1" if trains else "",
     }

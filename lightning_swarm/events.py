@@ -126,6 +126,8 @@ class EventLog:
                 known = self._others.pop(peer, None)  # who was heard of last comes last
                 before = known.counts if known is not None and known.log == report.log else {}
                 self._others[peer] = Noted(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
+            while len(self._others) > _MAX_LOGS:
+                del self._others[next(iter(self._others))]
 
     def learnt(self, own: PeerId) -> dict[PeerId, Noted]:
         """What is known of all peers, this one (`own`) among them."""
@@ -147,8 +149,6 @@ class EventLog:
                 fresh = Counter(counts) - taken
                 self._taken[log] = taken + fresh
                 new.update(fresh)
-            while len(self._others) > _MAX_LOGS:
-                del self._others[next(iter(self._others))]
             # What was taken of a log is known for longer: who was away that long goes on counting where it stood.
             while len(self._taken) > 2 * _MAX_LOGS:
                 del self._taken[next(iter(self._taken))]

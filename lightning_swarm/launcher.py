@@ -276,7 +276,7 @@ class SwarmLauncher(_Launcher):
                 rank,
                 " ".join(addresses),
                 run_id=self._strategy.config.run_id,
-                launch_id=self.launch_id,
+                launch=self.launch_id,
                 trains=self._strategy.num_trainers > 1,
             )
             self._children.append(

@@ -33,7 +33,7 @@ class Lead:
         transport: Its network.
         directory: Where peers find each other.
         config: The user's settings.
-        is_over: Whether its server was told that the run is.
+        is_over: Whether its server was told that the run is over.
 
     Attributes:
         run: That it began, as its trainer knows it; None: there is none.
@@ -81,49 +81,66 @@ class Lead:
         timeout = self._config.limits.start_timeout
         self._runtime.run(membership.say_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
 
+    def find_servers(self, spec: RunSpec, check: Callable[[], None]) -> list[Member]:
+        """The servers that there are for a run, when they are enough; after a void one, those that are left of it.
+
+        Args:
+            spec: The run.
+            check: Called while waiting; raises when a server's process has died.
+
+        Raises:
+            PeerError: They do not come in time, or one that is left is gone.
+        """
+        timeout = self._config.limits.start_timeout
+        num_servers, num_trainers = spec.num_servers, spec.num_trainers
+        if self._survivors is not None:
+            num_servers, num_trainers = len(self._survivors), min(num_trainers, 1 + len(self._others))
+            self._runtime.run(survivors.await_loops(self._transport, self._others, timeout=timeout, check=check))
+        return self._runtime.run(
+            membership.find_servers(
+                self._directory,
+                self._transport,
+                self._config.run_id,
+                num_servers,
+                num_trainers=num_trainers,
+                among=self._survivors,
+                timeout=timeout,
+                check=check,
+            )
+        )
+
     def begin(
-        self, spec: RunSpec, model: Model, me: Member, stages: tuple[StageModule, ...], check: Callable[[], None]
+        self, spec: RunSpec, model: Model, me: Member, stages: tuple[StageModule, ...], servers: Sequence[Member]
     ) -> RunState:
-        """Begin a run with the servers that there are; of a void one, with those that are left.
+        """Begin a run.
 
         Args:
             spec: The run.
             model: The lead's copy: it initialises every stage.
             me: The lead.
             stages: Cut out of its copy.
-            check: Called while waiting; raises when a server's process has died.
+            servers: Those to begin it with.
+
+        Raises:
+            ConfigError: Some server's model is not the lead's.
+            PeerError: Some server left.
         """
-        if self._survivors is not None:
-            spec = replace(spec, num_trainers=min(spec.num_trainers, 1 + len(self._others)))
-            timeout = self._config.limits.start_timeout
-            self._runtime.run(survivors.await_loops(self._transport, self._others, timeout=timeout, check=check))
         # What is computed again draws the same random numbers.
         spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
-        self.run, self.stages = self._runtime.run(self._begin(spec, model, me, stages, check)), stages
-        return self.run
+        self.stages = stages
+        return self._runtime.run(self._begin(spec, model, me, servers))
 
-    async def _begin(
-        self, spec: RunSpec, model: Model, me: Member, stages: Sequence[StageModule], check: Callable[[], None]
-    ) -> RunState:
-        directory, transport, run_id = self._directory, self._transport, self._config.run_id
-        timeout = self._config.limits.start_timeout
-        servers = await membership.find_servers(
-            directory,
-            transport,
-            run_id,
-            spec.num_servers if self._survivors is None else len(self._survivors),
-            num_trainers=spec.num_trainers,
-            among=self._survivors,
-            timeout=timeout,
-            check=check,
-        )
+    async def _begin(self, spec: RunSpec, model: Model, me: Member, servers: Sequence[Member]) -> RunState:
+        directory, run_id = self._directory, self._config.run_id
         trainers = await membership.trainers_among(directory, run_id, servers)
         announced = await membership.known_servers(directory, run_id)
         hosts = {peer: host_of(addresses) for peer, addresses in announced.items() if addresses}
         manifest = starting.manifest(spec, self._config, model, me, servers, trainers, hosts)
-        await membership.admit(transport, manifest, stages, timeout=timeout)
+        run = self.run = RunState(manifest)  # from here on some server may be in it, and has to be told of its end
+        timeout = self._config.limits.start_timeout
+        await membership.admit(self._transport, manifest, self.stages, timeout=timeout)
         await membership.announce_run(directory, run_id, manifest.coordinator)
-        return RunState(manifest)
+        return run
 
     # ------------------------------------------------------------------ back, with servers that hold what is needed
 
@@ -136,7 +153,7 @@ class Lead:
             load: Puts the weights of that step into the model that the run was started with; called when no server
                 computes with it any more. The optimizer's state starts empty.
         """
-        run = self._began
+        run = self._current
         timeout = self._config.limits.call_timeout
         request = RestartRequest(generation=run.manifest.generation + 1, first_step=step, selection=session.selection)
         self._runtime.run(membership.restart(self._transport, run, request, timeout=timeout))
@@ -155,7 +172,7 @@ class Lead:
             return ""
         silence_s = self._config.limits.silence_timeout
         return await survivors.what_is_lost(
-            self._transport, self._began, self.num_known_dead, timeout=timeout, silence_s=silence_s
+            self._transport, self._current, self.num_known_dead, timeout=timeout, silence_s=silence_s
         )
 
     async def lost_for_good(self) -> str:
@@ -182,7 +199,7 @@ class Lead:
         return self._runtime.run(
             gather_snapshots(
                 self._transport,
-                self._began,
+                self._current,
                 versions,
                 timeout=limits.join_timeout,
                 max_bytes=limits.max_message_bytes,
@@ -225,6 +242,6 @@ class Lead:
             self._runtime.run(membership.dismiss(self._transport, self.run, timeout=timeout))
 
     @property
-    def _began(self) -> RunState:
+    def _current(self) -> RunState:
         assert self.run is not None
         return self.run

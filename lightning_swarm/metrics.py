@@ -161,7 +161,7 @@ class SharedLogs:
         self._batch.append(
             Logged(
                 name=name,
-                reduce=next(name for name in _REDUCTIONS if getattr(meta, f"is_{name}_reduction")),
+                reduce=next(one for one in _REDUCTIONS if getattr(meta, f"is_{one}_reduction")),
                 value=float(value),
                 batch_size=self._num_samples if batch_size is None else int(batch_size),
                 on_step=meta.on_step,

@@ -35,7 +35,7 @@ def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
         )
     start = (
         f"lightning-swarm fit {program} --trainer.strategy.role both --trainer.strategy.initial_peers {address}"
-        if is_command()
+        if _is_command()
         else f"SwarmStrategy(role='both', initial_peers='{address}')"
     )
     return (
@@ -46,12 +46,12 @@ def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
 
 def _program() -> list[str]:
     """What this process runs, as a person would write it."""
-    if is_command():
+    if _is_command():
         return _for_others(sys.argv[2:])  # the command's own arguments
     return [*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]]
 
 
-def is_command() -> bool:
+def _is_command() -> bool:
     """Whether it is `lightning-swarm`, and not a script of the user's."""
     return _program_name() in ("lightning_swarm", "lightning-swarm")
 

@@ -148,6 +148,8 @@ class TicketStore:
         Raises:
             PeerError: The holder is gone, silent, or does not have it (any more).
             SwarmError: Whatever made it fail.
+
+        When the holder's last answer is lost, it takes a few seconds more than `timeout`.
         """
         if ticket.peer_id == self._transport.peer_id:
             return (await self._ready(ticket.name, timeout)).report
@@ -202,6 +204,9 @@ class TicketStore:
         try:
             entry = await self._ready(request.name, min(request.hold_s, _HOLD_S))
         except DeadlineExceeded:
+            failed = self._entries.get(request.name)
+            if failed is not None and failed.error is not None:
+                raise  # it is what the tensor failed with
             return Message(encode(WaitReply(ready=False)))
         if request.take_bytes is None or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
             return Message(encode(WaitReply(ready=True, report=entry.report)))

@@ -69,7 +69,7 @@ class Calls:
         cache: What backward needs of forwards.
         num_forwards: Computed so far.
         num_samples: Likewise, in all stages together.
-        under_way: Calls that are.
+        under_way: Calls that were taken, and whose tensors are not there yet.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ class Closer:
         )
 
     def go_back(self) -> None:
-        """The run entered its next generation, for which somebody of every stage had to answer."""
+        """The run entered its next generation: who is there is asked anew, with all the time that there is."""
         self._vigil.end(step=self._run.manifest.first_step)
 
     def _sums_of(self, step: OpenStep, selection: Selection | None) -> Sums:

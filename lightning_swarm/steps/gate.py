@@ -207,7 +207,7 @@ class Gate:
                 if member:
                     raise Unreachable(
                         f"every server of the run must reach who joins it, and {peer} did not meet {newcomer} at "
-                        f"{candidate.addresses}: {error} Unless {peer} is gone itself, set `listen` (and `announce` "
+                        f"{candidate.addresses} ({error}). Unless {peer} is gone itself, set `listen` (and `announce` "
                         "behind a router) to an address that the others can reach."
                     ) from error
                 _log.info("%s, which is joining, did not meet %s: %s", peer, newcomer, error)

@@ -1,4 +1,7 @@
-"""Rounds that joiners missed, and for how long who missed some may not join. Pure: the time comes with each call."""
+"""Rounds that joiners missed, and for how long who missed some may not join.
+
+The time comes with each call, so it asks no clock.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def plan_replays(
     for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
         trains = index >= first_trained
         dirty = _dirty(stage, trains=trains)
-        held = {peer: [holds and peer not in dirty for holds in one.held] for peer, one in stage.items()}
+        held = {peer: [False] * len(receipts) if peer in dirty else list(one.held) for peer, one in stage.items()}
         missing = [
             place for place in range(len(receipts)) if trains and not any(flags[place] for flags in held.values())
         ]

@@ -165,10 +165,9 @@ class Staged(Replacement):
         self.joins = joins
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
-        """A joiner that met the dead one tries again later: go on until it is in."""
+        """A joiner that met the dead one tries again later: go on until it has been in for a few steps."""
         super().on_train_batch_end(trainer, pl_module, *args)
-        if any(event == "joined" for _, _, event in self.rows):
-            trainer.should_stop = True
+        trainer.should_stop = any(event == "joined" and trainer.global_step >= step + 5 for step, _, event in self.rows)
 
     def _kill(self, process: int, step: int) -> None:
         assert (process, step) == (4242, self.at_step)
@@ -196,7 +195,7 @@ def test_a_peer_is_killed_and_replaced_and_the_demo_can_draw_it(
     peers = read_peers(tmp_path)
     assert peers.events["killed"] == 3 < peers.events["gone"] <= peers.events["joined"]
     assert (peers.counts[0], peers.counts[-1]) == (4, 4)
-    assert (min(peers.steps), max(peers.steps)) == (1, peers.events["joined"])
+    assert (min(peers.steps), max(peers.steps)) == (1, peers.events["joined"] + 5)
     said = capsys.readouterr().out
     assert "peer peer-3 is out of the run" in said
     assert "peer peer-4 is let in; 4 train on" in said

@@ -220,7 +220,7 @@ class ThreadStrategy(SwarmStrategy):
             self._network.directory(transport),
             executor=InlineExecutor,
             config=self.config,
-            rng=random.Random(self._rank),
+            rng=random.Random(f"{name} {len(self._seen.peers)}"),
         )
 
     def add_server(self) -> None:

@@ -102,7 +102,7 @@ def test_a_promise_is_given_once(pair: Pair) -> None:
     assert pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
 
 
-@pytest.mark.parametrize("error", [StageError("a block"), Busy("full"), ProtocolError("no")])
+@pytest.mark.parametrize("error", [StageError("a block"), Busy("full"), ProtocolError("no"), DeadlineExceeded("late")])
 def test_a_failure_reaches_who_waits_by_its_name(pair: Pair, consumer: TicketStore, error: SwarmError) -> None:
     waiting = pair.start(consumer.wait(pair.holder.ticket("x"), timeout=100.0))
     pair.holder.promise("x")
