@@ -1,0 +1,194 @@
+"""A swarm as rates: peers come, go and move, and in between its pipeline runs as its slowest stage does.
+
+Microbatches, queues and steps are not there; who moves is decided by the policy of real swarms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.policy import Costs, Move, Stages, best_rate, plan, plan_as_paper, stage_for
+
+Rule: TypeAlias = Literal["none", "paper", "gain"]
+"""Nobody moves; the paper's rule; what pays, see `rebalancing.policy.plan`."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A peer comes, or goes.
+
+    Args:
+        at_s: When.
+        peer: Which one.
+        samples_per_s: What it computes from then on; 0: it is gone.
+    """
+
+    at_s: float
+    peer: PeerId
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to a swarm.
+
+    Args:
+        num_stages: Of its pipeline.
+        changes: In the order of their times. Those of the first time are there, and serve, as it begins.
+        end_s: When it ends.
+        rule: Who moves.
+        interval_s: Between two looks, at the latest.
+        move_s: For how long who moves computes nothing.
+        join_s: Likewise for who comes.
+        horizon_s: For how long a gain is expected to last; see `rebalancing.policy.Costs`.
+    """
+
+    num_stages: int
+    changes: Sequence[Change]
+    end_s: float
+    rule: Rule = "gain"
+    interval_s: float = 300.0
+    move_s: float = 30.0
+    join_s: float = 30.0
+    horizon_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in which nothing changed.
+
+    Args:
+        begin_s: From then.
+        end_s: To then.
+        samples_per_s: Of the slowest stage.
+        best: Of the slowest stage, if the peers that are alive were assigned as well as can be.
+        num_moves: That began with it.
+    """
+
+    begin_s: float
+    end_s: float
+    samples_per_s: float
+    best: float
+    num_moves: int
+
+
+def simulate(scenario: Scenario) -> list[Span]:
+    """What comes of it, in order."""
+    swarm = _Swarm(scenario)
+    spans = []
+    begin_s = scenario.changes[0].at_s
+    while begin_s < scenario.end_s:
+        num_moves = swarm.advance(begin_s)
+        end_s = min(swarm.next_s, scenario.end_s)
+        spans.append(Span(begin_s, end_s, swarm.samples_per_s, swarm.best, num_moves))
+        begin_s = end_s
+    return spans
+
+
+def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: float = math.inf) -> float:
+    """Samples in a time, as a share of those under the best assignments; NaN where these have none."""
+    done = best = 0.0
+    for span in spans:
+        length_s = max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s))
+        done += length_s * span.samples_per_s
+        best += length_s * span.best
+    return done / best if best else math.nan
+
+
+class _Swarm:
+    """At one moment."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._begin_s = scenario.changes[0].at_s
+        self._changes = deque(scenario.changes)
+        self._stages = Stages(scenario.num_stages)
+        self._alive: dict[PeerId, float] = {}  # with their rates
+        self._arrivals: dict[PeerId, float] = {}  # when those that are on their way to a stage serve it
+        self._look_s = self._begin_s + scenario.interval_s
+        self._costs = Costs([scenario.move_s] * scenario.num_stages, scenario.horizon_s)
+        self.best = 0.0
+
+    @property
+    def samples_per_s(self) -> float:
+        return min(self._served)
+
+    @property
+    def _served(self) -> list[float]:
+        """By stage: by those that have arrived."""
+        stages = range(self._scenario.num_stages)
+        return [sum(rate for rate, _ in self._stages.serving(index)) for index in stages]
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next."""
+        return min([self._look_s, *self._arrivals.values(), *(one.at_s for one in itertools.islice(self._changes, 1))])
+
+    def advance(self, now_s: float) -> int:
+        """Have happen what is due. Returns how many moves begin."""
+        self._arrive(now_s)
+        changed = False
+        while self._changes and self._changes[0].at_s <= now_s:
+            self._change(self._changes.popleft())
+            changed = True
+        if changed:
+            self.best = best_rate(self._alive.values(), self._scenario.num_stages)
+        looks = now_s >= self._look_s
+        if looks:
+            self._look_s = now_s + self._scenario.interval_s
+        moves = self._decide(changed=changed, looks=looks)
+        for move in moves:
+            self._send(move.peer, move.target, now_s + self._scenario.move_s)
+        return len(moves)
+
+    def _arrive(self, now_s: float) -> None:
+        for peer in [peer for peer, at_s in self._arrivals.items() if at_s <= now_s]:
+            del self._arrivals[peer]
+            stage = self._stages.stage_of(peer)
+            assert stage is not None
+            self._stages.put(peer, stage, self._alive[peer])
+
+    def _change(self, change: Change) -> None:
+        peer = change.peer
+        if change.samples_per_s == 0.0:
+            self._alive.pop(peer, None)
+            self._arrivals.pop(peer, None)
+            self._stages.remove(peer)
+            return
+        there = self._stages.stage_of(peer)
+        self._alive[peer] = change.samples_per_s
+        if there is not None:
+            self._stages.put(peer, there, change.samples_per_s, arrived=peer not in self._arrivals)
+        elif change.at_s == self._begin_s:
+            self._stages.put(peer, stage_for(self._stages), change.samples_per_s)
+        else:
+            self._send(peer, stage_for(self._stages), change.at_s + self._scenario.join_s)
+
+    def _send(self, peer: PeerId, stage: int, arrives_s: float) -> None:
+        self._stages.put(peer, stage, self._alive[peer], arrived=False)
+        self._arrivals[peer] = arrives_s
+
+    def _decide(self, *, changed: bool, looks: bool) -> list[Move]:
+        if self._scenario.rule == "gain" and (changed or looks):
+            return plan(self._stages, self._costs)
+        if self._scenario.rule == "paper" and looks:
+            return self._paper()
+        return []
+
+    def _paper(self) -> list[Move]:
+        """By queues as they are where each stage gets what the slowest one passes on: as long as it is slow."""
+        queues = [
+            {peer: 1.0 / rate for rate, peer in self._stages.serving(index)}
+            for index in range(self._scenario.num_stages)
+        ]
+        queued = [1.0 / rate if rate else math.inf for rate in self._stages.rates]
+        moves = plan_as_paper(queued, queues)
+        # It says nothing of when to stop. Here it does where the two stages would but change places.
+        rates = self._stages.rates
+        return [move for move in moves if rates[move.source] - self._alive[move.peer] > rates[move.target]]

@@ -1,0 +1,202 @@
+"""Who moves where: the policy, the paper's rule, the yardstick, and a swarm as rates."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.policy import Costs, Move, Stages, best_rate, plan, plan_as_paper, stage_for
+from lightning_swarm.simulator.fluid import Change, Rule, Scenario, share_of_best, simulate
+
+FREE = 1e-9
+"""Seconds of a move that costs nothing."""
+
+
+def stages_of(*rates: Sequence[float]) -> Stages:
+    """Peers by stage, called ``s0p0``, ``s0p1``, and so on."""
+    stages = Stages(len(rates))
+    for index, of_stage in enumerate(rates):
+        for number, rate in enumerate(of_stage):
+            stages.put(PeerId(f"s{index}p{number}"), index, rate)
+    return stages
+
+
+def made(stages: Stages, *, move_s: float = FREE, horizon_s: float = 600.0) -> list[Move]:
+    """The moves of a plan, and makes them."""
+    moves = plan(stages, Costs([move_s] * len(stages.rates), horizon_s))
+    for move in moves:
+        rate = next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
+        stages.put(move.peer, move.target, rate)
+    return moves
+
+
+def test_a_peer_moves_to_the_stage_that_lost_one() -> None:
+    assert made(stages_of([1, 1, 1], [1])) == [Move(PeerId("s0p0"), 0, 1)]
+
+
+def test_nobody_moves_where_two_stages_would_but_change_places() -> None:
+    assert made(stages_of([1, 1], [1])) == []
+
+
+def test_several_move_at_once_where_one_alone_gains_nothing() -> None:
+    moves = made(stages_of([1] * 4, [1] * 4, [1], [1]))
+    assert sorted((move.source, move.target) for move in moves) == [(0, 2), (1, 3)]
+
+
+def test_peers_that_fit_move() -> None:
+    assert {move.peer for move in made(stages_of([8, 3, 1], [4]))} == {"s0p1", "s0p2"}  # 8 and 8
+
+
+def test_no_stage_is_left_empty() -> None:
+    stages = stages_of([10], [1, 1])
+    assert made(stages) == []
+    assert [len(stages.serving(index)) for index in range(2)] == [1, 2]
+
+
+def test_an_empty_stage_gets_a_peer() -> None:
+    assert [move.target for move in made(stages_of([1, 1], [1], []))] == [2]
+
+
+def test_a_move_that_costs_more_than_it_gains_is_not_made() -> None:
+    dear = stages_of([1, 1, 1], [1])
+    assert made(dear, move_s=500.0, horizon_s=600.0) != []
+    assert made(stages_of([1, 1, 1], [1]), move_s=590.0, horizon_s=600.0) == []
+
+
+def test_what_is_lost_while_peers_move_is_won_back() -> None:
+    """A stage may get several peers and give a fast one: meanwhile it would be slower than the slowest was."""
+    rng = random.Random(0)
+    num_slower = {1.0: 0, 300.0: 0}
+    for _ in range(200):
+        peers = [[rng.uniform(0.1, 10) for _ in range(rng.randrange(1, 6))] for _ in range(4)]
+        for move_s in num_slower:
+            stages = stages_of(*peers)
+            before, meanwhile = min(stages.rates), list(stages.rates)
+            for move in plan(stages, Costs([move_s] * 4, 600.0)):
+                meanwhile[move.source] -= next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
+            num_slower[move_s] += min(meanwhile) < before
+            made(stages, move_s=move_s)
+            assert min(meanwhile) * move_s + min(stages.rates) * (600.0 - move_s) >= before * 600.0 - 1e-9
+    assert num_slower[1.0] > num_slower[300.0]
+
+
+def test_rates_that_scatter_move_nobody_back() -> None:
+    rng = random.Random(0)
+    stages = stages_of([1] * 9, [1], [1])
+    assert made(stages)
+    for _ in range(20):
+        for index in range(3):
+            for _, peer in list(stages.serving(index)):
+                stages.put(peer, index, rng.uniform(0.97, 1.03))
+        assert made(stages) == []
+
+
+def test_who_is_on_its_way_counts_where_it_goes_and_stays_there() -> None:
+    stages = stages_of([1, 1, 1], [1])
+    stages.put(PeerId("new"), 1, 1.0, arrived=False)
+    assert stages.rates == [3.0, 2.0]
+    assert made(stages) == []
+    stages.remove(PeerId("new"))
+    assert made(stages) != []
+
+
+def test_a_newcomer_goes_to_the_slowest_stage_however_many_serve_it() -> None:
+    assert stage_for(stages_of([1, 1, 1], [5])) == 0
+
+
+def test_a_stage_that_is_left_by_all_has_no_rate() -> None:
+    stages = stages_of([0.1, 0.2, 0.7], [1])
+    for number in (1, 0, 2):
+        stages.remove(PeerId(f"s0p{number}"))
+    assert stages.rates[0] == 0.0
+    assert stage_for(stages) == 0
+
+
+def best_of_all(rates: Sequence[float], num_stages: int) -> float:
+    """By trying all assignments."""
+    return max(
+        min(sum(rate for rate, at in zip(rates, where, strict=True) if at == stage) for stage in range(num_stages))
+        for where in itertools.product(range(num_stages), repeat=len(rates))
+    )
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_plans_come_near_the_best_assignment(seed: int) -> None:
+    rng = random.Random(seed)
+    rates = [rng.choice([1.0, 2.0, 5.0, 10.0]) for _ in range(8)]
+    best = best_of_all(rates, 3)
+    assert 0.75 * best <= best_rate(rates, 3) <= best
+    stages = stages_of(rates, [], [])
+    while made(stages):
+        pass
+    assert 0.7 * best <= min(stages.rates) <= best + 1e-9
+
+
+def test_the_yardstick_is_exact_for_equal_peers() -> None:
+    assert best_rate([1.0] * 11, 3) == 3.0
+    assert best_rate([1.0] * 2, 3) == 0.0
+
+
+def test_the_papers_rule_moves_one_from_the_shortest_queue_to_the_longest() -> None:
+    a, b, c = (PeerId(name) for name in "abc")
+    assert plan_as_paper([1.0, 6.0], [{a: 0.7, b: 0.3}, {c: 6.0}]) == [Move(b, 0, 1)]
+    assert plan_as_paper([1.0, 6.0], [{a: 1.0}, {c: 6.0}]) == []  # the last one
+    assert plan_as_paper([6.0, 1.0], [{a: 3.0, b: 3.0}, {c: 1.0}]) == []  # nobody else can move
+
+
+def test_a_decision_looks_at_few_of_many_peers() -> None:
+    rng = random.Random(0)
+    stages = stages_of(*([rng.uniform(1, scale) for _ in range(1000)] for scale in (10, 10, 10, 5)))
+    looked_at: list[int] = []
+
+    class Watched(list[tuple[float, PeerId]]):
+        def __getitem__(self, at: Any) -> Any:
+            looked_at.append(at)
+            return super().__getitem__(at)
+
+    stages._movable = [Watched(one) for one in stages._movable]
+    moves = plan(stages, Costs([30.0] * 4, 600.0))
+    assert 0 < len(looked_at) < 300 * (1 + len(moves))
+
+
+def changes(*rows: tuple[float, str, float]) -> list[Change]:
+    return [Change(at_s, PeerId(peer), rate) for at_s, peer, rate in rows]
+
+
+def run(rule: Rule, *rows: tuple[float, str, float], end_s: float = 1000.0, num_stages: int = 2) -> float:
+    return share_of_best(simulate(Scenario(num_stages, changes(*rows), end_s, rule=rule)))
+
+
+LOSS = (*((0.0, f"p{i}", 1.0) for i in range(6)), (100.0, "p0", 0.0), (100.0, "p2", 0.0))
+"""Two peers of the first stage of two go: p0, p2 and p4 were there."""
+
+
+def test_a_loss_is_mended_as_soon_as_a_peer_has_moved() -> None:
+    """Before it 3 of 3, then 1 of 2 until the move is over, then 2 of 2."""
+    assert run("gain", *LOSS) == pytest.approx((100 * 3 + 30 * 1 + 870 * 2) / (100 * 3 + 900 * 2))
+    assert run("none", *LOSS) == pytest.approx((100 * 3 + 900 * 1) / (100 * 3 + 900 * 2))
+
+
+def test_the_papers_rule_waits_for_its_interval() -> None:
+    assert run("paper", *LOSS) == pytest.approx((100 * 3 + 230 * 1 + 670 * 2) / (100 * 3 + 900 * 2))
+
+
+def test_who_comes_serves_when_it_has_joined() -> None:
+    rows = [(0.0, "p0", 1.0), (0.0, "p1", 1.0), (100.0, "p2", 1.0), (100.0, "p3", 1.0)]
+    assert run("none", *rows) == pytest.approx((130 * 1 + 870 * 2) / (100 * 1 + 900 * 2))
+
+
+def test_who_goes_while_it_moves_is_replaced() -> None:
+    spans = simulate(Scenario(2, changes(*LOSS, (110.0, "p1", 0.0), (110.0, "p5", 0.0)), 1000.0))
+    assert spans[-1].samples_per_s == spans[-1].best == 1.0
+
+
+def test_a_peer_that_becomes_slow_is_relieved() -> None:
+    rows = [(0.0, f"p{i}", 1.0) for i in range(8)]
+    spans = simulate(Scenario(2, changes(*rows, *((50.0, f"p{i}", 0.1) for i in (0, 2, 4))), 1000.0))
+    assert spans[-1].samples_per_s > 0.9 * spans[-1].best
