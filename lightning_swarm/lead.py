@@ -132,9 +132,9 @@ class Lead:
 
     async def _begin(self, spec: RunSpec, model: Model, me: Member, servers: Sequence[Member]) -> RunState:
         directory, run_id = self._directory, self._config.run_id
-        trainers = await membership.trainers_among(directory, run_id, servers)
-        announced = await membership.known_servers(directory, run_id)
-        hosts = {peer: host_of(addresses) for peer, addresses in announced.items() if addresses}
+        announced = await membership.announced(directory, run_id)
+        trainers = [one for one in servers if one.peer_id in announced and announced[one.peer_id].trains]
+        hosts = {peer: host_of(one.addresses) for peer, one in announced.items() if one.addresses}
         manifest = starting.manifest(spec, self._config, model, me, servers, trainers, hosts)
         run = self.run = RunState(manifest)  # from here on some server may be in it, and has to be told of its end
         timeout = self._config.limits.start_timeout

@@ -158,7 +158,7 @@ async def find_servers(
     deadline = now_s() + timeout
     while True:
         check()
-        found = await _announced(directory, run_id)
+        found = await announced(directory, run_id)
         if among is not None:
             found = {peer: one for peer, one in found.items() if peer in among}
         if _suffice(found, num_servers, num_trainers):  # what is left of an earlier run may be among them
@@ -185,18 +185,12 @@ def _num_trainers(found: Mapping[PeerId, Announcement]) -> int:
 
 async def known_servers(directory: Directory, run_id: str) -> dict[PeerId, list[str]]:
     """All servers that announced themselves, with their addresses. Some may be gone."""
-    return {peer: one.addresses for peer, one in (await _announced(directory, run_id)).items()}
-
-
-async def trainers_among(directory: Directory, run_id: str, servers: Sequence[Member]) -> list[Member]:
-    """Those of `servers` that read data, too."""
-    announced = await _announced(directory, run_id)
-    return [one for one in servers if one.peer_id in announced and announced[one.peer_id].trains]
+    return {peer: one.addresses for peer, one in (await announced(directory, run_id)).items()}
 
 
 async def connect_all(directory: Directory, transport: Transport, run_id: str) -> None:
     """Make all servers that announced themselves reachable from this peer, as far as they are."""
-    await _connect(transport, await _announced(directory, run_id))
+    await _connect(transport, await announced(directory, run_id))
 
 
 async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement]) -> dict[PeerId, Announcement]:
@@ -216,7 +210,8 @@ async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement])
     return {peer: one for (peer, one), ok in zip(servers.items(), reached, strict=True) if ok}
 
 
-async def _announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:
+async def announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:
+    """What all servers said of themselves. Some may be gone."""
     found = {}
     for peer, value in (await directory.read(f"{run_id}.servers")).items():
         try:

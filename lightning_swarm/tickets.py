@@ -202,12 +202,11 @@ class TicketStore:
     async def _handle_wait(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, WaitRequest)
         try:
-            entry = await self._ready(request.name, min(request.hold_s, _HOLD_S))
+            entry = await self._done(request.name, min(request.hold_s, _HOLD_S))
         except DeadlineExceeded:
-            failed = self._entries.get(request.name)
-            if failed is not None and failed.error is not None:
-                raise  # it is what the tensor failed with
             return Message(encode(WaitReply(ready=False)))
+        if entry.error is not None:  # which may be a deadline's, too
+            raise entry.error
         if request.take_bytes is None or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
             return Message(encode(WaitReply(ready=True, report=entry.report)))
         taken = self._take(request.name, entry)
@@ -232,6 +231,13 @@ class TicketStore:
         return message
 
     async def _ready(self, name: str, timeout: float) -> _Entry:
+        entry = await self._done(name, timeout)
+        if entry.error is not None:
+            raise entry.error
+        return entry
+
+    async def _done(self, name: str, timeout: float) -> _Entry:
+        """The entry once the tensor is there, or has failed."""
         entry = self._entries.get(name)
         if entry is None:
             if self._num_unpromised >= _MAX_UNPROMISED:
@@ -247,8 +253,6 @@ class TicketStore:
             entry.waiting -= 1
             if not entry.promised and entry.waiting == 0 and self._entries.get(name) is entry:
                 del self._entries[name]
-        if entry.error is not None:
-            raise entry.error
         return entry
 
     @property

@@ -117,13 +117,9 @@ class _Swarm:
 
     @property
     def samples_per_s(self) -> float:
-        return min(self._served)
-
-    @property
-    def _served(self) -> list[float]:
-        """By stage: by those that have arrived."""
+        """Of the slowest stage, by those that have arrived."""
         stages = range(self._scenario.num_stages)
-        return [sum(rate for rate, _ in self._stages.serving(index)) for index in stages]
+        return min(sum(rate for rate, _ in self._stages.serving(index)) for index in stages)
 
     @property
     def next_s(self) -> float:
