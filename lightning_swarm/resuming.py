@@ -19,6 +19,7 @@ from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.going_back.way_back import WayBack
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
+from lightning_swarm.saving import Files
 from lightning_swarm.session import Session
 from lightning_swarm.weights import Weights
 
@@ -38,6 +39,7 @@ class ResumingHooks(_Strategy):
         self._session: Session | None = None
         self._loop: SwarmOptimization | None = None
         self._weights: Weights | None = None  # of this run or, once it is over, of the last one
+        self._files: Files | None = None  # of the lead while it trains, unless its user brought a `CheckpointIO`
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._way_back = WayBack()
         self._goes_back = False  # what is torn down goes on
@@ -69,7 +71,24 @@ class ResumingHooks(_Strategy):
         return super().optimizer_state(optimizer)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._files is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        else:
+            own = self._weights.gathered if self._weights is not None else ()
+            self._files.save(checkpoint, filepath, storage_options, own)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._files is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._files.remove(filepath)
+
+    @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self._files is not None:
+            self._files.finish()
         restored = self._way_back.load(checkpoint_path)
         if restored is not None:
             self._restored_step = self._way_back.first_step

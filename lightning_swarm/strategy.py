@@ -31,6 +31,7 @@ from lightning_swarm.network.addresses import Address, Place
 from lightning_swarm.partition import choose_ranges, find_blocks
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.resuming import ResumingHooks
+from lightning_swarm.saving import Files
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
@@ -74,7 +75,8 @@ class SwarmHooks(ResumingHooks):
             SIGTERM. None: nobody is asked.
         limits: Bounds on waiting and memory.
         accelerator: As in every strategy of Lightning.
-        checkpoint_io: As in every strategy of Lightning.
+        checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written while training
+            goes on.
         precision_plugin: As in every strategy of Lightning.
 
     Raises:
@@ -135,6 +137,7 @@ class SwarmHooks(ResumingHooks):
         self.num_trainers = 1  # that are started together, on this machine
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
+        self._writes_files = False  # nobody brought a `CheckpointIO`
 
     # ------------------------------------------------------------------ what Lightning asks
 
@@ -238,6 +241,7 @@ class SwarmHooks(ResumingHooks):
     def _configure_launcher(self) -> None:
         rules.check_strategy(self, self.framework)
         rules.check_interactive(len(self._devices))
+        self._writes_files = self._checkpoint_io is None
         self._launcher = SwarmLauncher(self, len(self._devices))
 
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
@@ -316,6 +320,8 @@ class SwarmHooks(ResumingHooks):
             stale = self._weights is not None and self._weights.stale
             self._weights = Weights(self.peer, self._session, module, limits=self.config.limits, stale=stale)
             self._home = Home(trainer, self._weights, stays=self.config.gather_on_end)
+            if fitting and self._writes_files:
+                self._files = Files(trainer, self.checkpoint_io)
 
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
@@ -410,6 +416,8 @@ class SwarmHooks(ResumingHooks):
             assert self.peer is not None
             self.peer.wait_until_dismissed()  # whose own data has come to its end goes on serving
             return
+        if self._files is not None:
+            self._files.finish()
         if self._loop is not None and self._loop.pending_samples:
             _log.warning(
                 "Training ended in mid-step: %d samples of the open step were in no update. Set `max_steps` or "
@@ -420,6 +428,10 @@ class SwarmHooks(ResumingHooks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
+        try:
+            self._close_files()
+        except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
+            exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
         if isinstance(exception, StepError | PeerError) and self._loop is not None:
             exception.add_note(settings.how_to_go_on(self._loop.trainer))
         if not self.is_global_zero:
@@ -465,12 +477,20 @@ class SwarmHooks(ResumingHooks):
     @override
     def teardown(self) -> None:
         try:
-            super().teardown()
+            try:
+                super().teardown()
+            finally:
+                self._close_files()
         finally:
             if self._goes_back:
                 self._release()
             else:
                 self.leave()
+
+    def _close_files(self) -> None:
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
 
     def _release(self) -> None:
         """End the run, but none of the peers."""

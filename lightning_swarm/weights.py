@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import checkpoint
@@ -39,6 +40,7 @@ class Weights:
         self._module = module
         self._limits = limits
         self._version = session.version  # of the weights that the module was seen to hold
+        self._gathered: list[weakref.ref[Tensor]] = []
 
     def end(self) -> None:
         """The run is over: what the module does not hold now is lost."""
@@ -80,10 +82,17 @@ class Weights:
 
     # ------------------------------------------------------------------ in checkpoints
 
+    @property
+    def gathered(self) -> Sequence[Tensor]:
+        """What was put into the newest checkpoint, of which the swarm keeps nothing."""
+        return [tensor for one in self._gathered if (tensor := one()) is not None]
+
     def complete(self, own: dict[str, Any]) -> None:
         """Put the weights of the last step into the module's state dict, unless the module holds them."""
+        self._gathered.clear()
         if self.stale:
             weights = self._gather(checkpoint.gather_weights, self._limits.call_timeout)
+            self._gathered += map(weakref.ref, weights.values())
             names = checkpoint.first_names(self._module)
             own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
 
@@ -93,7 +102,10 @@ class Weights:
 
     def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
         state = self._gather(checkpoint.gather_optimizer, timeout)
-        return checkpoint.renumbered(optimizer, self._parameter_names, state)
+        renumbered = checkpoint.renumbered(optimizer, self._parameter_names, state)
+        values = [value for one in renumbered["state"].values() for value in one.values()]
+        self._gathered += [weakref.ref(value) for value in values if isinstance(value, Tensor)]
+        return renumbered
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
         session, run = self._of_run

@@ -124,9 +124,45 @@ def test_atomic_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @feature(
+    "files of `ModelCheckpoint` are written while training goes on",
+    WORKS,
+    "weights are gathered before; not where a logger looks at the files, with `save_last='link'`, or with "
+    "`plugins=[TorchCheckpointIO()]`",
+)
+def test_written_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, save = threading.Event(), TorchCheckpointIO.save_checkpoint
+
+    def slow(self: TorchCheckpointIO, *args: Any, **kwargs: Any) -> None:
+        assert goes_on.wait(60.0), "training waited for the file"
+        save(self, *args, **kwargs)
+
+    class Notes(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == STEPS:
+                goes_on.set()
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", slow)
+    assert saved_by_swarm(tmp_path, every_n_train_steps=5, callbacks=[Notes()]) == [5]
+
+
+def saved_by_swarm(folder: Path, *, every_n_train_steps: int, callbacks: list[L.Callback], **options: Any) -> list[int]:
+    """The steps of a ModelCheckpoint's files, each of which holds what the plain Trainer has by then."""
+    save = ModelCheckpoint(folder, "{step}", every_n_train_steps=every_n_train_steps, save_top_k=-1)
+    run_swarm(
+        Trained, loader(digits()), max_steps=STEPS, enable_checkpointing=True, callbacks=[*callbacks, save], **options
+    )
+    files = [torch.load(path, weights_only=True) for path in folder.iterdir()]
+    for file in files:
+        plain = run_plain(Trained, loader(digits()), max_steps=file["global_step"])
+        torch.testing.assert_close(file["state_dict"], plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    return sorted(file["global_step"] for file in files)
+
+
+@feature(
     "`Trainer(plugins=[AsyncCheckpointIO()])`",
     WORKS,
-    "training goes on while the file is written; weights are gathered before",
+    "all files are written while training goes on, as Lightning does it",
 )
 def test_writing_meanwhile(tmp_path: Path) -> None:
     goes_on, steps = threading.Event(), []
@@ -145,21 +181,9 @@ def test_writing_meanwhile(tmp_path: Path) -> None:
             if trainer.global_step == STEPS:
                 goes_on.set()
 
-    save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
-    run_swarm(
-        Trained,
-        loader(digits()),
-        max_steps=STEPS,
-        enable_checkpointing=True,
-        plugins=[AsyncCheckpointIO(Slow())],
-        callbacks=[save, Notes()],
-    )
+    plugins = [AsyncCheckpointIO(Slow())]
+    assert saved_by_swarm(tmp_path, every_n_train_steps=3, callbacks=[Notes()], plugins=plugins) == [3, 6, 9]
     assert steps == list(range(1, STEPS + 1))
-    for step in 3, 6, 9:
-        plain = run_plain(Trained, loader(digits()), max_steps=step)
-        file = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)
-        assert file["global_step"] == step
-        torch.testing.assert_close(file["state_dict"], plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
 
 class Sized(Net):

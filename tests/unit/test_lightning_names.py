@@ -83,5 +83,13 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framew
         wrapped = ("should_update", "on_validation_epoch_start", "on_validation_epoch_end")
         assert all(name in vars(framework.callbacks.WeightAveraging) for name in wrapped)
 
+    # saving.py wraps these, and looks at who reads files.
+    checkpoints = framework.callbacks.ModelCheckpoint
+    assert parameters(checkpoints._save_checkpoint) == ["self", "trainer", "filepath"]
+    assert parameters(checkpoints.file_exists) == ["self", "filepath", "trainer"]
+    assert "self.file_exists(" in inspect.getsource(checkpoints._get_metric_interpolated_filepath_name)
+    assert checkpoints(save_last="link").save_last == "link"
+    assert "after_save_checkpoint" in vars(of("loggers", "Logger"))
+
     # Schedulers look for this before they say that no optimizer stepped.
     assert "_opt_called" in inspect.getsource(torch.optim.lr_scheduler)
