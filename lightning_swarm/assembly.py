@@ -15,6 +15,7 @@ import torch
 
 from lightning_swarm import hello, membership, preemption, starting, survey, survivors
 from lightning_swarm.config import Preemption, SwarmConfig
+from lightning_swarm.environment import talks_to_neighbours
 from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.lead import Lead
@@ -381,6 +382,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
                 initial_peers=[address.maddr for address in config.initial_peers],
                 startup_timeout=config.limits.start_timeout,
                 silence_timeout=config.limits.silence_timeout,
+                neighbours=talks_to_neighbours(),
             )
         )
     except BaseException:

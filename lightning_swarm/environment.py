@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final, cast
 
 from lightning_swarm.config import Preemption, Role, SwarmConfig
+from lightning_swarm.errors import ConfigError
 from lightning_swarm.network.addresses import Address, Place
 
 JOIN: Final = "SWARM_JOIN"
@@ -19,6 +20,8 @@ ROLE: Final = "SWARM_ROLE"
 """What to be, whatever the script says."""
 PREEMPTION: Final = "SWARM_PREEMPTION"
 """Whose notice to heed that this machine is to go, whatever the script says."""
+NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
+"""0: peers of one machine talk to each other as if they were far apart. For networks that are emulated on one."""
 _RUN: Final = "SWARM_RUN_ID"
 _RANK: Final = "SWARM_LOCAL_RANK"
 _TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
@@ -28,6 +31,18 @@ _LAUNCH: Final = "SWARM_LAUNCH_ID"
 def local_rank() -> int:
     """Which of this machine's peers this process is."""
     return int(os.environ.get(_RANK, "0"))
+
+
+def talks_to_neighbours() -> bool:
+    """Whether peers of this machine are talked to past their daemons.
+
+    Raises:
+        ConfigError: The variable says neither yes nor no.
+    """
+    told = os.environ.get(NEIGHBOURS, "1")
+    if told not in ("0", "1"):
+        raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {told!r}. Leave it out: that means 1.")
+    return told == "1"
 
 
 def launch_id() -> str:

@@ -1,4 +1,4 @@
-"""Fixtures of the contract suite: every test runs in both worlds."""
+"""Fixtures of the contract suite: every test runs in all worlds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract.world import HivemindWorld, MemoryWorld, World
+from tests.contract.world import HivemindWorld, MemoryWorld, NeighbourWorld, World
 
 
-@pytest.fixture(scope="module", params=[MemoryWorld, HivemindWorld], ids=["memory", "hivemind"])
+@pytest.fixture(
+    scope="module", params=[MemoryWorld, HivemindWorld, NeighbourWorld], ids=["memory", "hivemind", "neighbours"]
+)
 def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
     world: World = request.param()
     world.open()

@@ -109,7 +109,10 @@ class MemoryWorld(World):
 
 
 class HivemindWorld(World):
+    """Peers that talk over their daemons, as those of different machines do."""
+
     stranger = PeerId("12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR")
+    neighbours = False
 
     def __init__(self) -> None:
         uvloop = pytest.importorskip("uvloop")
@@ -120,7 +123,7 @@ class HivemindWorld(World):
         from lightning_swarm.network.hivemind import start
 
         initial_peers = [address for peer in known for address in await peer.transport.addresses()]
-        return Peer(*await start(initial_peers=initial_peers))
+        return Peer(*await start(initial_peers=initial_peers, neighbours=self.neighbours))
 
     def kill(self, peer: Peer) -> None:
         self._signal(peer, signal.SIGKILL)
@@ -140,3 +143,12 @@ class HivemindWorld(World):
             return None
         os.kill(daemon.pid, number)
         return int(daemon.pid)
+
+
+class NeighbourWorld(HivemindWorld):
+    """Peers of one machine."""
+
+    neighbours = True
+
+    def freeze(self, peer: Peer) -> None:
+        pytest.skip("they share a process, and their daemons carry nothing")

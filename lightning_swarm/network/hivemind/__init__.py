@@ -39,6 +39,7 @@ async def start(
     initial_peers: Sequence[str] = (),
     startup_timeout: float = 60.0,
     silence_timeout: float = SILENCE_S,
+    neighbours: bool = True,
 ) -> tuple[HivemindTransport, HivemindDirectory]:
     """Start this process's peer on the running loop.
 
@@ -50,6 +51,8 @@ async def start(
         initial_peers: Full addresses of peers to join; without any, a new network begins.
         startup_timeout: Seconds for each attempt to start the daemon.
         silence_timeout: Seconds without a sign of life after which another peer's exchanges are ended.
+        neighbours: Whether peers of this machine are talked to past the daemons. For measuring and for networks that
+            are emulated on one machine: False.
 
     Returns:
         The transport, which the caller closes last, and the directory, which it closes first.
@@ -65,7 +68,7 @@ async def start(
     _check_free(host, port)
     listen = f"/ip{version}/{host}/tcp/{port}"
     p2p = await _start_daemon(listen, announce, identity_path, initial_peers, startup_timeout)
-    transport = HivemindTransport(p2p, silence_s=silence_timeout)
+    transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours)
     try:
         await transport.open()
         return transport, await HivemindDirectory.join(transport, p2p, initial_peers)

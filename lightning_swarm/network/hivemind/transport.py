@@ -1,13 +1,15 @@
-"""`HivemindTransport`: calls and tensors over raw streams of libp2p, with our framing."""
+"""`HivemindTransport`: calls and tensors with our framing over raw streams of libp2p, or past it within a machine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Final
+
+from typing_extensions import override
 
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.network import Message, PeerId
@@ -18,6 +20,7 @@ from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind._pending import steady
 from lightning_swarm.network.hivemind._process import exited
 from lightning_swarm.network.hivemind.calls import Calls, answer_calls
+from lightning_swarm.network.hivemind.neighbours import INTRODUCE, Neighbours
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
 from lightning_swarm.tasks import ended, gather
 
@@ -35,15 +38,16 @@ class HivemindTransport(BaseTransport):
     Args:
         p2p: The daemon's client; this transport owns it.
         silence_s: How long another peer may be silent.
+        neighbours: Whether peers of this machine are talked to past the daemons.
     """
 
-    def __init__(self, p2p: P2P, *, silence_s: float) -> None:
+    def __init__(self, p2p: P2P, *, silence_s: float, neighbours: bool) -> None:
         super().__init__(PeerId(p2p.peer_id.to_base58()), silence_s=silence_s)
         self._p2p = p2p
         self._daemon = Daemon(p2p)
-        self._pool = StreamPool(partial(self._daemon.open_stream, protocol=_STREAM))
-        open_stream = partial(self._daemon.open_stream, protocol=_CALL)
-        self._calls = Calls(open_stream, self._spawn, self._liveness.patience_s)
+        self._pool = StreamPool(partial(self._open_stream, protocol=_STREAM))
+        self._calls = Calls(partial(self._open_stream, protocol=_CALL), self._spawn, self._liveness.patience_s)
+        self._neighbours = Neighbours(self._peer_id, self._introduced, self._attend) if neighbours else None
         self._watch: asyncio.Task[None] | None = None
 
     @property
@@ -54,8 +58,11 @@ class HivemindTransport(BaseTransport):
     async def open(self) -> None:
         """Begin to serve. All methods share two of libp2p's protocols, so they may be registered at any time."""
         self._watch = asyncio.create_task(self._watch_daemon(steady(self._p2p)))
-        await self._p2p.add_binary_stream_handler(_CALL, self._on_calls)
-        await self._p2p.add_binary_stream_handler(_STREAM, self._on_stream)
+        for protocol in (_CALL, _STREAM):
+            await self._p2p.add_binary_stream_handler(protocol, partial(self._on_stream, protocol))
+        if self._neighbours is not None:
+            self.handle_call(INTRODUCE, self._neighbours.answer)
+            await self._neighbours.listen()
 
     async def connect(self, addresses: Sequence[str]) -> None:
         """See `Transport`."""
@@ -78,7 +85,6 @@ class HivemindTransport(BaseTransport):
     async def close(self) -> None:
         """See `Transport`."""
         self._break_off()
-        self._pool.close()
         await self._wait_until_served()
         if self._watch is not None:
             await ended([self._watch])
@@ -105,14 +111,30 @@ class HivemindTransport(BaseTransport):
         finally:
             await ended([gone])
 
+    @override
+    def _break_off(self) -> None:
+        super()._break_off()
+        self._pool.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+
+    async def _open_stream(self, peer: PeerId, protocol: str) -> Stream:
+        if self._neighbours is not None and (stream := await self._neighbours.open_stream(peer, protocol)):
+            return stream
+        return await self._daemon.open_stream(peer, protocol)
+
+    async def _introduced(self, peer: PeerId) -> bytes:
+        """Ask a neighbour who it is, over its daemon."""
+        stream = await self._daemon.open_stream(peer, _STREAM)
+        try:
+            answer, _ = await ask(stream.channel, Kind.CALL, next(self._exchange_ids), INTRODUCE, Message(), 0)
+        finally:
+            self._count(peer, INTRODUCE, stream.channel)
+            stream.close()
+        return answer.body
+
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
         return await self._calls.ask(peer, request)
-
-    async def _on_calls(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        caller = PeerId(info.peer_id.to_base58())
-        await self._attend(
-            reader, writer, lambda stream: answer_calls(stream, partial(self._serve_call, caller), self._spawn)
-        )
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         async with self._pool.lease(peer) as stream:
@@ -127,28 +149,30 @@ class HivemindTransport(BaseTransport):
                 self._pool.keep(peer, stream)
             return answer
 
-    async def _on_stream(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        caller = PeerId(info.peer_id.to_base58())
-        find, count = partial(self._find, caller), partial(self._count_served, caller)
-        await self._attend(
-            reader, writer, lambda stream: serve(stream.channel, find, count, idle_timeout=_IDLE_TIMEOUT_S)
-        )
+    async def _on_stream(
+        self, protocol: str, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await self._attend(protocol, PeerId(info.peer_id.to_base58()), reader, writer)
 
     async def _attend(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        answer: Callable[[Stream], Coroutine[Any, Any, None]],
+        self, protocol: str, caller: PeerId, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer what comes over a stream that another peer opened."""
         stream = Stream(reader, writer)
         try:
             if not self._closed:
                 with self._owning():
-                    await answer(stream)
+                    await self._answer(protocol, caller, stream)
         except asyncio.CancelledError:
             # asyncio's stream server logs the cancellation of what it started as a failure of its own.
             if not self._closed:
                 raise
         finally:
             stream.close()
+
+    async def _answer(self, protocol: str, caller: PeerId, stream: Stream) -> None:
+        if protocol == _CALL:
+            await answer_calls(stream, partial(self._serve_call, caller), self._spawn)
+        elif protocol == _STREAM:
+            find, count = partial(self._find, caller), partial(self._count_served, caller)
+            await serve(stream.channel, find, count, idle_timeout=_IDLE_TIMEOUT_S)
