@@ -3,6 +3,7 @@
 A hop is the forward and the backward of one microbatch at one stage in another process. The swarm's is the time of a
 step over its microbatches and stages, everything included. That of `hivemind.moe` is a chain of as many experts that do
 nothing, called as its users call them: `RemoteExpert`, from as many threads as the swarm has microbatches in flight.
+Both go through libp2p's daemons, but for "next door": as peers of one machine do it, past them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import hivemind
@@ -19,25 +21,26 @@ from hivemind.moe.client.expert import RemoteExpert, create_remote_experts
 from hivemind.moe.expert_uid import ExpertInfo
 
 from benchmarks.report import picture, table, write
-from benchmarks.runs import train
+from benchmarks.runs import FAR_APART, train
 from benchmarks.together import Together, run_together
 from benchmarks.train import SEQUENCE
 
 WIDTH = 64
 NUM_STAGES = 2
 NUM_MICROBATCHES = 64
+WAYS = ("swarm", "hivemind.moe", "swarm, next door")
 
 
-def swarm_ms(seconds: float) -> list[float]:
-    """Milliseconds of each hop, by steps."""
+def swarm_ms(seconds: float, environment: Mapping[str, str]) -> float:
+    """Milliseconds of each hop: the median of the steps."""
     steps = train(
         "--nop", "--role", "trainer", "--devices", NUM_STAGES + 1, "--num-stages", NUM_STAGES,
         "--width", WIDTH, "--num-blocks", NUM_STAGES, "--batch-size", NUM_MICROBATCHES,
-        seconds=seconds,
+        seconds=seconds, environment=environment,
     )  # fmt: skip
-    return [
+    return statistics.median(
         1e3 * (steps.at_s[i] - steps.at_s[i - 1]) / NUM_MICROBATCHES / NUM_STAGES for i in range(1, len(steps.at_s))
-    ]
+    )
 
 
 def moe(together: Together, seconds: float, num_threads: int) -> list[float]:
@@ -92,14 +95,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=10.0)
     arguments = parser.parse_args()
-    rows: list[list[object]] = [["round", "swarm", "hivemind.moe", "swarm / moe"]]
-    found: dict[str, list[float]] = {"swarm": [], "hivemind.moe": []}
+    rows: list[list[object]] = [["round", *WAYS, "swarm / moe", "next door / moe"]]
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
     for number in range(1, arguments.rounds + 1):
-        ours = statistics.median(swarm_ms(arguments.seconds))
+        ours = swarm_ms(arguments.seconds, FAR_APART)
         theirs = statistics.median(run_together(moe, NUM_STAGES + 1, arguments.seconds, 8)[0])
-        rows.append([number, f"{ours:.2f} ms", f"{theirs:.2f} ms", f"{ours / theirs:.2f}"])
-        found["swarm"].append(ours)
-        found["hivemind.moe"].append(theirs)
+        next_door = swarm_ms(arguments.seconds, {})
+        took = dict(zip(WAYS, (ours, theirs, next_door), strict=True))
+        rows.append(
+            [number, *(f"{ms:.2f} ms" for ms in took.values()), *(f"{ms / theirs:.2f}" for ms in (ours, next_door))]
+        )
+        for way, ms in took.items():
+            found[way].append(ms)
     title = "One microbatch at one stage that does nothing, forward and backward"
     write("hops", table(title, rows))
     picture("hops", title, "ms", found)

@@ -15,9 +15,14 @@ from lightning_swarm.network.hivemind import HivemindTransport, start
 
 
 @asynccontextmanager
-async def swarm_peer(together: Together) -> AsyncIterator[tuple[HivemindTransport, Sequence[PeerId]]]:
-    """This process's peer, and all peers' ids by rank. It answers until all have left."""
-    transport, directory = await start()
+async def swarm_peer(
+    together: Together, *, neighbours: bool = False
+) -> AsyncIterator[tuple[HivemindTransport, Sequence[PeerId]]]:
+    """This process's peer, and all peers' ids by rank. It answers until all have left.
+
+    They talk over libp2p, as hivemind's do, unless they are to be `neighbours`.
+    """
+    transport, directory = await start(neighbours=neighbours)
     found = together.exchange((transport.peer_id, await transport.addresses()))
     for rank, (_, addresses) in enumerate(found):
         if rank != together.rank:

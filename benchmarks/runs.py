@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Self
 
+from lightning_swarm.environment import NEIGHBOURS
+
 _GRACE_S = 120.0
+
+FAR_APART: Mapping[str, str] = MappingProxyType({NEIGHBOURS: "0"})
+"""The environment of a swarm whose peers talk over libp2p though they are on one machine, as hivemind's do."""
 
 
 @dataclass(frozen=True)

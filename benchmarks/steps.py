@@ -4,7 +4,8 @@ Both train next to nothing, so a step is all overhead: from the first place that
 here; there, how much longer than its samples an averaged update takes. For hivemind looks for a group while samples are
 computed, so each peer takes its time for them; without that every peer goes on by itself. The same number of parameters
 is averaged: two stages of two servers and a trainer on one of them here, four replicas there, whose matchmaking has the
-two seconds that hivemind's examples give it at least. Updates that not all four took together do not count.
+two seconds that hivemind's examples give it at least. Updates that not all four took together do not count. Both go
+through libp2p's daemons.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.multiprocessing
 
 from benchmarks.report import picture, table, write
-from benchmarks.runs import train
+from benchmarks.runs import FAR_APART, train
 from benchmarks.together import Together, run_together
 from benchmarks.train import Blocks, Nop
 
@@ -35,7 +36,7 @@ def swarm_ms(width: int, seconds: float) -> list[float]:
     """Milliseconds of each step."""
     steps = train(
         "--nop", "--devices", NUM_PEERS, "--num-stages", 2, "--width", width, "--num-blocks", NUM_BLOCKS,
-        "--batch-size", BATCH_SIZE, "--sequence", 1, seconds=seconds,
+        "--batch-size", BATCH_SIZE, "--sequence", 1, seconds=seconds, environment=FAR_APART,
     )  # fmt: skip
     return [1e3 * (steps.at_s[i] - steps.at_s[i - 1]) for i in range(1, len(steps.at_s))]
 

@@ -1,8 +1,9 @@
 """Tensors from one process to another, one after the other: the swarm's streams against hivemind's.
 
 hivemind's are what `hivemind.moe` sends large tensors with: serialized by its codec into protobuf messages, a stream of
-chunks. The swarm's are its own framing on a raw stream. Both go through libp2p's daemon, on 127.0.0.1. The two take
-turns of 64 MiB each, for a line that was idle is slow at first, and in a training it is not.
+chunks. The swarm's are its own framing on a raw stream. Both go through libp2p's daemon, on 127.0.0.1. Beside them, the
+swarm's as they go between peers of one machine, past the daemons. They take turns of 64 MiB each, for a line that was
+idle is slow at first, and in a training it is not.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ METHOD = "benchmark.tensor"
 SIZES = (1 << 20, 8 << 20, 64 << 20)
 """Bytes of a tensor."""
 TURN_BYTES = 64 << 20
+WAYS = ("swarm", "hivemind", "swarm, next door")
 
 
 class _Servicer(ServicerBase):
@@ -62,14 +64,20 @@ def measure(together: Together, repeats: int) -> dict[str, list[list[float]]]:
 
 async def _measure(together: Together, repeats: int) -> dict[str, list[list[float]]]:
     tensors = {str(size): torch.randn(size // 4) for size in SIZES}
-    async with swarm_peer(together) as (transport, ids), hivemind_peer(together) as (p2p, their_ids):
+    async with (
+        swarm_peer(together) as (transport, ids),
+        swarm_peer(together, neighbours=True) as (next_door, ids_next_door),
+        hivemind_peer(together) as (p2p, their_ids),
+    ):
 
         async def give(caller: PeerId, message: Message) -> Message:
             return Message(tensors=(tensors[message.body.decode()],))
 
         async def by_swarm(name: str) -> torch.Tensor:
-            message = Message(name.encode())
-            return (await transport.stream(ids[1], METHOD, message, timeout=60.0)).tensors[0]
+            return (await transport.stream(ids[1], METHOD, Message(name.encode()), timeout=60.0)).tensors[0]
+
+        async def by_neighbour(name: str) -> torch.Tensor:
+            return (await next_door.stream(ids_next_door[1], METHOD, Message(name.encode()), timeout=60.0)).tensors[0]
 
         async def by_hivemind(name: str) -> torch.Tensor:
             parts = await stub.rpc_tensor(runtime_pb2.ExpertRequest(uid=name))
@@ -78,13 +86,15 @@ async def _measure(together: Together, repeats: int) -> dict[str, list[list[floa
             except RuntimeError:  # parts of it were lost, and hivemind finds its shape wrong
                 return torch.empty(0)
 
-        transport.handle_stream(METHOD, give)
+        for one in (transport, next_door):
+            one.handle_stream(METHOD, give)
         await _Servicer(tensors).add_p2p_handlers(p2p)
         stub = _Servicer.get_stub(p2p, their_ids[1])
         together.exchange()
         if together.rank != 0:
             return {}
-        return {name: await _by_turns(name, len(tensors[name]), [by_swarm, by_hivemind], repeats) for name in tensors}
+        ways = [by_swarm, by_hivemind, by_neighbour]
+        return {name: await _by_turns(name, len(tensors[name]), ways, repeats) for name in tensors}
 
 
 async def _by_turns(
@@ -106,16 +116,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
-    rows: list[list[object]] = [["tensor", "swarm", "hivemind", "swarm / hivemind", "turns with losses, each"]]
+    rows: list[list[object]] = [
+        ["tensor", *WAYS, "swarm / hivemind", "next door / hivemind", "turns with losses, each"]
+    ]
     drawn: dict[str, list[float]] = {}
-    for name, (ours, theirs) in run_together(measure, 2, arguments.repeats)[0].items():
+    for name, found in run_together(measure, 2, arguments.repeats)[0].items():
         size = f"{int(name) >> 20} MiB"
-        rates = [[int(name) / 1e6 / each for each in seconds if not math.isnan(each)] for seconds in (ours, theirs)]
-        medians = [statistics.median(found) for found in rates]
-        lost = [sum(map(math.isnan, seconds)) for seconds in (ours, theirs)]
+        rates = [[int(name) / 1e6 / each for each in seconds if not math.isnan(each)] for seconds in found]
+        ours, theirs, next_door = medians = [statistics.median(each) for each in rates]
+        lost = [str(sum(map(math.isnan, seconds))) for seconds in found]
         speeds = [f"{median:.0f} MB/s" for median in medians]
-        rows.append([size, *speeds, f"{medians[0] / medians[1]:.2f}", f"{lost[0]}, {lost[1]}"])
-        drawn |= {f"{way}, {size}": found for way, found in zip(("swarm", "hivemind"), rates, strict=True)}
+        rows.append([size, *speeds, f"{ours / theirs:.2f}", f"{next_door / theirs:.2f}", ", ".join(lost)])
+        drawn |= {f"{way}, {size}": each for way, each in zip(WAYS, rates, strict=True)}
     title = "Tensors from one process to another"
     write("streaming", table(f"{title}, medians", rows))
     picture("streaming", title, "MB/s", drawn)

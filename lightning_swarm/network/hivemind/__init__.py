@@ -1,7 +1,8 @@
 """Transport and directory over libp2p and a Kademlia DHT: the only place that imports hivemind.
 
 hivemind's `P2P` and `DHTNode` run on the loop that calls `start`. Nothing forks; the only child
-process is libp2p's daemon, which dies with this one.
+process is libp2p's daemon, which dies with this one. Between peers of one machine it carries only
+how they get to know each other.
 """
 
 from __future__ import annotations
