@@ -8,6 +8,8 @@ from collections.abc import Generator, Sequence
 from typing import Final
 
 from lightning_swarm import survey
+from lightning_swarm.doctor.peers import knock
+from lightning_swarm.doctor.policy import Obstacle
 from lightning_swarm.errors import ConfigError, PeerError, Unreachable
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.survey import Sighting
@@ -43,11 +45,14 @@ def watch(address: Address, *, every_s: float | None, timeout: float) -> Generat
             while True:
                 try:
                     runtime.run(transport.connect([address.maddr]))
+                except PeerError as error:
+                    raise Unreachable(_why(address, timeout)) from error
+                try:
                     now = runtime.run(survey.look(transport, address.peer_id, address.maddr, timeout=timeout))
                 except PeerError as error:
                     raise Unreachable(
-                        f"{address} does not answer: {' '.join(str(error).split())} Ask another peer of the run, or "
-                        f"find out what is in the way: lightning-swarm doctor --peer {address}"
+                        f"{address} does not answer: {error} Ask another peer of the run, or find out what is in the "
+                        f"way: lightning-swarm doctor --peer {address}"
                     ) from error
                 yield picture(now, before)
                 if every_s is None:
@@ -57,3 +62,11 @@ def watch(address: Address, *, every_s: float | None, timeout: float) -> Generat
         finally:
             runtime.run(directory.close())
             runtime.run(transport.close())
+
+
+def _why(address: Address, timeout: float) -> str:
+    """What stands between here and a peer that libp2p does not reach, without what libp2p says of it."""
+    found = knock(address, timeout=timeout)
+    obstacle = found.obstacle or Obstacle.IDENTITY  # something of libp2p answers there
+    said = f" ({found.detail})" if found.detail else ""
+    return f"{address} cannot be reached: {obstacle.what}{said}. {obstacle.remedy} Or ask another peer of the run."

@@ -124,15 +124,18 @@ class Server:
         if not self.admission.ready.is_set():
             return None
         coordinator, run = self.admission.run.coordinator, self.admission.run.manifest
+        around = next((index for index, stage in enumerate(run.stages) if stage.on_trainers), None)
+        num_pipelined = sum(index != around for index in self.stepping.stages)
         return ServerReport(
             lead=run.lead,
             coordinator=coordinator,
             num_stages=len(run.stages),
             stages=list(self.stepping.stages),
+            trainers_stage=around,
             first_step=run.first_step,
             step=self.stepping.version,
             age_s=time.monotonic() - self.stepping.began_s,
-            num_samples=self.calls.num_samples // max(1, len(self.stepping.stages)),
+            num_samples=self.calls.num_samples // max(1, num_pipelined),
             queued=self._executor.queued,
         )
 

@@ -91,7 +91,7 @@ async def _reach(transport: Transport, peer: PeerId, addresses: Sequence[str], t
     except TimeoutError:
         return Sighting(peer, _place(addresses), None, f"did not answer within {timeout:g} s")
     except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, " ".join(str(error).split()))
+        return Sighting(peer, _place(addresses), None, _short(error, peer))
     return await _ask(transport, peer, addresses, timeout)
 
 
@@ -99,8 +99,14 @@ async def _ask(transport: Transport, peer: PeerId, addresses: Sequence[str], tim
     try:
         report = decode(await transport.call(peer, REPORT, b"", timeout=timeout), PeerReport)
     except SwarmError as error:
-        return Sighting(peer, _place(addresses), None, " ".join(str(error).split()))
+        return Sighting(peer, _place(addresses), None, _short(error, peer))
     return Sighting(peer, _place(addresses), report)
+
+
+def _short(error: SwarmError, peer: PeerId) -> str:
+    """What is said after the peer's id, which libp2p repeats with each word of its own."""
+    said = " ".join(str(error).split())
+    return said.rpartition(f"{peer}: ")[2] or said
 
 
 def _place(addresses: Sequence[str]) -> str:

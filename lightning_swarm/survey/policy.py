@@ -38,7 +38,7 @@ class PeerPicture:
         lead: It leads the run.
         coordinator: It coordinates the run.
         step: That is open there; None while it waits.
-        samples_per_s: Forward through each of its stages.
+        samples_per_s: Forward through each of its stages but the trainers'.
         queued: Jobs that wait for its compute thread.
         sent_gb_per_hour: Put on the wire, in 1e9 bytes.
         received_gb_per_hour: Taken off it.
@@ -68,6 +68,7 @@ class Picture:
         step: That is open at the coordinator; None while no run is under way, or the coordinator does not answer.
         steps_per_minute: As the rates of peers.
         stages: For each stage, the peer ids of those that hold it.
+        trainers_stage: Which of them is what stands around the pipeline, if there is such a one.
         peers: All of them.
     """
 
@@ -75,6 +76,7 @@ class Picture:
     step: int | None
     steps_per_minute: float
     stages: tuple[tuple[str, ...], ...]
+    trainers_stage: int | None = None
     peers: tuple[PeerPicture, ...]
 
 
@@ -95,6 +97,7 @@ def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> P
         step=next((peer.step for peer in peers if peer.coordinator), None),
         steps_per_minute=_steps_per_minute(coordinator, reports, earlier),
         stages=tuple(tuple(peer.peer_id for peer in peers if index in peer.stages) for index in range(num_stages)),
+        trainers_stage=next((report.server.trainers_stage for report in reports.values() if report.server), None),
         peers=peers,
     )
 
@@ -164,8 +167,13 @@ _HEADS = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h
 
 def table(seen: Picture) -> str:
     """The picture for people: a line for each stage of each peer, then those that hold none."""
-    rows = [_row(str(index), peer) for index in range(len(seen.stages)) for peer in seen.peers if index in peer.stages]
-    rows += [_row("-", peer) for peer in seen.peers if not peer.stages]
+    rows = [
+        _row(index, peer, is_trainers=index == seen.trainers_stage)
+        for index in range(len(seen.stages))
+        for peer in seen.peers
+        if index in peer.stages
+    ]
+    rows += [_row(None, peer) for peer in seen.peers if not peer.stages]
     widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEADS, *rows)]
     for index, peers in enumerate(seen.stages):
@@ -188,7 +196,8 @@ def _headline(seen: Picture) -> str:
     return f"run {seen.run_id!r}: {state}, {who}"
 
 
-def _row(stage: str, peer: PeerPicture) -> tuple[str, ...]:
+def _row(index: int | None, peer: PeerPicture, *, is_trainers: bool = False) -> tuple[str, ...]:
+    stage = "-" if index is None else f"{index} trainers'" if is_trainers else str(index)
     roles = "".join((" lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
     name = f"{_name(peer.peer_id)}{roles}"
     if peer.problem is not None:
@@ -198,7 +207,7 @@ def _row(stage: str, peer: PeerPicture) -> tuple[str, ...]:
         name,
         peer.place,
         "waits" if peer.step is None else str(peer.step),
-        f"{peer.samples_per_s:.1f}",
+        "-" if is_trainers else f"{peer.samples_per_s:.1f}",
         str(peer.queued),
         f"{peer.sent_gb_per_hour:.2f}",
         f"{peer.received_gb_per_hour:.2f}",

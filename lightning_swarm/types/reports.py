@@ -24,10 +24,11 @@ class ServerReport(Wire, frozen=True):
     coordinator: ShortText
     num_stages: SmallCount  # of the run
     stages: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)]  # that it holds
+    trainers_stage: SmallCount | None  # of what stands around the pipeline; no microbatch goes there
     first_step: Count  # where the run began, or went on
     step: Count  # that is open here
     age_s: Seconds
-    num_samples: Count  # that went forward through each of its stages
+    num_samples: Count  # that went forward through each of its stages but that one
     queued: Count  # jobs that wait for its compute thread
 
 

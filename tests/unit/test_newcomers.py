@@ -316,6 +316,27 @@ def test_nobody_answers_where_the_run_is_said_to_be(monkeypatch: pytest.MonkeyPa
     assert not any(Path(f"/proc/{pid}").exists() for pid in daemons)
 
 
+@pytest.mark.parametrize("way", ["nobody", "another program"])
+def test_a_status_of_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], way: str) -> None:
+    """It says what is in the way, without the words of libp2p, and who it was once."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        if way == "nobody":
+            other.close()
+        monkeypatch.setattr(sys, "argv", ["lightning-swarm", "status", f"{place}/{ID}", "--timeout", "0.1"])
+        assert cli.main() == 1
+    said = capsys.readouterr().err
+    what, remedy = (
+        ("its machine refuses the connection", "Check that the peer still runs, and its port.")
+        if way == "nobody"
+        else ("what listens there is no peer", "Check the port: another program has it.")
+    )
+    assert said.startswith(f"lightning-swarm: error: {place}/{ID} cannot be reached: {what}")
+    assert f". {remedy}" in said
+    assert said.count(ID) == 1
+    assert "dial" not in said
+
+
 # ---------------------------------------------------------------------- at the command line
 
 PROJECT = """

@@ -21,10 +21,19 @@ from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
 from lightning_swarm.types.wire import encode
 from tests.parity.harness import QUIET
-from tests.parity.models import DigitsMLP, digits, loader
+from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
 
 SERVING = ServerReport(
-    lead="a", coordinator="a", num_stages=2, stages=[0], first_step=10, step=40, age_s=60.0, num_samples=1200, queued=3
+    lead="a",
+    coordinator="a",
+    num_stages=2,
+    stages=[0],
+    trainers_stage=None,
+    first_step=10,
+    step=40,
+    age_s=60.0,
+    num_samples=1200,
+    queued=3,
 )
 REPORT = PeerReport(run_id="x", age_s=3600.0, sent_bytes=2_000_000_000, received_bytes=500_000_000, server=SERVING)
 
@@ -102,6 +111,19 @@ def test_table_of_a_run_with_a_silent_and_a_waiting_peer() -> None:
     ]
 
 
+def test_the_trainers_own_stage_is_marked() -> None:
+    trainer = said(REPORT, server=said(SERVING, num_stages=3, stages=[1, 2], trainers_stage=2))
+    found = picture([seen("b", said(REPORT, server=said(SERVING, num_stages=3, trainers_stage=2))), seen("a", trainer)])
+    assert found.trainers_stage == 2
+    assert [line.split()[:6] for line in table(found).splitlines()[2:]] == [
+        ["stage", "peer", "at", "step", "samples/s", "queue"],
+        ["0", "b", "b:1", "40", "20.0", "3"],
+        ["1", "a", "lead", "coordinator", "a:1", "40"],
+        ["2", "trainers'", "a", "lead", "coordinator", "a:1"],
+    ]
+    assert table(found).splitlines()[-1].split()[7] == "-"  # no microbatch goes there
+
+
 def test_what_is_missing_is_said() -> None:
     assert "no run is under way yet, 1 peer" in table(picture([seen("w", said(REPORT, server=None))]))
     orphan = said(REPORT, server=said(SERVING, coordinator="gone"))
@@ -148,6 +170,30 @@ def test_a_running_swarm_is_seen_by_a_stranger() -> None:
     assert all(peers for peers in second.stages)
     assert all(peer.problem is None and peer.samples_per_s > 0 for peer in second.peers)
     assert all(peer.sent_gb_per_hour > 0 for peer in second.peers)
+
+
+def test_trainers_report_which_stage_is_theirs() -> None:
+    """And at what rate samples pass through the others that they hold."""
+    reports = []
+
+    class Onlooker(L.Callback):
+        @override
+        def on_train_batch_end(self, *_: Any) -> None:
+            reports.extend(peer.server.report() for peer in strategy.peers if peer.server is not None)
+
+    strategy = InMemoryStrategy(num_stages=2, pipeline="transformer.h")
+    trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": 1}, strategy=strategy, callbacks=[Onlooker()])
+    trainer.fit(NanoGPT(), loader(sentences()))
+    assert sorted(stage for report in reports for stage in report.stages) == [0, 1, 2]
+    assert [report.trainers_stage for report in reports] == [2, 2]
+    first, second = (report.num_samples for report in reports)
+    assert first == second > 0
+
+
+def test_libp2ps_words_do_not_repeat_who_it_was() -> None:
+    error = PeerError("Cannot connect to 12D3x: failed to dial: failed to dial 12D3x: all dials failed\n  * refused")
+    assert survey._short(error, PeerId("12D3x")) == "all dials failed * refused"
+    assert survey._short(PeerError("hung up"), PeerId("12D3x")) == "hung up"
 
 
 def test_peers_that_are_gone_or_frozen_are_shown_as_such(loop: VirtualLoop) -> None:
