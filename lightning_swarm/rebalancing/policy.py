@@ -1,19 +1,27 @@
 """Which peers move to which stages. Pure.
 
 A pipeline is as fast as its slowest stage. So the slowest one gets a peer, the one after whose move the slower of the
-two, giver and taker, is fastest. That is repeated until nothing is gained, and of these moves as many are made as pay:
-who moves computes nothing while it downloads its new stage.
+two, giver and taker, is fastest, or gets a faster one for one of its own. That is repeated until nothing is gained, and
+of these moves as many are made as pay: who moves computes nothing while it downloads its new stage. A move that takes
+nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener the stages, the less the next
+loss takes.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_swarm.network import PeerId
+
+_ROUNDING: Final = 1e-9
+"""Share of a rate."""
+
+_MOST_BACK: Final = 8
+"""How many of a stage are thought of in exchange for a faster one: evenly from the slowest to the fastest."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +45,22 @@ class Costs:
 
     Args:
         move_s: Seconds in which who moves computes nothing, by stage that it moves to.
-        horizon_s: After how many seconds the swarm has changed so much that nothing is left of a gain.
-        min_gain: Share by which a plan must raise the pipeline's rate: more than measured rates scatter, or peers would
-            move to and fro.
+        horizon_s: For how long a gain lasts on the average: until the swarm changes, see `rebalancing.pace`.
+        scatter: Share by which a measured rate may be off: what is less would have peers move to and fro. It is a
+            smaller share of a large stage's sum, where errors cancel.
     """
 
     move_s: Sequence[float]
     horizon_s: float
-    min_gain: float = 0.03
+    scatter: float = 0.06
+
+
+@dataclass(frozen=True)
+class _Place:
+    stage: int
+    samples_per_s: float
+    arrived: bool
+    movable: bool
 
 
 class Stages:
@@ -58,37 +74,56 @@ class Stages:
 
     def __init__(self, num_stages: int) -> None:
         self.rates = [0.0] * num_stages
+        self.squares = [0.0] * num_stages
+        """Of the peers' rates, summed up."""
+        self._num_peers = [0] * num_stages
+        self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
-        self._where: dict[PeerId, tuple[int, float, bool]] = {}
+        self._where: dict[PeerId, _Place] = {}
 
-    def put(self, peer: PeerId, stage: int, samples_per_s: float, *, arrived: bool = True) -> None:
+    def put(
+        self, peer: PeerId, stage: int, samples_per_s: float, *, arrived: bool = True, movable: bool = True
+    ) -> None:
         """A peer serves a stage, or is on its way there. Takes the place of what was known of it."""
         self.remove(peer)
-        self._where[peer] = (stage, samples_per_s, arrived)
-        self.rates[stage] += samples_per_s
-        if arrived:
+        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable)
+        self._count(place, 1)
+        if place.movable:
             insort(self._movable[stage], (samples_per_s, peer))
 
     def remove(self, peer: PeerId) -> None:
         """It is gone. Nothing happens if it was not there."""
-        known = self._where.pop(peer, None)
-        if known is None:
+        place = self._where.pop(peer, None)
+        if place is None:
             return
-        stage, samples_per_s, arrived = known
-        self.rates[stage] -= samples_per_s
-        if arrived:
-            there = self._movable[stage]
-            del there[bisect_left(there, (samples_per_s, peer))]
-            if not there and all(other != stage for other, _, _ in self._where.values()):
-                self.rates[stage] = 0.0  # and not what rounding has left
+        self._count(place, -1)
+        if not self._num_peers[place.stage]:
+            self.rates[place.stage] = self.squares[place.stage] = 0.0  # and not what rounding has left
+        if place.movable:
+            there = self._movable[place.stage]
+            del there[bisect_left(there, (place.samples_per_s, peer))]
+
+    def move(self, move: Move) -> None:
+        """A peer serves another stage now."""
+        self.put(move.peer, move.target, self._where[move.peer].samples_per_s)
 
     def stage_of(self, peer: PeerId) -> int | None:
         """Where a peer is, or is going."""
-        return self._where[peer][0] if peer in self._where else None
+        return self._where[peer].stage if peer in self._where else None
 
     def serving(self, stage: int) -> Sequence[tuple[float, PeerId]]:
-        """Rate and identity of those that have arrived, the slowest first."""
+        """Rate and identity of those that have arrived and can move, the slowest first."""
         return self._movable[stage]
+
+    def num_serving(self, stage: int) -> int:
+        """How many have arrived."""
+        return self._num_serving[stage]
+
+    def _count(self, place: _Place, sign: int) -> None:
+        self.rates[place.stage] += sign * place.samples_per_s
+        self.squares[place.stage] += sign * place.samples_per_s**2
+        self._num_peers[place.stage] += sign
+        self._num_serving[place.stage] += sign * place.arrived
 
 
 def stage_for(stages: Stages) -> int:
@@ -98,57 +133,94 @@ def stage_for(stages: Stages) -> int:
 
 def plan(stages: Stages, costs: Costs) -> list[Move]:
     """The moves that pay, or none. No stage is left without a peer that serves it."""
-    rates, left = list(stages.rates), [len(stages.serving(index)) for index in range(len(stages.rates))]
-    moved: dict[PeerId, Move] = {}
-    now = min(rates)
-    if sum(rates) / len(rates) <= now * (1.0 + costs.min_gain):  # no assignment is better than even
-        return []
+    draft = _Draft(stages, costs)
     best: list[Move] = []
-    best_gain = costs.min_gain * now * costs.horizon_s
-    longest_s = 0.0
-    meanwhile = list(rates)  # while those that move compute nothing
-    while True:
-        found = _next(stages, rates, left, moved)
-        if found is None:
-            return best
-        move, rate = found
-        moved[move.peer] = move
-        rates[move.source] -= rate
-        rates[move.target] += rate
-        meanwhile[move.source] -= rate
-        left[move.source] -= 1
-        longest_s = max(longest_s, costs.move_s[move.target])
-        gain = (min(rates) - now) * (costs.horizon_s - longest_s) - (now - min(meanwhile)) * longest_s
-        if gain > best_gain:
-            best, best_gain = list(moved.values()), gain
-
-
-def _next(
-    stages: Stages, rates: Sequence[float], left: Sequence[int], moved: Collection[PeerId]
-) -> tuple[Move, float] | None:
-    """The move that helps the slowest stage most, and the rate of who makes it. None helps: None."""
-    target = min(range(len(rates)), key=rates.__getitem__)
-    low = rates[target]
-    best: tuple[Move, float] | None = None
-    best_after = low * (1.0 + 1e-9), math.inf  # more than rounding
-    for source, rate in enumerate(rates):
-        if source == target or left[source] < 2 or rate <= low:
-            continue
-        for one, peer in _near(stages.serving(source), (rate - low) / 2, moved):
-            after = min(rate - one, low + one), rate - one  # of two such, who is spared more easily
-            if after > best_after:
-                best, best_after = (Move(peer, source, target), one), after
+    best_rate = draft.mean_rate()
+    while found := draft.find():
+        for move, samples_per_s in found:
+            draft.make(move, samples_per_s)
+        rate = draft.mean_rate()
+        if rate >= best_rate * (1.0 - _ROUNDING):
+            best, best_rate = list(draft.moves.values()), rate
     return best
 
 
-def _near(
-    serving: Sequence[tuple[float, PeerId]], rate: float, moved: Collection[PeerId]
-) -> Iterable[tuple[float, PeerId]]:
-    """Those whose rates are next to `rate`, from below and from above, and that do not move already."""
-    at = bisect_left(serving, (rate, PeerId("")))
-    below = next((i for i in range(at - 1, -1, -1) if serving[i][1] not in moved), None)
-    above = next((i for i in range(at, len(serving)) if serving[i][1] not in moved), None)
-    return [serving[i] for i in (below, above) if i is not None]
+class _Draft:
+    """Moves, and where they leave the stages."""
+
+    def __init__(self, stages: Stages, costs: Costs) -> None:
+        self.moves: dict[PeerId, Move] = {}
+        self._stages = stages
+        self._costs = costs
+        self._rates = list(stages.rates)
+        self._meanwhile = list(stages.rates)  # until those that move arrive
+        self._left = [stages.num_serving(index) for index in range(len(stages.rates))]
+
+    def make(self, move: Move, samples_per_s: float) -> None:
+        self.moves[move.peer] = move
+        self._rates[move.source] -= samples_per_s
+        self._meanwhile[move.source] -= samples_per_s
+        self._rates[move.target] += samples_per_s
+        self._left[move.source] -= 1
+
+    def mean_rate(self) -> float:
+        """Of the pipeline, as long as the swarm stays as it is, which may be over at any moment."""
+        move_s, mean, lasts = self._costs.move_s, 0.0, 1.0
+        for until_s in [*sorted({move_s[move.target] for move in self.moves.values()}), math.inf]:
+            still_lasts = math.exp(-until_s / self._costs.horizon_s)
+            there = (
+                after if needs_s < until_s else before
+                for before, after, needs_s in zip(self._meanwhile, self._rates, move_s, strict=True)
+            )
+            mean += (lasts - still_lasts) * min(there)
+            lasts = still_lasts
+        return mean
+
+    def find(self) -> list[tuple[Move, float]]:
+        """What helps the slowest stage most, with the rates of those who move: one, else two that change places."""
+        target = min(range(len(self._rates)), key=self._rates.__getitem__)
+        found = self._exchange(target, [(0.0, None)])
+        if found or self._left[target] < 2:
+            return found
+        there = self._stages.serving(target)
+        some = there[:: math.ceil(len(there) / _MOST_BACK) or 1]
+        return self._exchange(target, [one for one in some if one[1] not in self.moves])
+
+    def _exchange(self, target: int, back: Sequence[tuple[float, PeerId | None]]) -> list[tuple[Move, float]]:
+        low = self._rates[target]
+        least = min((given for given, _ in back), default=0.0)
+        best: list[tuple[Move, float]] = []
+        best_after = low
+        for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
+            rate, serving = self._rates[source], self._stages.serving(source)
+            if (rate + low) / 2 <= best_after:
+                break  # nobody's move from there helps more, nor from those that have less
+            spare = rate - low - self._margin(source, target)  # so much may go over
+            if self._left[source] < 2 or not serving or spare <= 0.0 or low + serving[-1][0] - least <= best_after:
+                continue
+            for given, giver in back:
+                for taken, taker in self._near(serving, given + (rate - low) / 2):
+                    more = taken - given
+                    after = min(rate - more, low + more)
+                    if more < spare and more > self._costs.scatter * math.hypot(taken, given) and after > best_after:
+                        best_after, best = after, [(Move(taker, source, target), taken)]
+                        best += [(Move(giver, target, source), given)] if giver is not None else []
+        return best
+
+    def _margin(self, one: int, other: int) -> float:
+        """By how much two stages' rates may differ, and be the same in truth."""
+        squares = self._stages.squares
+        scatter = self._costs.scatter * math.sqrt(squares[one] + squares[other])
+        return max(scatter, _ROUNDING * self._rates[one])
+
+    def _near(self, serving: Sequence[tuple[float, PeerId]], rate: float) -> Iterator[tuple[float, PeerId]]:
+        """Those whose rates are next to one, from below and from above, and that do not move already."""
+        at = bisect_left(serving, (rate,))
+        for places in (range(at - 1, -1, -1), range(at, len(serving))):
+            for place in places:
+                if serving[place][1] not in self.moves:
+                    yield serving[place]
+                    break
 
 
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
@@ -168,15 +240,3 @@ def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, floa
     if queued[source] >= queued[target]:
         return []
     return [Move(min(queues[source], key=queues[source].__getitem__), source, target)]
-
-
-def best_rate(rates: Iterable[float], num_stages: int) -> float:
-    """The slowest stage's rate under an assignment of peers that is as good as the fastest-first rule finds it.
-
-    Exact for equal peers; else at least three quarters of the optimum.
-    Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
-    """
-    totals = [0.0] * num_stages
-    for rate in sorted(rates, reverse=True):
-        heapq.heapreplace(totals, totals[0] + rate)
-    return totals[0]

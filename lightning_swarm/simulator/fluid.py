@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.rebalancing.policy import Costs, Move, Stages, best_rate, plan, plan_as_paper, stage_for
+from lightning_swarm.rebalancing.optimum import best_rate
+from lightning_swarm.rebalancing.pace import Pace
+from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
 
 Rule: TypeAlias = Literal["none", "paper", "gain"]
 """Nobody moves; the paper's rule; what pays, see `rebalancing.policy.plan`."""
@@ -44,9 +46,9 @@ class Scenario:
         end_s: When it ends.
         rule: Who moves.
         interval_s: Between two looks, at the latest.
+        offset_s: After the beginning, the first of these intervals begins: looks need not fall on the changes.
         move_s: For how long who moves computes nothing.
         join_s: Likewise for who comes.
-        horizon_s: For how long a gain is expected to last; see `rebalancing.policy.Costs`.
     """
 
     num_stages: int
@@ -54,9 +56,9 @@ class Scenario:
     end_s: float
     rule: Rule = "gain"
     interval_s: float = 300.0
+    offset_s: float = 0.0
     move_s: float = 30.0
     join_s: float = 30.0
-    horizon_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,8 @@ class _Swarm:
         self._stages = Stages(scenario.num_stages)
         self._alive: dict[PeerId, float] = {}  # with their rates
         self._arrivals: dict[PeerId, float] = {}  # when those that are on their way to a stage serve it
-        self._look_s = self._begin_s + scenario.interval_s
-        self._costs = Costs([scenario.move_s] * scenario.num_stages, scenario.horizon_s)
+        self._look_s = self._begin_s + scenario.offset_s + scenario.interval_s
+        self._pace = Pace(self._begin_s)
         self.best = 0.0
 
     @property
@@ -128,27 +130,30 @@ class _Swarm:
 
     def advance(self, now_s: float) -> int:
         """Have happen what is due. Returns how many moves begin."""
-        self._arrive(now_s)
+        arrived = self._arrive(now_s)
         changed = False
         while self._changes and self._changes[0].at_s <= now_s:
             self._change(self._changes.popleft())
             changed = True
         if changed:
+            self._pace.note_change(now_s)
             self.best = best_rate(self._alive.values(), self._scenario.num_stages)
         looks = now_s >= self._look_s
         if looks:
             self._look_s = now_s + self._scenario.interval_s
-        moves = self._decide(changed=changed, looks=looks)
+        moves = self._decide(now_s, seen=changed or arrived, looks=looks)
         for move in moves:
             self._send(move.peer, move.target, now_s + self._scenario.move_s)
         return len(moves)
 
-    def _arrive(self, now_s: float) -> None:
-        for peer in [peer for peer, at_s in self._arrivals.items() if at_s <= now_s]:
+    def _arrive(self, now_s: float) -> bool:
+        arrived = [peer for peer, at_s in self._arrivals.items() if at_s <= now_s]
+        for peer in arrived:
             del self._arrivals[peer]
             stage = self._stages.stage_of(peer)
             assert stage is not None
             self._stages.put(peer, stage, self._alive[peer])
+        return bool(arrived)
 
     def _change(self, change: Change) -> None:
         peer = change.peer
@@ -170,9 +175,10 @@ class _Swarm:
         self._stages.put(peer, stage, self._alive[peer], arrived=False)
         self._arrivals[peer] = arrives_s
 
-    def _decide(self, *, changed: bool, looks: bool) -> list[Move]:
-        if self._scenario.rule == "gain" and (changed or looks):
-            return plan(self._stages, self._costs)
+    def _decide(self, now_s: float, *, seen: bool, looks: bool) -> list[Move]:
+        if self._scenario.rule == "gain" and (seen or looks):
+            move_s = [self._scenario.move_s] * self._scenario.num_stages
+            return plan(self._stages, Costs(move_s, self._pace.horizon_s(now_s)))
         if self._scenario.rule == "paper" and looks:
             return self._paper()
         return []

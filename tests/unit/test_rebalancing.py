@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.rebalancing.policy import Costs, Move, Stages, best_rate, plan, plan_as_paper, stage_for
+from lightning_swarm.rebalancing.optimum import best_rate
+from lightning_swarm.rebalancing.pace import Pace
+from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
 from lightning_swarm.simulator.fluid import Change, Rule, Scenario, share_of_best, simulate
 
 FREE = 1e-9
@@ -62,10 +65,42 @@ def test_an_empty_stage_gets_a_peer() -> None:
     assert [move.target for move in made(stages_of([1, 1], [1], []))] == [2]
 
 
-def test_a_move_that_costs_more_than_it_gains_is_not_made() -> None:
-    dear = stages_of([1, 1, 1], [1])
-    assert made(dear, move_s=500.0, horizon_s=600.0) != []
-    assert made(stages_of([1, 1, 1], [1]), move_s=590.0, horizon_s=600.0) == []
+def test_the_stages_are_evened_out_ahead_of_the_next_loss() -> None:
+    """The slowest is none the faster, and nothing is lost meanwhile; but fewer losses will hit a slowest one."""
+    assert made(stages_of([1] * 4, [1] * 2, [1] * 2)) == [Move(PeerId("s0p0"), 0, 1)]
+
+
+def test_two_change_places_where_nobody_helps_alone() -> None:
+    moves = made(stages_of([4, 4], [3, 1]))
+    assert {(move.peer, move.target) for move in moves} in [{("s0p0", 1), ("s1p1", 0)}, {("s0p1", 1), ("s1p1", 0)}]
+
+
+@pytest.mark.parametrize(("others", "moves"), [([2.0], 0), ([1.9, 0.1], 2)])
+def test_the_last_one_of_a_stage_does_not_change_places(others: list[float], moves: int) -> None:
+    stages = stages_of([3], others)
+    stages.put(PeerId("fixed"), 0, 1.0, movable=False)
+    assert len(made(stages)) == moves
+
+
+def test_who_cannot_move_serves_all_the_same() -> None:
+    stages = stages_of([1, 1], [0.1])
+    stages.put(PeerId("fixed"), 0, 5.0, movable=False)
+    assert {move.peer for move in made(stages)} == {"s0p0", "s0p1"}  # although it is left alone, it is there
+    for peer in ("s0p0", "s0p1"):
+        stages.put(PeerId(peer), 0, 1.0, movable=False)
+    assert made(stages) == []
+
+
+@pytest.mark.parametrize(("move_s", "moves"), [(300.0, 2), (500.0, 0)])
+def test_a_move_that_costs_more_than_it_gains_is_not_made(move_s: float, moves: int) -> None:
+    """Meanwhile the rate is 3 and not 4, then 5, if the swarm is still the same: with a chance of 0.6, or 0.4."""
+    assert len(made(stages_of([4, 4], [3, 1]), move_s=move_s, horizon_s=600.0)) == moves
+
+
+def test_a_stage_that_takes_long_to_download_keeps_nobody_from_the_others() -> None:
+    stages = stages_of([1] * 4, [1] * 4, [1], [1])
+    moves = plan(stages, Costs([30.0, 30.0, 1e6, 30.0], 600.0))
+    assert 3 in [move.target for move in moves]
 
 
 def test_what_is_lost_while_peers_move_is_won_back() -> None:
@@ -81,7 +116,8 @@ def test_what_is_lost_while_peers_move_is_won_back() -> None:
                 meanwhile[move.source] -= next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
             num_slower[move_s] += min(meanwhile) < before
             made(stages, move_s=move_s)
-            assert min(meanwhile) * move_s + min(stages.rates) * (600.0 - move_s) >= before * 600.0 - 1e-9
+            lasts = math.exp(-move_s / 600.0)
+            assert min(meanwhile) * (1.0 - lasts) + min(stages.rates) * lasts >= before * (1.0 - 1e-9)
     assert num_slower[1.0] > num_slower[300.0]
 
 
@@ -94,6 +130,31 @@ def test_rates_that_scatter_move_nobody_back() -> None:
             for _, peer in list(stages.serving(index)):
                 stages.put(peer, index, rng.uniform(0.97, 1.03))
         assert made(stages) == []
+
+
+def test_two_of_sixty_are_more_than_rates_scatter() -> None:
+    """Errors of many peers cancel: what large stages lack is mended although it is a small share."""
+    assert len(made(stages_of([1] * 61, [1] * 59))) == 1
+
+
+@pytest.mark.parametrize("num_peers", [8, 40, 200])
+def test_swarms_that_are_measured_badly_settle(num_peers: int) -> None:
+    rng = random.Random(0)
+    rates = [rng.choice([1.0, 2.0, 5.0, 10.0]) for _ in range(num_peers)]
+    stages = stages_of(rates, [], [], [])
+    while made(stages):
+        pass
+    where = {PeerId(f"s0p{i}"): stages.stage_of(PeerId(f"s0p{i}")) for i in range(num_peers)}
+    num_moves = 0
+    for _ in range(20):
+        seen = Stages(4)
+        for rate, (peer, stage) in zip(rates, where.items(), strict=True):
+            assert stage is not None
+            seen.put(peer, stage, rate * rng.uniform(0.98, 1.02))
+        for move in made(seen):
+            where[move.peer] = move.target
+            num_moves += 1
+    assert num_moves <= 2
 
 
 def test_who_is_on_its_way_counts_where_it_goes_and_stays_there() -> None:
@@ -127,14 +188,18 @@ def best_of_all(rates: Sequence[float], num_stages: int) -> float:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_plans_come_near_the_best_assignment(seed: int) -> None:
+    """Seven peers, up to ten times as fast as each other, from the worst assignment to three stages."""
     rng = random.Random(seed)
-    rates = [rng.choice([1.0, 2.0, 5.0, 10.0]) for _ in range(8)]
+    rates = sorted(10.0 ** rng.random() for _ in range(7))
     best = best_of_all(rates, 3)
-    assert 0.75 * best <= best_rate(rates, 3) <= best
-    stages = stages_of(rates, [], [])
-    while made(stages):
-        pass
-    assert 0.7 * best <= min(stages.rates) <= best + 1e-9
+    assert 0.9 * best <= best_rate(rates, 3) <= best * (1.0 + 1e-9)
+    stages = stages_of(rates[:1], rates[1:2], rates[2:])
+    assert min(stages.rates) < 0.5 * best
+    num_rounds = 0
+    while made(stages, move_s=5.0):
+        num_rounds += 1
+    assert num_rounds < 10
+    assert 0.9 * best <= min(stages.rates)
 
 
 def test_the_yardstick_is_exact_for_equal_peers() -> None:
@@ -200,3 +265,25 @@ def test_a_peer_that_becomes_slow_is_relieved() -> None:
     rows = [(0.0, f"p{i}", 1.0) for i in range(8)]
     spans = simulate(Scenario(2, changes(*rows, *((50.0, f"p{i}", 0.1) for i in (0, 2, 4))), 1000.0))
     assert spans[-1].samples_per_s > 0.9 * spans[-1].best
+
+
+def test_a_stage_gets_a_peer_as_soon_as_one_arrives_that_can_be_spared() -> None:
+    """Nobody could move as the first stage lost its only peer; but one was on its way to the other stage."""
+    rows = [(0.0, "p0", 1.0), (0.0, "p1", 1.0), (100.0, "p2", 1.0), (110.0, "p0", 0.0)]
+    spans = simulate(Scenario(2, changes(*rows), 1000.0))
+    assert share_of_best(spans, 0.0, 110.0) == share_of_best(spans, 160.0, 1000.0) == 1.0
+
+
+def test_looks_need_not_fall_on_the_changes() -> None:
+    spans = simulate(Scenario(2, changes(*LOSS), 1000.0, rule="paper", offset_s=150.0))
+    assert [span.begin_s for span in spans if span.num_moves] == [450.0]
+
+
+def test_a_gain_lasts_as_long_as_a_swarm_stays_the_same() -> None:
+    busy, quiet = Pace(0.0), Pace(0.0)
+    assert busy.horizon_s(0.0) == 600.0
+    for number in range(1, 200):
+        busy.note_change(number * 60.0)
+    assert 60.0 < busy.horizon_s(12000.0) < 70.0
+    assert quiet.horizon_s(12000.0) > 12000.0
+    assert busy.horizon_s(40000.0) > 10000.0  # what it was like is forgotten
