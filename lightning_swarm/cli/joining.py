@@ -47,8 +47,8 @@ a second one ends it at once. With --preemption it heeds the notice of a cloud t
     "serve": f"""\
 {{what}}
 
-    lightning-swarm serve {_ADDRESS} train.py          for a run that is there
-    lightning-swarm serve --listen 0.0.0.0:31337 train.py               for one that will be: prints how to start it
+    lightning-swarm serve {_ADDRESS} train.py    for a run that is there
+    lightning-swarm serve --listen 0.0.0.0:31337 train.py       for one that will be: prints how to start it
     lightning-swarm serve --listen 0.0.0.0:31337 --config run.yaml
 
 As `join`, but whatever `role` the program's strategy has, it reads no data and trains nothing; and it may come first.

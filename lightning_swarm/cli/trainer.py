@@ -31,11 +31,16 @@ Any LightningModule and LightningDataModule will do. Name them by their import p
 
 or in a file, which --print_config writes for the options that come before it:
 
-    lightning-swarm {name} --config run.yaml
+    lightning-swarm {name} --config run.yaml{weights}
 
-What can be set of the swarm: --trainer.strategy.help {strategy}
+{note}What can be set of the swarm: --trainer.strategy.help {strategy}
 """
 
+
+_NOTES: Final = {
+    "predict": "What `predict_step` returns is kept nowhere, unless a BasePredictionWriter among `trainer.callbacks` "
+    "writes it.\n\n"
+}
 
 _NOISE: Final = (
     "Does not validate against any",
@@ -74,7 +79,14 @@ def run_trainer() -> int:
             "exit_on_error": False,
             "usage": f"lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]",
             "formatter_class": Help,
-            "description": line + _MODEL_AND_DATA.format(name=name, strategy=framework.strategy_path),
+            "description": line
+            + _MODEL_AND_DATA.format(
+                name=name,
+                # Untrained weights are of no use to the others.
+                weights="" if name == "fit" else " --ckpt_path last.ckpt",
+                note=_NOTES.get(name, ""),
+                strategy=framework.strategy_path,
+            ),
         }
         for name, line in TRAINER_COMMANDS.items()
     }

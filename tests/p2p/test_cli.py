@@ -14,7 +14,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from lightning_swarm import cli
 from tests.p2p.processes import COMMAND, Run
 
 # Cold starts of peers in this file: 3. The onlooker is none.
@@ -48,6 +50,19 @@ class Data(L.LightningDataModule):
         print("data was read", flush=True)
         rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         return DataLoader(TensorDataset(rows), batch_size=8)
+
+
+class Evaluated(Net):
+    def validation_step(self, batch, batch_idx):
+        output = self.net(batch[0])
+        print("evaluated", type(self.trainer.strategy).__name__, output.sum().item(), flush=True)
+        return output
+
+    test_step = predict_step = validation_step
+
+
+class Held(Data):
+    val_dataloader = test_dataloader = predict_dataloader = Data.train_dataloader
 """
 
 CONFIG = """
@@ -92,7 +107,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
 
 
 def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary_checkpoint(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = command("fit", "--config", "run.yaml", "--trainer.devices", 2)
     line = run.wait_for("can join this run: ")
@@ -128,6 +143,9 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     assert [line for line in run.output if line.startswith("trained in")] == ["trained in 0\n"]
     assert not [line for line in joiner.output if line.startswith(("trained in", "data was read"))]
     assert_plain(tmp_path, monkeypatch)
+    [path] = tmp_path.rglob("*.ckpt")
+    assert_exported(command, path)
+    assert_evaluated(path, monkeypatch, capfd)
 
 
 def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
@@ -157,3 +175,31 @@ def assert_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert saved["state_dict"].keys() == plain.state_dict().keys()
     for name, tensor in plain.state_dict().items():
         torch.testing.assert_close(saved["state_dict"][name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def assert_exported(command: Command, path: Path) -> None:
+    export = command("export", path, "model.safetensors")
+    assert export.wait() == 0, "".join(export.output)
+    weights = torch.load(path, weights_only=True)["state_dict"]
+    assert export.output == [f"model.safetensors: {len(weights)} tensors\n"]
+    torch.testing.assert_close(load_file("model.safetensors"), dict(weights), rtol=0.0, atol=0.0)
+
+
+def assert_evaluated(path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The other commands on the same file, on a real network; in this process, which saves three cold starts."""
+    found = {}
+    for name in ("validate", "test", "predict"):
+        options = ["--model=their_project.Evaluated", "--model.width=6", "--data=their_project.Held"]
+        argv = ["lightning-swarm", name, "--config", "run.yaml", *options, "--trainer.devices=1", f"--ckpt_path={path}"]
+        monkeypatch.setattr(sys, "argv", argv)
+        assert cli.main() == 0
+        said = [line.split() for line in capfd.readouterr().out.splitlines()]
+        found[name] = [line[1:] for line in said if line[:1] == ["evaluated"]]
+    their_project = sys.modules.pop("their_project")
+    plain = their_project.Net(width=6)  # Lightning loads into float32, too, before it converts
+    plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    plain.double()
+    sums = [plain.net(rows).sum().item() for [rows] in their_project.Data().train_dataloader()]
+    for lines in found.values():
+        assert [line[0] for line in lines] == ["SwarmStrategy"] * 3
+        assert [float(line[1]) for line in lines] == pytest.approx(sums, rel=1e-12)

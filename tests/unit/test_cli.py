@@ -234,7 +234,9 @@ def test_help_of_a_command_begins_with_an_example(
         command(monkeypatch, name, "--help")
     usage, _, said = capsys.readouterr().out.partition("\n\n")
     assert usage == f"usage: lightning-swarm {name} --model CLASS [--data CLASS] [options], or --config FILE [options]"
-    assert f"\n    lightning-swarm {name} --config run.yaml\n" in said.partition("options:")[0]
+    weights = "" if name == "fit" else " --ckpt_path last.ckpt"
+    assert f"\n    lightning-swarm {name} --config run.yaml{weights}\n" in said.partition("options:")[0]
+    assert ("BasePredictionWriter" in said.partition("options:")[0]) == (name == "predict")
     assert "--ckpt_path" in said
 
 
