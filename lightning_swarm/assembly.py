@@ -8,7 +8,7 @@ import logging
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from lightning_swarm.environment import talks_to_neighbours
 from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.lead import Lead
-from lightning_swarm.network import Directory, Transport
+from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.partition import StageModule
 from lightning_swarm.pipeline.around import Around
@@ -139,7 +139,13 @@ class Peer:
             run_id=self._config.run_id,
             limits=self._config.limits,
             events=self.events,
+            hosts={address.peer_id for address in self._config.initial_peers},
+            known=self._known,
         )
+
+    async def _known(self) -> Collection[PeerId]:
+        await membership.connect_all(self._directory, self.transport, self._config.run_id)
+        return (await membership.known_servers(self._directory, self._config.run_id)).keys()
 
     @property
     def address(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Final, Literal
 
 from lightning_swarm import hello
@@ -54,6 +54,8 @@ class Stay:
         run_id: Of the run.
         limits: Bounds.
         events: Of this peer.
+        hosts: Whom this peer was told of. Others may be told of this one, so without any it waits as long as it takes.
+        known: Names servers that announced themselves, and makes them reachable.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Stay:
         run_id: str,
         limits: Limits,
         events: EventLog,
+        hosts: Collection[PeerId] = (),
+        known: Callable[[], Awaitable[Collection[PeerId]]] | None = None,
     ) -> None:
         self._transport = transport
         self._server = server
@@ -72,6 +76,8 @@ class Stay:
         self._run_id = run_id
         self._limits = limits
         self._events = events
+        self._hosts = hosts
+        self._known = known
         self._leaving = asyncio.Event()
         self._seen: RunView | None = None  # the newest that others showed of this server's run
         self._heard_s = 0.0  # of anyone of the run
@@ -131,8 +137,11 @@ class Stay:
         """Whether this server is in a run, or was told that it is over; it may be told to leave before."""
         entering = asyncio.ensure_future(self._server.joiner.enter(self._found))
         told = asyncio.ensure_future(self._leaving.wait())
+        alone = asyncio.ensure_future(self._alone())
         try:
-            await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({entering, told, alone}, return_when=asyncio.FIRST_COMPLETED)
+            if alone.done() and not entering.done():
+                await alone
             while not entering.done() and not await self._gave_up():
                 await asyncio.wait({entering}, timeout=_ASK_S)
             if not entering.done():
@@ -140,7 +149,33 @@ class Stay:
             entering.result()
             return True
         finally:
-            await ended([entering, told])
+            await ended([entering, told, alone])
+
+    async def _alone(self) -> None:
+        """While there is no run, raise when nobody is left who could name one.
+
+        Raises:
+            Unreachable: Nobody has answered for long.
+        """
+        heard_s = now_s()
+        while self._hosts:
+            await asyncio.sleep(_LOOK_S)
+            if self._server.admission.asked is not None or self._server.admission.has_run or await self._is_heard():
+                heard_s = now_s()
+            elif now_s() >= heard_s + _SILENCE_S:
+                raise Unreachable(
+                    f"no run {self._run_id!r} has begun, and nobody who could name one has answered for "
+                    f"{_SILENCE_S:g} s: neither {', '.join(sorted(self._hosts))} nor another server that waits. "
+                    "Start this peer again with the address of one that runs."
+                )
+        await asyncio.Event().wait()
+
+    async def _is_heard(self) -> bool:
+        if any(await gather(self._answers(peer) for peer in list(self._hosts)[:_MAX_ASKED])):
+            return True
+        known = set(await self._known()) if self._known is not None else set()
+        others = sorted(known - {self._transport.peer_id, *self._hosts})[:_MAX_ASKED]
+        return any(await gather(self._answers(peer) for peer in others))
 
     async def _found(self) -> Sequence[PeerId]:
         """Coordinators to ask: whom others named last, before those that were announced when the run began."""
@@ -229,12 +264,12 @@ class Stay:
         found = await gather(ask(peer) for peer in peers[:_MAX_ASKED])
         return [view for view in found if view is not None and view.manifest.run_id == self._run_id]
 
-    async def _answers(self, lead: PeerId) -> bool:
+    async def _answers(self, peer: PeerId) -> bool:
         """The lead may hold no stage: then it shows no run, and says no more than that it lives."""
         try:
-            await hello.meet(self._transport, lead, timeout=_LOOK_S)
+            await hello.meet(self._transport, peer, timeout=_LOOK_S)
         except SwarmError as error:
-            _log.warning("The lead does not answer: %s", error)
+            _log.warning("%s does not answer: %s", peer, error)
             return False
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -29,14 +29,28 @@ A, B, C, J = (PeerId(name) for name in "abcj")
 class Staying:
     """A server of the swarm, as its process would keep it."""
 
-    def __init__(self, swarm: Swarm, name: PeerId) -> None:
+    def __init__(
+        self, swarm: Swarm, name: PeerId, hosts: Collection[PeerId] = (), others: Collection[PeerId] = ()
+    ) -> None:
         async def find() -> Sequence[PeerId]:
             return [swarm.manifest.coordinator]
+
+        async def known() -> Collection[PeerId]:
+            return [name, *others]
 
         server = swarm.servers[name]
         self.said: list[str] = []
         self.events = EventLog()
-        self.stay = Stay(server._transport, server, find, run_id="run", limits=swarm.limits, events=self.events)
+        self.stay = Stay(
+            server._transport,
+            server,
+            find,
+            run_id="run",
+            limits=swarm.limits,
+            events=self.events,
+            hosts=hosts,
+            known=known,
+        )
         self.task = swarm.loop.create_task(self.stay.last(self.said.append))
         swarm.joining.append(self.task)
 
@@ -232,6 +246,32 @@ def test_who_waits_for_a_run_leaves_at_once(make_swarm: MakeSwarm) -> None:
         await asyncio.sleep(100.0)
         b.stay.leave()
         await asyncio.wait_for(b.task, 1.0)
+
+    swarm.run(go())
+
+
+@pytest.mark.parametrize(("others", "gives_up"), [((), True), ((C,), False)], ids=["nobody", "another one waits"])
+def test_who_waits_for_a_run_that_nobody_could_name_gives_up(
+    make_swarm: MakeSwarm, others: Sequence[PeerId], gives_up: bool
+) -> None:
+    """Not as long as anyone answers of those it was told of, or that wait as it does."""
+    swarm = make_swarm("a b", "c", admit=False)
+    b = Staying(swarm, B, hosts={A}, others=others)
+
+    async def go() -> None:
+        await asyncio.sleep(2 * staying._SILENCE_S)
+        assert not b.task.done()
+        swarm.network.freeze(A)
+        await asyncio.sleep(staying._SILENCE_S / 2)
+        assert not b.task.done()
+        if gives_up:
+            with pytest.raises(Unreachable, match=r"no run 'run' has begun, and nobody .* for 600 s: neither a nor"):
+                await asyncio.wait_for(b.task, staying._SILENCE_S)
+        else:
+            await asyncio.sleep(2 * staying._SILENCE_S)
+            assert not b.task.done()
+            b.stay.leave()
+            await asyncio.wait_for(b.task, 30.0)
 
     swarm.run(go())
 
