@@ -13,7 +13,7 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
     """The slowest stage's rate under an assignment of peers that is as good as can be found quickly.
 
     The fastest peer goes first, each to the slowest stage; then they move as long as `plan` gains by it.
-    Exact for equal peers; else at least three quarters of the optimum, and with four peers a stage nearly all of it.
+    Exact for equal peers; else at least three quarters of the optimum, and with six peers a stage nearly all of it.
     Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
     """
     ordered = sorted(rates, reverse=True)

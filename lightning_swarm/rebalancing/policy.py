@@ -20,7 +20,7 @@ from lightning_swarm.network import PeerId
 _ROUNDING: Final = 1e-9
 """Share of a rate."""
 
-_MOST_BACK: Final = 8
+_MOST_BACK: Final = 4
 """How many of a stage are thought of in exchange for a faster one: evenly from the slowest to the fastest."""
 
 
@@ -76,6 +76,8 @@ class Stages:
         self.rates = [0.0] * num_stages
         self.squares = [0.0] * num_stages
         """Of the peers' rates, summed up."""
+        self.serving_rates = [0.0] * num_stages
+        """Of those that have arrived."""
         self._num_peers = [0] * num_stages
         self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
@@ -99,6 +101,8 @@ class Stages:
         self._count(place, -1)
         if not self._num_peers[place.stage]:
             self.rates[place.stage] = self.squares[place.stage] = 0.0  # and not what rounding has left
+        if not self._num_serving[place.stage]:
+            self.serving_rates[place.stage] = 0.0
         if place.movable:
             there = self._movable[place.stage]
             del there[bisect_left(there, (place.samples_per_s, peer))]
@@ -123,7 +127,9 @@ class Stages:
         self.rates[place.stage] += sign * place.samples_per_s
         self.squares[place.stage] += sign * place.samples_per_s**2
         self._num_peers[place.stage] += sign
-        self._num_serving[place.stage] += sign * place.arrived
+        if place.arrived:
+            self.serving_rates[place.stage] += sign * place.samples_per_s
+            self._num_serving[place.stage] += sign
 
 
 def stage_for(stages: Stages) -> int:
@@ -199,7 +205,7 @@ class _Draft:
             if self._left[source] < 2 or not serving or spare <= 0.0 or low + serving[-1][0] - least <= best_after:
                 continue
             for given, giver in back:
-                for taken, taker in self._near(serving, given + (rate - low) / 2):
+                for taken, taker in self._near(serving, given + min(spare, (rate - low) / 2)):
                     more = taken - given
                     after = min(rate - more, low + more)
                     if more < spare and more > self._costs.scatter * math.hypot(taken, given) and after > best_after:

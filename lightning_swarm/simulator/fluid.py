@@ -5,6 +5,7 @@ Microbatches, queues and steps are not there; who moves is decided by the policy
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import deque
@@ -103,6 +104,11 @@ def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: floa
     return done / best if best else math.nan
 
 
+@functools.lru_cache(maxsize=1024)  # rules are compared on the same peers
+def _best_rate(rates: tuple[float, ...], num_stages: int) -> float:
+    return best_rate(rates, num_stages)
+
+
 class _Swarm:
     """At one moment."""
 
@@ -120,8 +126,7 @@ class _Swarm:
     @property
     def samples_per_s(self) -> float:
         """Of the slowest stage, by those that have arrived."""
-        stages = range(self._scenario.num_stages)
-        return min(sum(rate for rate, _ in self._stages.serving(index)) for index in stages)
+        return min(self._stages.serving_rates)
 
     @property
     def next_s(self) -> float:
@@ -137,7 +142,7 @@ class _Swarm:
             changed = True
         if changed:
             self._pace.note_change(now_s)
-            self.best = best_rate(self._alive.values(), self._scenario.num_stages)
+            self.best = _best_rate(tuple(sorted(self._alive.values())), self._scenario.num_stages)
         looks = now_s >= self._look_s
         if looks:
             self._look_s = now_s + self._scenario.interval_s
