@@ -72,6 +72,8 @@ class Span:
         samples_per_s: Of the slowest stage.
         best: Of the slowest stage, if the peers that are alive were assigned as well as can be.
         num_moves: That began with it.
+        fewest: Peers that serve some stage.
+        most: Likewise.
     """
 
     begin_s: float
@@ -79,6 +81,8 @@ class Span:
     samples_per_s: float
     best: float
     num_moves: int
+    fewest: int
+    most: int
 
 
 def simulate(scenario: Scenario) -> list[Span]:
@@ -89,7 +93,7 @@ def simulate(scenario: Scenario) -> list[Span]:
     while begin_s < scenario.end_s:
         num_moves = swarm.advance(begin_s)
         end_s = min(swarm.next_s, scenario.end_s)
-        spans.append(Span(begin_s, end_s, swarm.samples_per_s, swarm.best, num_moves))
+        spans.append(Span(begin_s, end_s, swarm.samples_per_s, swarm.best, num_moves, *swarm.serving))
         begin_s = end_s
     return spans
 
@@ -127,6 +131,12 @@ class _Swarm:
     def samples_per_s(self) -> float:
         """Of the slowest stage, by those that have arrived."""
         return min(self._stages.serving_rates)
+
+    @property
+    def serving(self) -> tuple[int, int]:
+        """How few and how many peers serve a stage."""
+        numbers = [self._stages.num_serving(index) for index in range(self._scenario.num_stages)]
+        return min(numbers), max(numbers)
 
     @property
     def next_s(self) -> float:

@@ -22,6 +22,7 @@ from lightning_swarm.cli import commands, joining
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
 from lightning_swarm.cli.swarm_cli import SwarmCLI
 from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.simulator.scenario import Runs
 from tests.docs import my_project
 from tests.docs.pages import ROOT
 
@@ -70,7 +71,7 @@ def check(words: list[str]) -> None:
 def check_span(text: str) -> None:
     """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
     words = shlex.split(text)
-    names = {*commands.TRAINER_COMMANDS, *joining.COMMANDS, "doctor", "status", "export"}
+    names = {*commands.TRAINER_COMMANDS, *joining.COMMANDS, "doctor", "status", "export", "simulate"}
     if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
 
@@ -186,6 +187,8 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
     def run(arguments: argparse.Namespace) -> int:
         addresses = [*getattr(arguments, "peer", ()), *filter(None, [getattr(arguments, "address", None)])]
         told.append([commands.Address.parse(address) for address in addresses])
+        if "scenario" in arguments:
+            Runs(arguments.scenario)
         return 0
 
     def run_subcommand(_cli: object, name: str) -> None:

@@ -14,10 +14,12 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
-from lightning_swarm.cli import SwarmCLI
+from lightning_swarm.cli import SwarmCLI, simulating
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.program import invitation
+from lightning_swarm.simulator import report
+from lightning_swarm.simulator.scenario import Runs
 from lightning_swarm.testing import InMemoryStrategy
 from tests.docs import my_project
 from tests.docs.commands import PEER_ID
@@ -28,7 +30,7 @@ pytest_plugins = ["lightning_swarm.testing.plugin"]
 RULES = {
     "python": "run here, all of a page in order",
     "sh": "test_commands.py",
-    "yaml": "read here by SwarmCLI",
+    "yaml": "read here by SwarmCLI, or as a scenario",
     "diff": "compared here with the file of examples/ that a test applies",
     "text": "compared here with what is really said",
     "{toctree}": "Sphinx",
@@ -208,9 +210,16 @@ def peers_can_join(block: Block) -> None:
         assert invitation(strategy.config, [address]) == line.replace("12D3KooW...", PEER_ID)
 
 
+def simulated(block: Block) -> None:
+    """The table of the example."""
+    runs = Runs(ROOT / "examples/spot/scenario.yaml")
+    assert report.table(simulating.simulated(runs)) == block.text.rstrip("\n")
+
+
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
     ("docs/join.md", "Peers can join this run"): peers_can_join,
+    ("docs/simulate.md", "rule"): simulated,
 }
 """For each block of text, by its page and its beginning, what compares it with the truth."""
 
@@ -243,5 +252,8 @@ def test_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for block in blocks(page):
             if block.kind == "yaml":
                 file.write_text(block.text)
+                if block.shown == "scenario.yaml":
+                    assert Runs(file).plan == Runs(ROOT / "examples/spot/scenario.yaml").plan
+                    continue
                 made = SwarmCLI(run=False, save_config_callback=None, args=["--config", str(file)])
                 assert isinstance(made.trainer.strategy, lightning_swarm.SwarmStrategy)

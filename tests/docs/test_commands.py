@@ -45,6 +45,8 @@ def test_commands_are_understood(page: str, tmp_path: Path) -> None:
         "lightning-swarm fit --model my_project.MyModel --trainer.strategy.num_stagse 2",
         "lightning-swarm fit --model my_project.NoModel",
         "lightning-swarm fit --config no.yaml",
+        "lightning-swarm simulate no.yaml",
+        "lightning-swarm simulate examples/spot/scenario.yaml --tea",
         "make tea",
         "make test ARGZ=-x",
         "make test ARGS=tests/none.py",

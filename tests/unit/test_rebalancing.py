@@ -206,6 +206,12 @@ def test_the_yardstick_is_exact_for_equal_peers() -> None:
     assert best_rate([1.0] * 2, 3) == 0.0
 
 
+def test_the_yardstick_of_many_peers_is_near_the_even_share() -> None:
+    rng = random.Random(0)
+    rates = [10.0 ** rng.random() for _ in range(20 * 8)]
+    assert 0.998 * sum(rates) / 8 <= best_rate(rates, 8) <= sum(rates) / 8
+
+
 def test_the_papers_rule_moves_one_from_the_shortest_queue_to_the_longest() -> None:
     a, b, c = (PeerId(name) for name in "abc")
     assert plan_as_paper([1.0, 6.0], [{a: 0.7, b: 0.3}, {c: 6.0}]) == [Move(b, 0, 1)]

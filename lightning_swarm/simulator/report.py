@@ -1,0 +1,117 @@
+"""What became of simulated swarms: a table, and a picture."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.simulator.fluid import Rule, Span, share_of_best
+
+_HOUR_S: Final = 3600.0
+_POINTS: Final = 400
+"""Of a curve: each is an average."""
+
+_HEAD: Final = ("rule", "samples/s", "% of best", "first hour", "last hour", "moves/hour", "hours below half of best")
+
+
+def table(found: Mapping[Rule, Sequence[Sequence[Span]]]) -> str:
+    """Means over the seeds.
+
+    Args:
+        found: By rule, of each seed the spans.
+    """
+    rows = [_HEAD, *((rule, *_cells(runs)) for rule, runs in found.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def _cells(runs: Sequence[Sequence[Span]]) -> list[str]:
+    def mean(values: list[float], digits: int) -> str:
+        known = [value for value in values if not math.isnan(value)]
+        return f"{statistics.fmean(known):.{digits}f}" if known else "-"
+
+    ends = [(spans[0].begin_s, spans[-1].end_s) for spans in runs]
+    lengths_s = [end_s - begin_s for begin_s, end_s in ends]
+    done = [sum((span.end_s - span.begin_s) * span.samples_per_s for span in spans) for spans in runs]
+    low = [
+        sum(span.end_s - span.begin_s for span in spans if span.samples_per_s < 0.5 * span.best) / _HOUR_S
+        for spans in runs
+    ]
+    both = list(zip(runs, ends, strict=True))
+    return [
+        mean([samples / length_s for samples, length_s in zip(done, lengths_s, strict=True)], 2),
+        mean([100.0 * share_of_best(spans) for spans in runs], 1),
+        mean([100.0 * share_of_best(spans, begin_s, begin_s + _HOUR_S) for spans, (begin_s, _) in both], 1),
+        mean([100.0 * share_of_best(spans, end_s - _HOUR_S, end_s) for spans, (_, end_s) in both], 1),
+        mean(
+            [_HOUR_S * sum(span.num_moves for span in spans) / (end_s - begin_s) for spans, (begin_s, end_s) in both], 1
+        ),
+        mean(low, 2),
+    ]
+
+
+def draw(found: Mapping[Rule, Sequence[Sequence[Span]]], path: Path) -> None:
+    """Samples/s beside the best, how many peers serve a stage, and moves, over the hours of the first seed.
+
+    Raises:
+        ConfigError: Matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        import matplotlib as mpl  # an extra
+
+        mpl.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError as error:
+        raise ConfigError(
+            "A picture needs matplotlib, which is not installed. Install it: pip install 'lightning-swarm[demo]'"
+        ) from error
+    figure, panels = plt.subplots(3, len(found), figsize=(6 * len(found), 7), sharex=True, sharey="row", squeeze=False)
+    for (rule, runs), (rate, peers, moves) in zip(found.items(), panels.T, strict=True):
+        spans = runs[0]
+        hours, lines = curves(spans)
+        rate.set_title(f"rule: {rule}")
+        rate.plot(hours, lines["best"], color="tab:gray", label="best assignment")
+        rate.plot(hours, lines["samples_per_s"], color="tab:blue", label="swarm")
+        peers.fill_between(hours, lines["fewest"], lines["most"], step="mid", color="tab:blue", alpha=0.4)
+        moves.plot(hours, lines["moves"], color="tab:blue")
+        moves.set_xlabel("hours")
+    for axes, label in zip(panels[:, 0], ("samples/s", "peers a stage,\nfewest to most", "moves so far"), strict=True):
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0.0)
+    panels[0, 0].legend(loc="lower left")
+    try:
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"A picture is written to a file such as out.png, got {path}: {error}. Name another."
+        ) from error
+    finally:
+        plt.close(figure)
+
+
+def curves(spans: Sequence[Span]) -> tuple[list[float], dict[str, list[float]]]:
+    """Averages over equal parts of the time, and moves up to each part's end."""
+    begin_s, part_s = spans[0].begin_s, (spans[-1].end_s - spans[0].begin_s) / _POINTS
+    sums = {name: [0.0] * _POINTS for name in ("best", "samples_per_s", "fewest", "most")}
+    moves = [0.0] * _POINTS
+    for span in spans:
+        first = min(int((span.begin_s - begin_s) / part_s), _POINTS - 1)
+        last = min(int((span.end_s - begin_s) / part_s), _POINTS - 1)
+        moves[first] += span.num_moves
+        for part in range(first, last + 1):
+            from_s, to_s = begin_s + part * part_s, begin_s + (part + 1) * part_s
+            share = max(0.0, min(span.end_s, to_s) - max(span.begin_s, from_s)) / part_s
+            for name, values in sums.items():
+                values[part] += share * getattr(span, name)
+    so_far = [sum(moves[: part + 1]) for part in range(_POINTS)]
+    return [(part + 0.5) * part_s / _HOUR_S for part in range(_POINTS)], {**sums, "moves": so_far}
