@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,6 +61,7 @@ class _Place:
     samples_per_s: float
     arrived: bool
     movable: bool
+    left: Collection[int]
 
 
 class Stages:
@@ -84,11 +85,28 @@ class Stages:
         self._where: dict[PeerId, _Place] = {}
 
     def put(
-        self, peer: PeerId, stage: int, samples_per_s: float, *, arrived: bool = True, movable: bool = True
+        self,
+        peer: PeerId,
+        stage: int,
+        samples_per_s: float,
+        *,
+        arrived: bool = True,
+        movable: bool = True,
+        left: Collection[int] = (),
     ) -> None:
-        """A peer serves a stage, or is on its way there. Takes the place of what was known of it."""
+        """A peer serves a stage, or is on its way there. Takes the place of what was known of it.
+
+        Args:
+            peer: Which one.
+            stage: That one.
+            samples_per_s: What it does there.
+            arrived: It serves by now.
+            movable: It may be moved.
+            left: Stages from which it moved since peers came or went last: it does not go back. Where one stage is more
+                work than another its rate changes with every move, and two would change places for ever.
+        """
         self.remove(peer)
-        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable)
+        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable, left)
         self._count(place, 1)
         if place.movable:
             insort(self._movable[stage], (samples_per_s, peer))
@@ -109,7 +127,12 @@ class Stages:
 
     def move(self, move: Move) -> None:
         """A peer serves another stage now."""
-        self.put(move.peer, move.target, self._where[move.peer].samples_per_s)
+        before = self._where[move.peer]
+        self.put(move.peer, move.target, before.samples_per_s, left=before.left)
+
+    def may_go(self, peer: PeerId, stage: int) -> bool:
+        """It did not come from there."""
+        return stage not in self._where[peer].left
 
     def stage_of(self, peer: PeerId) -> int | None:
         """Where a peer is, or is going."""
@@ -205,7 +228,9 @@ class _Draft:
             if self._left[source] < 2 or not serving or spare <= 0.0 or low + serving[-1][0] - least <= best_after:
                 continue
             for given, giver in back:
-                for taken, taker in self._near(serving, given + min(spare, (rate - low) / 2)):
+                if giver is not None and not self._stages.may_go(giver, source):
+                    continue
+                for taken, taker in self._near(serving, given + min(spare, (rate - low) / 2), target):
                     more = taken - given
                     after = min(rate - more, low + more)
                     if more < spare and more > self._costs.scatter * math.hypot(taken, given) and after > best_after:
@@ -219,12 +244,15 @@ class _Draft:
         scatter = self._costs.scatter * math.sqrt(squares[one] + squares[other])
         return max(scatter, _ROUNDING * self._rates[one])
 
-    def _near(self, serving: Sequence[tuple[float, PeerId]], rate: float) -> Iterator[tuple[float, PeerId]]:
-        """Those whose rates are next to one, from below and from above, and that do not move already."""
+    def _near(
+        self, serving: Sequence[tuple[float, PeerId]], rate: float, target: int
+    ) -> Iterator[tuple[float, PeerId]]:
+        """Those whose rates are next to one, from below and from above, that do not move already and may go there."""
         at = bisect_left(serving, (rate,))
         for places in (range(at - 1, -1, -1), range(at, len(serving))):
             for place in places:
-                if serving[place][1] not in self.moves:
+                peer = serving[place][1]
+                if peer not in self.moves and self._stages.may_go(peer, target):
                     yield serving[place]
                     break
 

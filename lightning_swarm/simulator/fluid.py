@@ -123,6 +123,7 @@ class _Swarm:
         self._stages = Stages(scenario.num_stages)
         self._alive: dict[PeerId, float] = {}  # with their rates
         self._arrivals: dict[PeerId, float] = {}  # when those that are on their way to a stage serve it
+        self._left: dict[PeerId, set[int]] = {}  # from where they moved since the last change
         self._look_s = self._begin_s + scenario.offset_s + scenario.interval_s
         self._pace = Pace(self._begin_s)
         self.best = 0.0
@@ -152,12 +153,14 @@ class _Swarm:
             changed = True
         if changed:
             self._pace.note_change(now_s)
+            self._forget_what_was_left()
             self.best = _best_rate(tuple(sorted(self._alive.values())), self._scenario.num_stages)
         looks = now_s >= self._look_s
         if looks:
             self._look_s = now_s + self._scenario.interval_s
         moves = self._decide(now_s, seen=changed or arrived, looks=looks)
         for move in moves:
+            self._left.setdefault(move.peer, set()).add(move.source)
             self._send(move.peer, move.target, now_s + self._scenario.move_s)
         return len(moves)
 
@@ -167,8 +170,15 @@ class _Swarm:
             del self._arrivals[peer]
             stage = self._stages.stage_of(peer)
             assert stage is not None
-            self._stages.put(peer, stage, self._alive[peer])
+            self._stages.put(peer, stage, self._alive[peer], left=self._left.get(peer, ()))
         return bool(arrived)
+
+    def _forget_what_was_left(self) -> None:
+        for peer in self._left.keys() & self._alive.keys() - self._arrivals.keys():
+            stage = self._stages.stage_of(peer)
+            assert stage is not None
+            self._stages.put(peer, stage, self._alive[peer])
+        self._left.clear()
 
     def _change(self, change: Change) -> None:
         peer = change.peer

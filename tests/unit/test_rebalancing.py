@@ -156,6 +156,40 @@ def test_swarms_that_are_measured_badly_settle(num_peers: int) -> None:
     assert num_moves <= 2
 
 
+def test_nobody_goes_back_to_a_stage_that_it_left() -> None:
+    stages = stages_of([1, 1, 1], [1])
+    for number in range(3):
+        stages.put(PeerId(f"s0p{number}"), 0, 1.0, left={1})
+    assert made(stages) == []
+    stages.put(PeerId("s0p2"), 0, 1.0)
+    assert made(stages) == [Move(PeerId("s0p2"), 0, 1)]
+
+
+def looks_with_moves(seed: int, *, remembers: bool) -> list[int]:
+    """Twelve unequal peers of four stages, of which some are up to three times as much work as others."""
+    rng = random.Random(seed)
+    speeds = [10.0 ** rng.random() for _ in range(12)]
+    work = [3.0 ** rng.uniform(-0.5, 0.5) for _ in range(4)]
+    where = [number % 4 for number in range(12)]
+    left: list[set[int]] = [set() for _ in speeds]
+    found = []
+    for look in range(60):
+        stages = Stages(4)
+        for number, stage in enumerate(where):
+            rate = speeds[number] / work[stage]
+            stages.put(PeerId(str(number)), stage, rate, left=left[number] if remembers else ())
+        for move in plan(stages, Costs([30.0] * 4, 600.0)):
+            where[int(move.peer)] = move.target
+            left[int(move.peer)].add(move.source)
+            found.append(look)
+    return found
+
+
+def test_stages_of_unequal_work_settle() -> None:
+    assert all(max(looks_with_moves(seed, remembers=True), default=0) < 20 for seed in range(20))
+    assert any(max(looks_with_moves(seed, remembers=False), default=0) == 59 for seed in range(20))
+
+
 def test_who_is_on_its_way_counts_where_it_goes_and_stays_there() -> None:
     stages = stages_of([1, 1, 1], [1])
     stages.put(PeerId("new"), 1, 1.0, arrived=False)
