@@ -14,7 +14,7 @@ from typing import Final
 
 from lightning_swarm import __version__, doctor
 from lightning_swarm.checkpoint.export import export_safetensors
-from lightning_swarm.cli import joining, simulating, watching
+from lightning_swarm.cli import joining, planning, simulating, watching
 from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
 from lightning_swarm.doctor import Finding
 from lightning_swarm.errors import ConfigError, SwarmError
@@ -29,6 +29,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
     lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
     lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
 
 With -v before the command, more of what happens is said on stderr; with -vv, all.
@@ -138,6 +139,11 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
     )
 
+    plan = add(
+        "plan", "Say what a swarm of some machines would do with a model, and whether it pays.", planning.DESCRIPTION
+    )
+    planning.add_arguments(plan)
+
     export = add("export", "Write a checkpoint's weights to a safetensors file.", _EXPORT)
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved")
     export.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
@@ -151,6 +157,8 @@ def _run(arguments: argparse.Namespace) -> int:
         num_tensors = export_safetensors(arguments.checkpoint, arguments.out)
         print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
         return 0
+    if arguments.command == "plan":
+        return planning.run(arguments)
     if arguments.command == "status":
         return _show_status(arguments)
     if arguments.command == "simulate":

@@ -63,7 +63,7 @@ Classes are named by their import path from the current folder, like my_project.
 
 def run_trainer() -> int:
     """Do what the process's arguments say. Returns the exit status."""
-    _require_jsonargparse()
+    require_jsonargparse(*TRAINER_COMMANDS)
     from jsonargparse import DefaultHelpFormatter
 
     class Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -106,12 +106,17 @@ def _shortened(message: str) -> str:
     return "\n".join(lines)
 
 
-def _require_jsonargparse() -> None:
+def require_jsonargparse(*commands: str) -> None:
+    """Raise a ConfigError that says how to get it, if it is not installed.
+
+    Args:
+        commands: That need it.
+    """
     try:
         importlib.metadata.version("jsonargparse")
         importlib.metadata.version("docstring-parser")
     except importlib.metadata.PackageNotFoundError as error:
         raise ConfigError(
-            f"{', '.join(TRAINER_COMMANDS)} need jsonargparse with its extra `signatures`, and {error.name} is not "
+            f"{', '.join(commands)} need jsonargparse with its extra `signatures`, and {error.name} is not "
             'installed. Run: pip install "lightning-swarm[cli]"'
         ) from error

@@ -71,7 +71,7 @@ def check(words: list[str]) -> None:
 def check_span(text: str) -> None:
     """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
     words = shlex.split(text)
-    names = {*commands.TRAINER_COMMANDS, *joining.COMMANDS, "doctor", "status", "export", "simulate"}
+    names = {*commands.TRAINER_COMMANDS, *joining.COMMANDS, "doctor", "status", "plan", "export", "simulate"}
     if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
 

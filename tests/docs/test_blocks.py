@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,9 +17,11 @@ import torch
 from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
+from lightning_swarm import cli
 from lightning_swarm.cli import SwarmCLI, simulating
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.planner.files import read_machines
 from lightning_swarm.program import invitation
 from lightning_swarm.simulator import report
 from lightning_swarm.simulator.scenario import Runs
@@ -30,7 +35,7 @@ pytest_plugins = ["lightning_swarm.testing.plugin"]
 RULES = {
     "python": "run here, all of a page in order",
     "sh": "test_commands.py",
-    "yaml": "read here by SwarmCLI, or as a scenario",
+    "yaml": "read here by SwarmCLI, as a scenario, or by the planner",
     "diff": "compared here with the file of examples/ that a test applies",
     "text": "compared here with what is really said",
     "{toctree}": "Sphinx",
@@ -216,10 +221,23 @@ def simulated(block: Block) -> None:
     assert report.table(simulating.simulated(runs)) == block.text.rstrip("\n")
 
 
+def planned(block: Block) -> None:
+    """What `plan` says of the page's machines."""
+    command = next(found for found in blocks(block.page) if found.kind == "sh").text.splitlines()[0]
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
+        Path("machines.yaml").write_text(shown(block.page)["machines.yaml"])
+        patch.setattr(sys, "argv", command.split())
+        with contextlib.redirect_stdout(said):
+            assert cli.main() == 0
+    assert said.getvalue() == block.text
+
+
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
     ("docs/join.md", "Peers can join this run"): peers_can_join,
     ("docs/simulate.md", "rule"): simulated,
+    ("docs/planning.md", "1416.5M parameters"): planned,
 }
 """For each block of text, by its page and its beginning, what compares it with the truth."""
 
@@ -254,6 +272,9 @@ def test_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 file.write_text(block.text)
                 if block.shown == "scenario.yaml":
                     assert Runs(file).plan == Runs(ROOT / "examples/spot/scenario.yaml").plan
+                    continue
+                if block.shown == "machines.yaml":
+                    assert read_machines(file, 1e9, None)
                     continue
                 made = SwarmCLI(run=False, save_config_callback=None, args=["--config", str(file)])
                 assert isinstance(made.trainer.strategy, lightning_swarm.SwarmStrategy)

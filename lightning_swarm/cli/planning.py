@@ -1,0 +1,178 @@
+"""`plan`: what a swarm of some machines would do with a model, before any of them starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_swarm.cli import pytorch_lightning, swarm_cli
+from lightning_swarm.cli.choosing import choose_framework
+from lightning_swarm.cli.trainer import require_jsonargparse
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.framework import LIGHTNING
+from lightning_swarm.planner.choice import LARGEST_BATCH, make_plan
+from lightning_swarm.planner.files import read_machines
+from lightning_swarm.planner.records import Machine, Model, Plan
+from lightning_swarm.planner.transformer import transformer
+from lightning_swarm.planner.words import describe
+from lightning_swarm.strategy import SwarmHooks
+
+DESCRIPTION: Final = """\
+{what} Nothing is started, and no other machine is asked.
+
+    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
+    lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
+    lightning-swarm plan machines.yaml --config run.yaml --measure  for machines whose rate is `here`
+    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --picture law.png
+
+The file lists the machines. The first one starts the run: it trains, and holds a stage.
+
+    machines:
+      - name: desk               # all but the rate, the memory and the line may be left out
+        tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
+        memory_gb: 24            # where it computes
+        up_mbit: 40              # its line
+        down_mbit: 100
+        latency_ms: 15           # to another machine, one way
+        count: 3                 # as many of them
+        processor: accelerator   # or cpu, which also has to send and receive
+        host_memory_gb: 64       # these two: for training alone with offloading
+        bus_gb_per_s: 12
+
+Predictions are counted; docs/planning.md says how far off they were.
+"""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is planned for.
+
+    Args:
+        model: What it costs.
+        measure: FLOP/s of this machine with it.
+        sequence: Tokens of a sample, where they are known.
+        width: Features of a token, likewise.
+    """
+
+    model: Model
+    measure: Callable[[], float]
+    sequence: int = 1024
+    width: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plan` can be told."""
+    parser.add_argument("machines", type=Path, metavar="MACHINES.yaml", help="the list of machines, as above")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a file of `fit`, with the model in it")
+    numbers = parser.add_argument_group("or a transformer, by its measures")
+    numbers.add_argument("--layers", type=int, help="its blocks")
+    numbers.add_argument("--width", type=int, help="features of a token")
+    numbers.add_argument("--sequence", type=int, help="tokens of a sample")
+    numbers.add_argument("--vocabulary", type=int, default=0, help="of embeddings and head (default: there are none)")
+    numbers.add_argument(
+        "--ends",
+        choices=("stages", "trainer"),
+        default="stages",
+        help="where these are: in the first and last stage, with the loss, or around all (default: %(default)s)",
+    )
+    parser.add_argument("--target-batch-size", type=int, help="samples of a step (default: as many as pay)")
+    parser.add_argument(
+        "--largest-batch-size",
+        type=int,
+        default=LARGEST_BATCH,
+        help="of those that are looked at (default: %(default)s)",
+    )
+    parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
+    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and print it. Returns the exit status: 0 also where the swarm is not worth it, 1 if nothing can train.
+
+    Raises:
+        ConfigError: What was given cannot be.
+    """
+    _check(arguments)
+    subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
+    measure = subject.measure if arguments.measure else None
+    machines = read_machines(arguments.machines, subject.model.flop, measure)
+    plan = make_plan(
+        subject.model,
+        machines,
+        target_batch_size=arguments.target_batch_size,
+        largest_batch_size=arguments.largest_batch_size,
+    )
+    print(json.dumps(_as_json(plan)) if arguments.json else describe(subject.model, plan))  # noqa: T201 - a command
+    if arguments.picture:
+        _draw(arguments.picture, machines[0], subject)
+    return 1 if plan.best is None and plan.alone is None else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    measures = {name: getattr(arguments, name) for name in ("layers", "width", "sequence")}
+    given = [name for name, value in measures.items() if value is not None]
+    if bool(arguments.config) == bool(given) or (given and len(given) < len(measures)):
+        raise ConfigError(
+            "`plan` must be told one model: by --config FILE, or by --layers, --width and --sequence, all three; got "
+            f"{' and '.join(f'--{name}' for name in [*(['config'] if arguments.config else []), *given]) or 'none'}."
+            " Give the one or the others."
+        )
+    for name in ("layers", "width", "sequence", "target_batch_size", "largest_batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"`--{name.replace('_', '-')}` must be at least 1, got {value}. Raise it.")
+    if arguments.vocabulary < 0:
+        raise ConfigError(f"`--vocabulary` must be at least 0, got {arguments.vocabulary}. Leave it out for none.")
+
+
+def _of_numbers(arguments: argparse.Namespace) -> _Subject:
+    width, sequence = arguments.width, arguments.sequence
+
+    def measure() -> float:
+        from lightning_swarm.planner.probe import measure_transformer  # torch, which the rest does without
+
+        return measure_transformer(width, sequence)
+
+    model = transformer(arguments.layers, width, sequence, arguments.vocabulary, ends=arguments.ends)
+    return _Subject(model, measure, sequence, width)
+
+
+def _of_file(path: Path, *, measured: bool) -> _Subject:
+    """The model of a file that `fit` takes; its Trainer and data are made, too, and not used."""
+    require_jsonargparse("plan --config")
+    from lightning_swarm.planner import probe
+
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    given = ["--config", str(path)]
+    tree = swarm_cli if choose_framework(given, []) is LIGHTNING else pytorch_lightning
+    try:
+        made = tree.SwarmCLI(run=False, save_config_callback=None, args=given, parser_kwargs={"exit_on_error": False})
+    except (argparse.ArgumentError, OSError) as error:
+        raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
+    module: Any = made.model
+    strategy = made.trainer.strategy
+    pipeline = strategy.config.pipeline if isinstance(strategy, SwarmHooks) else None
+    example = module.example_input_array
+    module.configure_model()
+    # Counting takes the weights away, so it comes second.
+    blocks_s = probe.measure_blocks(module, pipeline, example) if measured and example is not None else 0.0
+    model = probe.count(module, pipeline, example)
+    return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s)
+
+
+def _draw(path: Path, machine: Machine, subject: _Subject) -> None:
+    from lightning_swarm.planner.picture import draw
+
+    draw(path, machine, subject.sequence, subject.width)
+
+
+def _as_json(plan: Plan) -> dict[str, Any]:
+    return {**asdict(plan), "gain": plan.gain, "worth_it": plan.worth_it}

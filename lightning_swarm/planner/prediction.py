@@ -1,0 +1,164 @@
+"""What a swarm would do in a step, counted. Pure.
+
+A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record. Stages
+work at the same time; a machine's line and its processor take turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_swarm.config import Limits
+from lightning_swarm.planner.assignment import assign
+from lightning_swarm.planner.passage import (
+    GOODPUT,
+    HANDLING_S_PER_BYTE,
+    STEP_S_PER_PARAMETER,
+    Passage,
+    Swarm,
+    passage,
+    phases,
+    ways_of_trainer,
+)
+from lightning_swarm.planner.passage import pace as pace_of
+from lightning_swarm.planner.records import Machine, Model, Prediction, Setting, Times
+from lightning_swarm.planner.stages import ADAM, FLOAT32, cut, room_samples, state_bytes
+
+STEP_S: Final = 0.042
+"""For a step of four peers that have next to nothing to average, `python -m benchmarks.steps`."""
+
+STEP_TRIPS: Final = 6
+"""Round trips one after the other in it: grant, freeze, two of the averaging, accept, decided."""
+
+
+class Predictor:
+    """Says for one number of stages what each size of batch gives.
+
+    Args:
+        model: What is trained.
+        machines: All of the list, the starter first.
+        num_stages: At most the model's blocks.
+        limits: Of the servers.
+
+    Attributes:
+        possible: Whether enough machines can hold a stage, and the starter is one of them.
+        most: Samples of a microbatch that all of them have room for.
+    """
+
+    def __init__(self, model: Model, machines: Sequence[Machine], num_stages: int, limits: Limits) -> None:
+        self._machines = machines
+        self._stages = cut(model, num_stages)
+        self._largest_bytes = max(state_bytes(one.parameters, model.weight_bytes) for one in self._stages)
+        rooms = [min(room_samples(stage, one, model.weight_bytes) for stage in self._stages) for one in machines]
+        fit = [one for one, room in zip(machines, rooms, strict=True) if room >= 1.0]
+        self.most = int(min((room for room in rooms if room >= 1.0), default=0.0))
+        self._left_out = tuple(one.name for one, room in zip(machines, rooms, strict=True) if room < 1.0)
+        self.possible = len(fit) >= num_stages and rooms[0] >= 1.0 and _trains(model, machines[0])
+        if self.possible:
+            slowest = max(self._stages, key=lambda stage: stage.flop)
+            rates = [1.0 / sum(pace_of(one, phase, 8).seconds for phase in phases(slowest, 0.0)) for one in fit]
+            self._swarm = Swarm(model, fit, self._stages, assign(rates, num_stages), limits)
+            self._averaging_s = _averaging_s(self._swarm)
+            self._passages: dict[tuple[int, int], tuple[Passage, Passage]] = {}
+
+    def times(self, setting: Setting) -> Times:
+        """Where the time of a step goes."""
+        swarm, size = self._swarm, setting.batch_size
+        forward, backward = self._both_ways(setting)
+        num_batches = math.ceil(setting.target_batch_size / size)
+        return Times(
+            forward_s=num_batches * forward.slowest.seconds,
+            backward_s=num_batches * backward.slowest.seconds,
+            fill_s=num_batches * (forward.fill_s + backward.fill_s),
+            around_s=num_batches * size * swarm.model.around.flop / swarm.starter.flop_per_s,
+            averaging_s=self._averaging_s,
+            closing_s=STEP_S + 2 * STEP_TRIPS * max(one.latency_s for one in swarm.machines),
+        )
+
+    def _both_ways(self, setting: Setting) -> tuple[Passage, Passage]:
+        sizes = setting.microbatch_size, setting.batch_size
+        if sizes not in self._passages:
+            self._passages[sizes] = passage(self._swarm, 0, *sizes), passage(self._swarm, 1, *sizes)
+        return self._passages[sizes]
+
+    def predict(self, setting: Setting) -> Prediction:
+        """What a setting of that number of stages gives."""
+        swarm, times, size = self._swarm, self.times(setting), setting.target_batch_size
+        sent = sent_bytes(swarm, size)
+        slowest = max((one.slowest for one in self._both_ways(setting)), key=lambda one: one.seconds)
+        flop_per_s = sum(one.flop_per_s for one in self._machines)
+        return Prediction(
+            setting=setting,
+            samples_per_s=size / times.step_s,
+            times=times,
+            slowest=slowest.what,
+            line_share=slowest.line_s / slowest.seconds,
+            utilisation=size * swarm.model.flop / (times.step_s * flop_per_s),
+            stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
+            left_out=self._left_out,
+            boundary_bytes=tuple(stage.output_bytes * setting.microbatch_size for stage in swarm.stages[:-1]),
+            step_bytes=_by_name(swarm, sent),
+            sent_bytes_per_s=sum(sent) / times.step_s + _snapshot_bytes_per_s(swarm),
+            state_bytes=self._largest_bytes,
+            recomputed=max(swarm.recomputed(index, setting.batch_size) for index in range(len(swarm.stages))),
+        )
+
+
+def _trains(model: Model, starter: Machine) -> bool:
+    """Whether what is around the stages fits beside a stage, with a microbatch of one sample."""
+    around = state_bytes(model.around.parameters, model.weight_bytes)
+    return around + model.around.graph_bytes <= starter.memory_bytes
+
+
+def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
+    """What each machine sends in a step over its line, without snapshots and without words about the tensors."""
+    sent = [0.0] * len(swarm.machines)
+    for way in (0, 1):
+        for index, numbers in enumerate(swarm.held):
+            shares = swarm.shares(index, way)
+            for number, share in zip(numbers, shares, strict=True):
+                sent[number] += share * swarm.phase(index, number, way, batch_size).sent_bytes * batch_size
+        sent[0] += ways_of_trainer(swarm, way)[1] * batch_size
+    for index, numbers in enumerate(swarm.held):
+        for number in numbers:
+            sent[number] += averaged_bytes(swarm, index)
+    return sent
+
+
+def averaged_bytes(swarm: Swarm, index: int) -> float:
+    """What each machine of a stage sends, and receives, to average: its part of the sums to all, and the others'."""
+    num_machines = len(swarm.held[index])
+    element_bytes = max(FLOAT32, swarm.model.weight_bytes)
+    return 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters * element_bytes
+
+
+def _averaging_s(swarm: Swarm) -> float:
+    """Of the slowest machine; all send and receive at the same time."""
+    slowest_s = 0.0
+    for index, numbers in enumerate(swarm.held):
+        num_bytes = averaged_bytes(swarm, index)
+        for number in numbers:
+            machine = swarm.machines[number]
+            line_s = num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
+            busy_s = 2 * num_bytes * HANDLING_S_PER_BYTE
+            busy_s += swarm.stages[index].parameters * STEP_S_PER_PARAMETER[machine.processor]
+            slowest_s = max(slowest_s, line_s + busy_s)
+    return slowest_s
+
+
+def _snapshot_bytes_per_s(swarm: Swarm) -> float:
+    """One server of each stage sends a copy of its weights and its optimizer's state to another stage's."""
+    interval_s = swarm.limits.snapshot_interval
+    if interval_s is None or len(swarm.stages) == 1:
+        return 0.0
+    parameters = sum(stage.parameters for stage in swarm.stages)
+    return parameters * (1 + ADAM) * swarm.model.weight_bytes / interval_s
+
+
+def _by_name(swarm: Swarm, sent: Sequence[float]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for machine, num_bytes in zip(swarm.machines, sent, strict=True):
+        found[machine.name] = max(round(num_bytes), found.get(machine.name, 0))
+    return found

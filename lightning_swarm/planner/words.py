@@ -1,0 +1,151 @@
+"""A plan, as people read it. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_swarm.planner.records import Model, Plan, Prediction
+
+_HOUR_S: Final = 3600.0
+_COLUMNS: Final = 110
+
+
+def describe(model: Model, plan: Plan) -> str:
+    """All that is to be said of a plan, in lines."""
+    best = plan.best
+    head = f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample."
+    parts = [head, _verdict(plan)]
+    parts += [_too_large(model)] if best is None else [_settings(best), _figures(best), _reasons(plan, best)]
+    return "\n".join(_wrapped(line) for line in "\n\n".join(parts).splitlines())
+
+
+def _wrapped(line: str) -> str:
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(line, _COLUMNS, subsequent_indent=indent) if len(line) > _COLUMNS else line
+
+
+def size(num_bytes: float) -> str:
+    """In the unit that suits."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def _verdict(plan: Plan) -> str:
+    best, alone = plan.best, plan.alone
+    by_itself = ""
+    if alone is not None:
+        how = ", with weights and optimizer in its host's memory," if alone.offloads else ""
+        by_itself = f"{alone.name} alone{how} does {alone.samples_per_s:.3g} samples/s with the plain Trainer"
+    if best is None:
+        return (
+            f"No swarm of these machines can train it. {by_itself + '.' if by_itself else 'Nor can one of them alone.'}"
+        )
+    if plan.gain is None:
+        return "Worth it: no machine of the list holds the model by itself, and together they train it."
+    times = f"the swarm {best.samples_per_s:.3g}: {plan.gain:.2f} times as much"
+    if plan.worth_it:
+        return f"Worth it: {by_itself}, {times}."
+    why = "less than it takes to make up for what may go wrong, and for what a prediction is off"
+    return f"Not worth it: {by_itself}, {times}" + (f", {why}." if plan.gain >= 1.0 else ".")
+
+
+def _too_large(model: Model) -> str:
+    largest = max(model.blocks, key=lambda block: block.parameters)
+    return (
+        f"Each machine has to hold a stage, and the one that starts the run also trains. The smallest stage is "
+        f"one block, of up to {largest.parameters / 1e6:.1f}M parameters. Use machines with more memory, more of them, "
+        "or a model of smaller blocks."
+    )
+
+
+def _settings(best: Prediction) -> str:
+    chosen = best.setting
+    lines = [
+        "Choose",
+        f"  num_stages         {chosen.num_stages}",
+        f"  microbatch_size    {chosen.microbatch_size}",
+        f"  target_batch_size  {chosen.target_batch_size}",
+        f"  batch_size         {chosen.batch_size}   of the DataLoader",
+        "",
+        *(f"  stage {index}: {_counted(names)}" for index, names in enumerate(best.stages)),
+    ]
+    if best.left_out:
+        lines.append(f"  left out, for they cannot hold a stage: {_counted(best.left_out)}")
+    return "\n".join(lines)
+
+
+def _counted(names: Sequence[str]) -> str:
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def _figures(best: Prediction) -> str:
+    boundary = max(best.boundary_bytes, default=0)
+    gb_per_hour = best.sent_bytes_per_s * _HOUR_S / 1e9
+    million = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
+    rows = [
+        ("samples/s", f"{best.samples_per_s:.3g}, a step in {best.times.step_s:.3g} s"),
+        ("machines compute", f"{100 * best.utilisation:.0f} % of what they could"),
+        (
+            "a microbatch at a boundary",
+            f"{size(boundary)} forward, as much back" if boundary else "there is no boundary",
+        ),
+        *((f"{name} sends in a step", size(num_bytes)) for name, num_bytes in best.step_bytes.items()),
+        ("all machines send", f"{gb_per_hour:,.4g} GB an hour, {million:,.0f} GB for a million samples"),
+        ("a stage's memory", f"{size(best.state_bytes)} and activations"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["Expect", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _reasons(plan: Plan, best: Prediction) -> str:
+    times = best.times
+
+    def share(seconds: float) -> str:
+        return f"{100 * seconds / times.step_s:.0f} % of a step"
+
+    said = [
+        "Why",
+        f"  {share(times.forward_s + times.backward_s)} goes by at the pace of the slowest machine: {best.slowest}.",
+        f"  {100 * best.line_share:.0f} % of its time it waits for its line, the rest it computes. {_remedy(best)}",
+    ]
+    if len(best.stages) > 1:
+        said.append(
+            f"  {share(times.fill_s)} is waiting for the first microbatch to come through the other stages, and for "
+            "the last to come back. More microbatches in a batch make it less."
+        )
+    if times.around_s:
+        said.append(f"  {share(times.around_s)} is the trainer with embeddings and head, while all stages wait.")
+    said.append(
+        f"  {share(times.averaging_s)} goes into averaging gradients within the stages and into the optimizer, "
+        f"{share(times.closing_s)} into agreeing on it. More samples a step share both."
+    )
+    return "\n".join(said + _remarks(plan, best))
+
+
+def _remedy(best: Prediction) -> str:
+    if best.line_share > 0.5:
+        return "Faster lines would help most, or a wider model."
+    return "More machines would help most, or faster ones."
+
+
+def _remarks(plan: Plan, best: Prediction) -> list[str]:
+    said = []
+    if best.recomputed > 0.0:
+        said.append(
+            f"  Activations of {100 * best.recomputed:.0f} % of the samples do not fit into the memory of some machine "
+            "or into `Limits.cache_bytes`: these forwards are computed twice."
+        )
+    if len(plan.by_stages) > 1:
+        said.append(f"  Samples/s by number of stages, with batches of that size: {_by_stages(plan)}.")
+    return said
+
+
+def _by_stages(plan: Plan) -> str:
+    """The fastest few, in order."""
+    fastest = sorted(plan.by_stages, key=lambda one: -one[1])[:5]
+    return ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))
