@@ -12,6 +12,8 @@ from lightning_swarm.network.addresses import Address, Place
 
 Role = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
+Rebalancing = Literal["gain", "paper", "none"]
+"""Who moves to another stage: whoever gains more by it than it costs; by the paper's rule; nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,8 @@ class SwarmConfig:
     announce: tuple[Place, ...]
     identity_path: str | None
     gather_on_end: bool
+    rebalancing: Rebalancing
+    rebalance_interval: float
     preemption: Preemption | None
     limits: Limits
 
@@ -128,6 +132,17 @@ class SwarmConfig:
             raise ConfigError(
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
                 f"got {self.split!r}. {_nearest(self.split)}Leave it out to balance by parameters."
+            )
+        if self.rebalancing not in get_args(Rebalancing):
+            raise ConfigError(
+                "`rebalancing` must be 'gain' (peers move where that gains more than it costs), 'paper' (by the SWARM "
+                f"paper's rule) or 'none' (nobody moves), got {self.rebalancing!r}. Choose one of them."
+            )
+        interval_s: object = self.rebalance_interval
+        if isinstance(interval_s, bool) or not isinstance(interval_s, (int, float)) or not 0 < interval_s < math.inf:
+            raise ConfigError(
+                f"`rebalance_interval` must be a positive number of seconds, got {interval_s!r}. To have nobody move, "
+                "write `rebalancing='none'`."
             )
         if self.preemption is not None and self.preemption not in get_args(Preemption):
             raise ConfigError(

@@ -117,6 +117,8 @@ def manifest(
         coordinator=servers[0].peer_id,
         voters=choose_voters(rosters, servers[:1], hosts),
         target_batch_size=config.target_batch_size,
+        rebalancing=config.rebalancing,
+        rebalance_interval=config.rebalance_interval,
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,
         first_step=spec.first_step,

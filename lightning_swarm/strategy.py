@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
-from lightning_swarm.config import Limits, Preemption, Role, SwarmConfig
+from lightning_swarm.config import Limits, Preemption, Rebalancing, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
@@ -70,6 +70,10 @@ class SwarmHooks(ResumingHooks):
         announce: At which address and port others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights.
+        rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
+            it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
+        rebalance_interval: Seconds between two decisions on that, at the latest; when peers come or go it is decided at
+            once.
         preemption: Whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``, ``"azure"``,
             or ``"auto"`` for whichever answers. A server leaves the run in order then; a trainer takes it for a
             SIGTERM. None: nobody is asked.
@@ -103,6 +107,8 @@ class SwarmHooks(ResumingHooks):
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
         gather_on_end: bool = True,
+        rebalancing: Rebalancing = "gain",
+        rebalance_interval: float = 300.0,
         preemption: Preemption | None = None,
         limits: Limits = _LIMITS,
         accelerator: Accelerator | None = None,
@@ -126,6 +132,8 @@ class SwarmHooks(ResumingHooks):
             announce=tuple(map(Place.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
             gather_on_end=gather_on_end,
+            rebalancing=rebalancing,
+            rebalance_interval=rebalance_interval,
             preemption=preemption,
             limits=limits,
         )

@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 
 SMOOTHING = 0.2
@@ -38,18 +39,12 @@ class PeerLoad:
     queued: int = 0
     num_failures: int = 0  # since it last finished something
     banned_until_s: float | None = None
-    _average: float = 0.0
-    _weight: float = 0.0
+    rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # in samples/s, as measured
 
     @property
     def samples_per_s(self) -> float | None:
-        """Exponential moving average of the measured rate, corrected for its empty start; None before the first."""
-        return self._average / self._weight if self._weight else None
-
-    def measure(self, samples_per_s: float) -> None:
-        """Take in one measurement."""
-        self._average += SMOOTHING * (samples_per_s - self._average)
-        self._weight += SMOOTHING * (1.0 - self._weight)
+        """None before the first measurement."""
+        return self.rate.value
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ class StageRouter:
         load.num_failures, load.banned_until_s = 0, None
         load.assigned_s += busy_s - charge.expected_s
         load.queued = queued
-        load.measure(charge.num_samples / busy_s)
+        load.rate.measure(charge.num_samples / busy_s)
 
     def charge(self, peer: PeerId, num_samples: int) -> Charge:
         """Charge a peer that was chosen by others; one that left has no account."""

@@ -21,6 +21,7 @@ from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import BREAK_OFF, LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.types.runs import BrokenOff, Manifest, Member, ReleaseRequest, RestartRequest
+from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 
@@ -68,6 +69,8 @@ class Admission:
         self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
         self._former: tuple[PeerId, ...] = ()  # leads of runs that it was in before: they end it, too
         self.loaded: set[int] = set()  # stages that have their initial weights
+        self.moves = asyncio.Event()  # the newest record let it go, to join
+        self.target: int | None = None  # this stage
         self.left = asyncio.Event()
         self._broken_off = ""  # why it is over, where its lead did not say so
         self.released = asyncio.Event()  # the lead goes back with the run; set until a trainer here has seen it
@@ -158,7 +161,8 @@ class Admission:
         """Be in no run, as before the first."""
         if self._run is not None:
             self._former = (self._run.manifest.lead,)
-        self._run = self._asked = None
+        self._run = self._asked = self.target = None
+        self.moves.clear()
         await self.leadership.step_out()
         self.loaded.clear()
         self.ready.clear()
@@ -195,6 +199,13 @@ class Admission:
         self._run = RunState(manifest)
         self._stepping.begin(self._run, stages)
         await self.leadership.begin(self._run)
+
+    def note(self, record: Record) -> None:
+        """A record was applied."""
+        for departure in record.departures:
+            if departure.member == self.me:
+                self.target = departure.stage_index
+                self.moves.set()
 
     def go_back(self, caller: PeerId, request: RestartRequest) -> None:
         """Enter the run's next generation: calls of the old one are refused from now on, and weights are awaited."""

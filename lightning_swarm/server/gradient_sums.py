@@ -195,6 +195,8 @@ class GradientSums:
                     num_unnamed=num_unnamed,
                     touched=to_bitmap(stage.touched),
                     version_hash=stage.fingerprint(),
+                    samples_per_s=stage.samples_per_s,
+                    queued=stage.queued,
                 )
             )
         return reports, stale

@@ -42,6 +42,7 @@ _log = logging.getLogger(__name__)
 _POLL_S: Final = 1.0
 _HOLD_S: Final = 15.0
 _MAX_ATTEMPTS: Final = 8  # with pauses of two minutes in all: a record may have to leave out an earlier life first
+_MAX_WISHES: Final = 3  # attempts to get the stage that it moves to
 _FIRST_PAUSE_S: Final = 1.0
 
 
@@ -77,6 +78,8 @@ class Joiner:
         self._stepping = stepping
         self._limits = limits
         self._stage: Stage | None = None
+        self._wish: int | None = None  # which stage it was told to hold
+        self._former: int | None = None  # which one it had before
         self._alone = False  # one member shall send everything
         transport.handle_call(LISTEN, self._handle_listen)
 
@@ -87,7 +90,17 @@ class Joiner:
             stages: Of a run that it is in no more.
             holders: How many there are, for each stage of the run.
         """
+        self._wish = self._former = None
         self._stage = min(stages, key=lambda stage: holders[stage.index], default=self._stage)
+
+    def move_to(self, stage_index: int, *, former: int) -> None:
+        """Join with another stage than this server had.
+
+        Args:
+            stage_index: Which.
+            former: Which it had, to join with again if that one is not to be had.
+        """
+        self._stage, self._wish, self._former = None, stage_index, former
 
     async def enter(self, find: Callable[[], Awaitable[Sequence[PeerId]]]) -> None:
         """Come into a run: be admitted at its beginning, or join it. There may be none for long.
@@ -168,13 +181,16 @@ class Joiner:
         if self._admission.has_run:  # which may be led by another peer since
             coordinator = self._admission.run.coordinator
         view = await self._view(coordinator)
+        if self._wish != self._former and attempt > _MAX_WISHES:
+            _log.warning("Stage %s is not to be had: this peer goes back to stage %s.", self._wish, self._former)
+            self._stage, self._wish = None, self._former
         if self._stage is None:
             self.model.check(view.manifest)  # before anyone is asked for anything
         request = JoinRequest(
             protocol_version=PROTOCOL_VERSION,
             boot_id=self._admission.me.boot_id,
             addresses=list(await self._transport.addresses()),
-            stage_index=self._stage.index if self._stage is not None else None,
+            stage_index=self._stage.index if self._stage is not None else self._wish,
         )
         reply = decode(await self._transport.call(coordinator, JOIN, encode(request), timeout=self._timeout), JoinReply)
         if self._stage is None:

@@ -186,6 +186,7 @@ class Server:
 
     def _take_leave_of(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         self.calls.forget(f"g{record.closing.generation}.s{record.step}.")
+        self.admission.note(record)
         self.donor.note(record, gradients)
         if (work := self.snapshots.note(record)) is not None:
             self._tasks.spawn(work)

@@ -113,6 +113,9 @@ class Stay:
             if admission.is_member and (report := self._server.report()) is not None:
                 say(f"In run {self._run_id!r} from step {report.step} on, with {_stages(report.stages)}.")
             how = await self._until_out(say)
+            if how == "moves":
+                await self._move(say)
+                continue
             if how == "released":  # its lead goes back with it, and begins again from an earlier step
                 continue
             if how != "left out":
@@ -199,27 +202,41 @@ class Stay:
 
     # ------------------------------------------------------------------ along
 
-    async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out", "released"]:
+    async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out", "moves", "released"]:
         admission = self._server.admission
         self._heard_s = self._led_s = now_s()
         while not admission.left.is_set():
             if not admission.has_run:
                 return "left" if self._leaving.is_set() else "released"
             if not admission.is_member:
-                return "left" if self._leaving.is_set() else "left out"
+                if self._leaving.is_set():
+                    return "left"
+                return "moves" if admission.moves.is_set() else "left out"
             if self._leaving.is_set():
                 if await self._leave(say):
                     return "left"
                 continue
             behind = admission.leadership.behind
-            await first_of(admission.left.wait(), self._leaving.wait(), behind.wait(), timeout=_LOOK_S)
+            told = (admission.left, self._leaving, admission.moves)
+            await first_of(*(event.wait() for event in told), behind.wait(), timeout=_LOOK_S)
             behind.clear()
-            if admission.left.is_set() or self._leaving.is_set() or not admission.has_run:
+            if any(event.is_set() for event in told) or not admission.has_run:
                 continue
             if await self._is_left_out():
                 return "left out"
             self._check_heard()
         return "over"
+
+    async def _move(self, say: Callable[[str], None]) -> None:
+        """A record has let this server go, for it is of more use elsewhere."""
+        admission = self._server.admission
+        target = admission.target
+        assert target is not None
+        (former,) = self._server.stepping.stages  # who holds several does not move
+        say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
+        await first_of(admission.left.wait(), timeout=_LINGER_S)
+        await self._server.step_out()
+        self._server.joiner.move_to(target, former=former)
 
     def _check_heard(self) -> None:
         """Raise if the run is over, and nobody is left who would say so."""

@@ -18,6 +18,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
+from lightning_swarm.steps.moves import Moves
 from lightning_swarm.steps.planning import choose_blamed
 from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.steps.proposer import Proposer
@@ -39,6 +40,7 @@ class Closer:
         gate: Who wants to join.
         proposer: Has the records decided.
         snapshots: When the servers take some.
+        moves: Who is to serve another stage.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
         fence: Has servers give up what is under way of batches that are struck.
         limits: Bounds.
@@ -52,6 +54,7 @@ class Closer:
         gate: Gate,
         proposer: Proposer,
         snapshots: SnapshotOrders,
+        moves: Moves,
         *,
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
         fence: Callable[[OpenStep, Sequence[int]], None],
@@ -63,6 +66,7 @@ class Closer:
         self._gate = gate
         self._proposer = proposer
         self._snapshots = snapshots
+        self._moves = moves
         self._lead_asks = lead_asks
         self._fence = fence
         self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
@@ -95,10 +99,12 @@ class Closer:
             squared_norm = await self._average(sums, closing, version_hashes, reselected)
         hyperparameters = await self._lead_asks(step)
         newcomers = await self._gate.newcomers(closing)
+        self._moves.take_loads(sums.loads)
         record = await self._record(closing, squared_norm, hyperparameters, reselected, newcomers, sums.attendance.gone)
         await self._proposer.decide(record)
         await self._servers.apply(record)
         self._gate.let_in(newcomers)
+        self._moves.note(record)
         return record
 
     async def _record(
@@ -113,7 +119,10 @@ class Closer:
         """What is proposed."""
         manifest = self._run.manifest
         num_stages = sum(not stage.on_trainers for stage in manifest.stages)
-        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=self._gate.leaving, newcomers=newcomers)
+        movers = self._moves.choose(gone)
+        leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
+        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, newcomers=newcomers)
+        staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(closing.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         return Record(
@@ -127,6 +136,7 @@ class Closer:
             next_voters=choose_voters(next_roster[:num_stages], self._run.voters, hosts),
             next_trainers=self._run.trainers,
             newcomers=list(newcomers),
+            departures=[one for one in movers if one.member not in staying],
             snapshot=snapshot,
         )
 

@@ -17,6 +17,7 @@ from lightning_swarm.steps.books import Books, Outcome
 from lightning_swarm.steps.closing import Closer
 from lightning_swarm.steps.ending import dismiss
 from lightning_swarm.steps.gate import Gate
+from lightning_swarm.steps.moves import Moves, balance_of
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
@@ -70,7 +71,8 @@ class Coordinator:
         self._tasks = TaskOwner()
         self.deposed = False
         self.books = books or Books.of(run.manifest)
-        self.gate = Gate(transport, run, spawn=self._spawn, limits=limits, events=events)
+        self._balance = balance_of(run.manifest, now_s=now_s())
+        self.gate = Gate(transport, run, self._balance, spawn=self._spawn, limits=limits, events=events)
         self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
         self._snapshots = SnapshotOrders(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
         self._watch = TrainerWatch(
@@ -93,6 +95,7 @@ class Coordinator:
             self.gate,
             proposer,
             self._snapshots,
+            Moves(run, self.gate, self._balance, events),
             lead_asks=self.trainers.lead.asks_for,
             fence=self._watch.fence,
             limits=limits,

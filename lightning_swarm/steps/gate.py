@@ -22,11 +22,12 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.rebalancing.balance import Balance
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.steps.ending import dismiss
 from lightning_swarm.steps.misses import Misses
-from lightning_swarm.steps.rosters import alone_in, choose_stage, next_rosters
+from lightning_swarm.steps.rosters import alone_in, next_rosters
 from lightning_swarm.tasks import ended, gather
 from lightning_swarm.types.joining import (
     DrainReply,
@@ -74,6 +75,7 @@ class Gate:
     Args:
         transport: The coordinator's.
         run: Which.
+        balance: Of the run: where newcomers are of most use.
         spawn: Runs work in a task that has an owner.
         limits: Bounds.
         events: Of the coordinator.
@@ -83,6 +85,7 @@ class Gate:
         self,
         transport: Transport,
         run: RunState,
+        balance: Balance,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         limits: Limits,
@@ -90,6 +93,7 @@ class Gate:
     ) -> None:
         self._transport = transport
         self._run = run
+        self._balance = balance
         self._spawn = spawn
         self._events = events
         self._limits = limits
@@ -105,6 +109,11 @@ class Gate:
     def leaving(self) -> list[PeerId]:
         """The members that asked to be let go, the first to ask first."""
         return list(self._leaving)
+
+    @property
+    def targets(self) -> dict[PeerId, int]:
+        """Which stages those that want to join are to hold."""
+        return {peer: one.candidate.stage_index for peer, one in self._waiting.items()}
 
     @property
     def waiting(self) -> list[PeerId]:
@@ -176,9 +185,11 @@ class Gate:
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
         if wanted is None:
-            coming = [one.candidate.stage_index for one in others]
-            staying = [sum(one.peer_id not in self._leaving for one in roster) for roster in self._run.rosters]
-            return choose_stage([staying[index] + coming.count(index) for index in range(num_stages)])
+            rosters = [
+                [member.peer_id for member in roster if member.peer_id not in self._leaving]
+                for roster in self._run.rosters[:num_stages]
+            ]
+            return self._balance.stage_for(caller, rosters, self.targets, now_s=now_s())
         if wanted >= num_stages:
             raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
         return wanted

@@ -14,11 +14,6 @@ MAX_VOTERS: Final = 7
 """More would make every decision slower and few of them safer."""
 
 
-def choose_stage(num_holders: Sequence[int]) -> int:
-    """The stage that needs a peer most: of those that the fewest hold, the first."""
-    return min(range(len(num_holders)), key=lambda index: num_holders[index])
-
-
 def next_rosters(
     rosters: Sequence[Sequence[Member]],
     *,

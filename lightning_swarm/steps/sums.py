@@ -20,6 +20,7 @@ from lightning_swarm.errors import (
 )
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.balance import Load
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.attendance import Attendance
@@ -62,6 +63,7 @@ class Sums:
 
     Attributes:
         attendance: Who takes part in the step.
+        loads: Of those that are there, once it has closed: by peer and stage.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Sums:
         self._replays = Replays(run, servers, step, events)
         self._pause_s = _FIRST_PAUSE_S
         self.attendance = Attendance(run, servers, step.step, events)
+        self.loads: dict[PeerId, dict[int, Load]] = {}
 
     def are_of(self, step: OpenStep) -> bool:
         """Whether these are the sums of this step, and not of one of an earlier generation, say."""
@@ -113,6 +116,7 @@ class Sums:
             hashes = [self._version_hash(index, list(stage.values())) for index, stage in enumerate(ledgers)]
             plan = self._plan(ledgers)
             if plan.done:
+                self.loads = _loads(ledgers)
                 return self._closing(ledgers, round_), hashes
             for first in plan.lost:
                 self._check_excused(first, ledgers)
@@ -321,6 +325,14 @@ class Sums:
             self.attendance.look_again(silent)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+def _loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
+    found: dict[PeerId, dict[int, Load]] = {}
+    for index, stage in enumerate(ledgers):
+        for member, ledger in stage.items():
+            found.setdefault(member.peer_id, {})[index] = Load(ledger.samples_per_s, ledger.queued)
+    return found
 
 
 def _touched(ledgers: Iterable[StageLedger]) -> bytes:

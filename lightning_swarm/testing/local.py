@@ -7,6 +7,7 @@ import contextlib
 import copy
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from lightning_swarm.launcher import arguments_of, run_through
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.runtime import InlineRuntime
-from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
 from lightning_swarm.session import Session
@@ -48,6 +49,8 @@ class InMemoryHooks(_SwarmHooks):
         seed: Wires the pipelines; the same seed replays the same run.
         latency_s: Of each message, on the virtual clock. With none, steps take no time, and whoever pauses, like a
             peer that tries again to join, waits until there is nothing else to do.
+        microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
+            ones take as long as the last. Without any, computing takes no time, and nobody moves to another stage.
         faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         kwargs: Those of `SwarmStrategy`.
     """
@@ -55,9 +58,16 @@ class InMemoryHooks(_SwarmHooks):
     strategy_name = "swarm_in_memory"
 
     def __init__(
-        self, *, seed: int = 0, latency_s: float = 0.0, faults: FaultPlan | None = None, **kwargs: Any
+        self,
+        *,
+        seed: int = 0,
+        latency_s: float = 0.0,
+        microbatch_s: Sequence[float] = (),
+        faults: FaultPlan | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**kwargs if microbatch_s else {**kwargs, "rebalancing": "none"})
+        self._microbatch_s = microbatch_s
         self._faults = faults
         self._rng = random.Random(seed)
         self._latency_s = latency_s
@@ -103,6 +113,7 @@ class InMemoryHooks(_SwarmHooks):
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run went back, and it serves already
                 self._serve_copy(peer, module, trainer)
+                peer.runtime.run(self._spawn(self._stay(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
@@ -166,11 +177,12 @@ class InMemoryHooks(_SwarmHooks):
         assert self._loop_of_all is not None
         runtime = InlineRuntime(self._loop_of_all)
         transport = self.network.transport(f"peer-{number}")
+        takes_s = self._microbatch_s[min(number, len(self._microbatch_s) - 1)] if self._microbatch_s else 0.0
         return Peer(
             runtime,
             transport,
             self.network.directory(transport),
-            executor=InlineExecutor,
+            executor=partial(PacedExecutor, takes_s) if takes_s else InlineExecutor,
             config=self.config,
             rng=self._rng,
         )

@@ -59,7 +59,8 @@ def local_swarm(num_peers: int = 2, *, faults: FaultPlan | None = None, **settin
     Args:
         num_peers: How many, the trainer's own included.
         faults: What shall go wrong.
-        settings: Arguments of `SwarmStrategy`, and ``seed`` (wires the pipelines) and ``latency_s`` (of each message).
+        settings: Arguments of `SwarmStrategy`, and ``seed`` (wires the pipelines), ``latency_s`` (of each message)
+            and ``microbatch_s`` (of each peer, to compute one).
 
     Raises:
         AssertionError: Some fault did not happen, so the test has not shown what it was written for.

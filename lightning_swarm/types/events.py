@@ -17,6 +17,7 @@ EventKind: TypeAlias = Literal[
     "left",  # a peer left on its own account, or was left out of a roster
     "download",  # a joiner has its stage's state from those who hold it
     "joined",  # a peer is in a roster now
+    "moves",  # a peer leaves its stage for another one
     "takeover",  # another peer coordinates
     "pause",  # nothing goes on for now
     "resume",  # it does again

@@ -6,6 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from lightning_swarm.config import Rebalancing
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
@@ -59,6 +60,8 @@ class Manifest(Wire, frozen=True):
     gradient_clip_value: Positive | None
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
+    rebalancing: Rebalancing = "none"
+    rebalance_interval: Positive = 300.0  # seconds between two decisions on who moves, at the latest
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer

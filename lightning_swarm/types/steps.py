@@ -11,7 +11,7 @@ from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.runs import Member, Selection, Term
 from lightning_swarm.types.snapshots import SnapshotOrder
-from lightning_swarm.types.wire import Addresses, Count, Positive, Wire
+from lightning_swarm.types.wire import Addresses, Count, NotNegative, Positive, Wire
 
 
 class SettleRequest(Wire, frozen=True):
@@ -87,6 +87,8 @@ class StageLedger(Wire, frozen=True):
     num_unnamed: int  # receipts beside those
     touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
     version_hash: int  # of weights and optimizer state before the step
+    samples_per_s: Positive | None = None  # forward and backward, as measured; None: not yet
+    queued: NotNegative = 0.0  # jobs that wait here, on the average
 
 
 class FreezeReply(Wire, frozen=True):
@@ -167,6 +169,13 @@ class Candidate(Wire, frozen=True):
     addresses: Addresses
 
 
+class Departure(Wire, frozen=True):
+    """A server that the next roster names no more: it is to join another stage."""
+
+    member: Member
+    stage_index: Count
+
+
 class Record(Wire, frozen=True):
     """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``."""
 
@@ -180,6 +189,7 @@ class Record(Wire, frozen=True):
     next_voters: list[Member]
     next_trainers: list[PeerId]
     newcomers: list[Candidate]  # those of the next roster that no roster before had
+    departures: list[Departure]  # those of this roster that move
     snapshot: SnapshotOrder | None  # of the version after it
 
     @property

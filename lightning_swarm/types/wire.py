@@ -21,7 +21,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 SmallCount = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+Seconds = NotNegative
 Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]
 """Full addresses of one peer."""
 ShortText = Annotated[str, msgspec.Meta(max_length=100)]

@@ -28,6 +28,7 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "resume": "green",
     "takeover": "cyan",
     "left": "magenta",
+    "moves": "magenta",
     "gone": "bold red",
     "strike": "red",
     "pause": "bold yellow",

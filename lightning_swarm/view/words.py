@@ -20,6 +20,7 @@ WORDS: Final[Mapping[EventKind, str]] = {
     "round_repeated": "averaging repeated",
     "gone": "gone",
     "left": "left the run",
+    "moves": "moves",
     "download": "has its stage's state",
     "joined": "joined",
     "takeover": "coordinates now",

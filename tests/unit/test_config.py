@@ -31,6 +31,8 @@ def config(**changes: Any) -> SwarmConfig:
         "announce": (),
         "identity_path": None,
         "gather_on_end": True,
+        "rebalancing": "gain",
+        "rebalance_interval": 300.0,
         "preemption": None,
         "limits": Limits(),
     }

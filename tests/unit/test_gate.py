@@ -477,3 +477,37 @@ def test_a_donor_that_freezes_does_not_hold_its_joiner(make_swarm: MakeSwarm) ->
     assert len({peer for peer, _ in asked}) == 2, "it went on to another one"
     swarm.run(swarm.step(rows(0), rows(1)))
     assert joiner.admission.is_member
+
+
+# ---------------------------------------------------------------------- those that move
+
+
+@pytest.mark.parametrize("to_be_had", [True, False])
+def test_a_mover_takes_its_former_stage_where_the_other_is_not_to_be_had(
+    make_swarm: MakeSwarm, to_be_had: bool
+) -> None:
+    swarm = make_swarm("a b", "c")
+    refused: list[PeerId] = []
+
+    async def refuse(caller: PeerId, message: Message) -> Message:
+        refused.append(caller)
+        raise Unreachable("its line is down.")
+
+    if not to_be_had:
+        for peer in (A, B):
+            handlers = swarm.network.find(peer)._stream_handlers
+            handlers[FOLLOW] = (refuse, handlers[FOLLOW][1])
+    joiner = swarm.add_server("j")
+    joiner.joiner.move_to(0, former=1)
+
+    async def go() -> None:
+        task = entering(swarm, joiner)
+        for number in range(40):
+            await asyncio.sleep(5.0)
+            await swarm.step(rows(number))
+        await task
+        assert joiner.admission.is_member
+        assert joiner.stepping.stages == ((0,) if to_be_had else (1,))
+        assert len(refused) == (0 if to_be_had else 3)
+
+    swarm.run(go())

@@ -226,6 +226,7 @@ def record(swarm: Swarm) -> Record:
         next_voters=[swarm.members[A]],
         next_trainers=[LEAD],
         newcomers=[],
+        departures=[],
         snapshot=None,
     )
 

@@ -127,7 +127,7 @@ def test_busy_peers_are_avoided_unless_there_is_no_other() -> None:
 def test_an_unmeasured_peer_counts_as_an_average_one() -> None:
     made = router(A, B)
     for samples_per_s in (50.0, 50.0):
-        made.peers[A].measure(samples_per_s)
+        made.peers[A].rate.measure(samples_per_s)
     charges = {charge.peer: charge for charge in (made.choose(10, now_s=0.0), made.choose(10, now_s=0.0))}
     assert charges[B].expected_s == pytest.approx(10 / 50.0)
 
@@ -135,12 +135,12 @@ def test_an_unmeasured_peer_counts_as_an_average_one() -> None:
 def test_the_average_is_corrected_for_its_empty_start() -> None:
     load = PeerLoad()
     assert load.samples_per_s is None
-    load.measure(100.0)
+    load.rate.measure(100.0)
     assert load.samples_per_s == pytest.approx(100.0)
-    load.measure(200.0)
+    load.rate.measure(200.0)
     assert load.samples_per_s == pytest.approx((0.8 * 100 + 200) / 1.8)
     for _ in range(100):
-        load.measure(300.0)
+        load.rate.measure(300.0)
     assert load.samples_per_s == pytest.approx(300.0)
 
 

@@ -48,6 +48,7 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         next_voters=[],
         next_trainers=[],
         newcomers=[],
+        departures=[],
         snapshot=None,
     )
 

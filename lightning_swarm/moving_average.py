@@ -1,0 +1,26 @@
+"""A mean that follows what is measured."""
+
+from __future__ import annotations
+
+
+class MovingAverage:
+    """Exponential moving average, corrected for its empty start.
+
+    Args:
+        smoothing: Weight of a new measurement, from 0 to 1.
+    """
+
+    def __init__(self, smoothing: float) -> None:
+        self._smoothing = smoothing
+        self._sum = 0.0
+        self._weight = 0.0
+
+    @property
+    def value(self) -> float | None:
+        """None before the first measurement."""
+        return self._sum / self._weight if self._weight else None
+
+    def measure(self, value: float) -> None:
+        """Take in one measurement."""
+        self._sum += self._smoothing * (value - self._sum)
+        self._weight += self._smoothing * (1.0 - self._weight)

@@ -1,0 +1,171 @@
+"""What who coordinates knows of the stages' loads, and when it decides by it. Pure: it is told the time.
+
+It decides when a peer has come or gone, and every interval at the latest. While peers are on their way to a stage they
+count there; where one does not arrive, its place is open again after a while.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_swarm.config import Rebalancing
+from lightning_swarm.moving_average import MovingAverage
+from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
+
+_HORIZON_S: Final = 600.0
+_MIN_GAIN: Final = 0.1
+"""Share of the pipeline's rate that a move must bring: measured rates scatter."""
+
+_FIXED_S: Final = 3.0
+"""Of a move, however small the stage: it is let go by one record and enters by another."""
+
+_FIRST_BYTES_PER_S: Final = 12.5e6
+"""Until a download was seen."""
+
+_SMOOTHING: Final = 0.3
+_GIVEN_UP: Final = 10.0
+"""A peer does not arrive any more when it takes so many times as long as expected."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server says of one of its stages.
+
+    Args:
+        samples_per_s: Forward and backward, while it computes; None: not measured yet.
+        queued: Jobs that wait, on the average.
+    """
+
+    samples_per_s: float | None
+    queued: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Journey:
+    target: int
+    began_s: float
+    until_s: float  # then it is not expected any more
+
+
+class Balance:
+    """Of one run.
+
+    Args:
+        rule: By which peers move.
+        interval_s: Between two decisions, at the latest.
+        state_bytes: What a server of each stage downloads when it comes.
+        now_s: On the caller's clock.
+    """
+
+    def __init__(self, rule: Rebalancing, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
+        self._rule = rule
+        self._interval_s = interval_s
+        self._state_bytes = state_bytes
+        self._loads: dict[PeerId, dict[int, Load]] = {}
+        self._known: dict[PeerId, float] = {}  # rates, also of those on their way
+        self._on_the_way: dict[PeerId, _Journey] = {}
+        self._bytes_per_s = MovingAverage(_SMOOTHING)
+        self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
+        self._decided_s = now_s
+
+    def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
+        """What all servers said last."""
+        self._loads = {peer: dict(stages) for peer, stages in loads.items()}
+        for peer, stages in self._loads.items():
+            measured = [load.samples_per_s for load in stages.values() if load.samples_per_s]
+            if measured and len(measured) == len(stages):
+                # With several stages, of each as much as of the others.
+                rate = 1.0 / math.fsum(1.0 / rate for rate in measured)
+                self._known[peer] = float(f"{rate:.3g}")  # equal peers are to be equal
+        for peer in self._known.keys() - self._loads.keys() - self._on_the_way.keys():
+            del self._known[peer]
+
+    def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
+        """A peer has arrived."""
+        journey = self._on_the_way.pop(peer, None)
+        if journey is not None and journey.target == stage and self._state_bytes[stage]:
+            took_s = max(now_s - journey.began_s - _FIXED_S, 1e-3)
+            self._bytes_per_s.measure(self._state_bytes[stage] / took_s)
+
+    def moves(
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        *,
+        fixed: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        now_s: float,
+    ) -> list[Move]:
+        """Who is to move now.
+
+        Args:
+            rosters: Of each stage.
+            fixed: Members that can't move: who coordinates, say, or is leaving.
+            joining: Who is on its way into which stage.
+            now_s: On the caller's clock.
+        """
+        self._forget_the_lost(now_s)
+        there = frozenset(peer for roster in rosters for peer in roster)
+        changed = self._seen is not None and there != self._seen
+        if self._rule == "none" or not (changed or now_s >= self._decided_s + self._interval_s):
+            self._seen = there if self._seen is None else self._seen
+            return []
+        if any(not any(peer in self._known for peer in roster) for roster in rosters):
+            return []  # of some stage nothing was measured yet
+        self._seen, self._decided_s = there, now_s
+        return self._plan(rosters, fixed, joining)
+
+    def note_left(self, peer: PeerId, target: int, *, now_s: float) -> None:
+        """A record let a peer go, which is to join another stage."""
+        self._on_the_way[peer] = _Journey(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
+
+    def stage_for(
+        self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
+    ) -> int:
+        """The stage that a newcomer is of most use to."""
+        self._forget_the_lost(now_s)
+        stages = self._stages(rosters, (), joining)
+        stages.remove(newcomer)
+        return stage_for(stages)
+
+    def _plan(
+        self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
+    ) -> list[Move]:
+        stages = self._stages(rosters, fixed, joining)
+        if self._rule == "gain":
+            return plan(stages, Costs(list(map(self._move_s, range(len(rosters)))), _HORIZON_S, _MIN_GAIN))
+        queues = [
+            {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
+            for index in range(len(rosters))
+        ]
+        queued = [
+            math.fsum(self._loads[peer][index].queued for peer in roster if peer in self._loads)
+            for index, roster in enumerate(rosters)
+        ]
+        return plan_as_paper(queued, queues)
+
+    def _stages(
+        self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
+    ) -> Stages:
+        stages = Stages(len(rosters))
+        usual = math.fsum(self._known.values()) / len(self._known) if self._known else 1.0
+        several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
+        for index, roster in enumerate(rosters):
+            for peer in roster:
+                name = PeerId(f"{peer} {index}") if peer in several else peer
+                rate = self._known.get(peer, usual)
+                stages.put(name, index, rate, movable=peer not in several and peer not in fixed)
+        coming = {peer: journey.target for peer, journey in self._on_the_way.items()} | dict(joining)
+        for peer, index in coming.items():
+            stages.put(peer, index, self._known.get(peer, usual), arrived=False)
+        return stages
+
+    def _move_s(self, target: int) -> float:
+        return _FIXED_S + self._state_bytes[target] / (self._bytes_per_s.value or _FIRST_BYTES_PER_S)
+
+    def _forget_the_lost(self, now_s: float) -> None:
+        for peer in [peer for peer, journey in self._on_the_way.items() if now_s >= journey.until_s]:
+            del self._on_the_way[peer]

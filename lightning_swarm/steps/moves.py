@@ -1,0 +1,90 @@
+"""The coordinator's side of rebalancing: who is let go by a record, to join another stage.
+
+A mover leaves as a peer leaves that asked to, and joins as one that was never there: nothing waits for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Final
+
+import torch
+
+from lightning_swarm.clock import now_s
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.balance import Balance, Load
+from lightning_swarm.run_state import RunState
+from lightning_swarm.steps.gate import Gate
+from lightning_swarm.types.runs import Manifest, StageManifest
+from lightning_swarm.types.steps import Departure, Record
+
+_STATE_FACTOR: Final = 3
+"""Weights, and two moments of an optimizer that has them."""
+
+
+def balance_of(manifest: Manifest, *, now_s: float) -> Balance:
+    """Of a run's stages, those on trainers left out."""
+    state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
+    return Balance(manifest.rebalancing, manifest.rebalance_interval, state_bytes, now_s=now_s)
+
+
+def _num_bytes(stage: StageManifest) -> int:
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in stage.parameters)
+
+
+class Moves:
+    """Those that the records of a run order.
+
+    Args:
+        run: As the coordinator's server knows it.
+        gate: Who joins, and who leaves anyway.
+        balance: Of the run.
+        events: Of the coordinator.
+    """
+
+    def __init__(self, run: RunState, gate: Gate, balance: Balance, events: EventLog) -> None:
+        self._run = run
+        self._gate = gate
+        self._balance = balance
+        self._events = events
+
+    def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
+        """What the servers said as the open step closed."""
+        num_stages = self._num_stages
+        self._balance.take_loads(
+            {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
+        )
+
+    def choose(self, gone: Collection[PeerId]) -> list[Departure]:
+        """Who is to move with the record of the open step.
+
+        Args:
+            gone: Who takes no part in the step any more.
+        """
+        run = self._run
+        pipeline, on_trainers = run.rosters[: self._num_stages], run.rosters[self._num_stages :]
+        members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
+        moves = self._balance.moves(
+            [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline],
+            # Who coordinates would have to be followed by another first.
+            fixed={run.coordinator, *self._gate.leaving, *(one.peer_id for roster in on_trainers for one in roster)},
+            joining=self._gate.targets,
+            now_s=now_s(),
+        )
+        return [Departure(member=members[move.peer], stage_index=move.target) for move in moves]
+
+    def note(self, record: Record) -> None:
+        """It is decided and applied."""
+        at_s = now_s()
+        for one in record.newcomers:
+            self._balance.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
+        for departure in record.departures:
+            peer, target = departure.member.peer_id, departure.stage_index
+            self._balance.note_left(peer, target, now_s=at_s)
+            self._events.note("moves", peer=peer, stage=target, step=record.step)
+
+    @property
+    def _num_stages(self) -> int:
+        return sum(not stage.on_trainers for stage in self._run.manifest.stages)

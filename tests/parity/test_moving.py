@@ -1,0 +1,148 @@
+"""Servers move to where they are needed, by records, and change nothing of the curve but how fast it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
+from lightning_swarm.types.steps import Record
+from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, Net, Recipe, loader
+from tests.parity.test_joining import Joining
+
+BATCH = 104
+MICROBATCH_S = 0.1
+INTERVAL_S = 0.5
+SPEEDS = (8, 3, 1, 10, 2, 1, 1)
+"""Of the peers; their stages in the beginning are 2, 1, 0, 2, 1, 0, 2: rates of 2, 5 and 19."""
+
+BEST = 8.0
+"""The slowest stage's rate where that is as high as can be: 10, 8, and the others together."""
+
+
+class Timeline(L.Callback):
+    """When each batch was done, on the swarm's clock, and who was where then."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+        self.rosters: list[list[set[int]]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        strategy = trainer.strategy
+        assert isinstance(strategy, InMemoryStrategy)
+        assert strategy._session is not None
+        assert strategy._loop_of_all is not None
+        self.at_s.append(strategy._loop_of_all.time())
+        run = strategy._session._steps.run
+        self.rosters.append([{int(one.peer_id.partition("-")[2]) for one in roster} for roster in run.rosters])
+
+    def rate(self, begin: int) -> float:
+        """Samples/s of the batches from here on, in the unit of `SPEEDS`."""
+        return (len(self.at_s) - 1 - begin) * BATCH / (self.at_s[-1] - self.at_s[begin]) * MICROBATCH_S
+
+
+def net() -> Net:
+    return DigitsMLP(Recipe(optimizer="adamw"))
+
+
+def data() -> DataLoader[Any]:
+    """One batch an epoch: large, for who is slow gets few microbatches of it, and these round its share."""
+    images, labels = load_digits(return_X_y=True)
+    return loader(TensorDataset(torch.tensor(images[:BATCH] / 16), torch.tensor(labels[:BATCH])), BATCH)
+
+
+def plain(steps: int) -> Run:
+    return run_plain(net, data(), max_steps=steps, max_epochs=-1)
+
+
+def swarm(steps: int, *callbacks: L.Callback, speeds: Sequence[float] = SPEEDS, **options: Any) -> SwarmRun:
+    return run_swarm(
+        net,
+        data(),
+        callbacks=list(callbacks),
+        **{
+            "num_stages": 3,
+            "num_servers": len(speeds),
+            "microbatch_size": 1,
+            "microbatch_s": [MICROBATCH_S / speed for speed in speeds],
+            "latency_s": 1e-4,
+            "rebalance_interval": INTERVAL_S,
+            "max_steps": steps,
+            "max_epochs": -1,
+            **options,
+        },
+    )
+
+
+def moved(records: Sequence[Record]) -> list[tuple[int, str, int]]:
+    return [(one.step, gone.member.peer_id, gone.stage_index) for one in records for gone in one.departures]
+
+
+def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there() -> None:
+    timeline = Timeline()
+    run = swarm(20, timeline)
+    assert_exact(run, plain(20))
+    first = [[int(one.peer_id[-1]) for one in stage.roster] for stage in run.records[0].closing.stages]
+    assert first == [[2, 5], [1, 4], [0, 3, 6]]
+    moves = moved(run.records)
+    assert moves
+    settled = next(i for i, now in enumerate(timeline.rosters) if now == timeline.rosters[-1])
+    assert timeline.rate(settled + 1) >= 0.9 * BEST
+    quiet_s = timeline.at_s[-1] - timeline.at_s[max(step for step, _, _ in moves)]
+    assert quiet_s > 20 * INTERVAL_S, "twenty intervals, and nobody moved"
+    for _, peer, stage in moves:
+        assert any(one.peer_id == peer for record in run.records for one in record.next_roster[stage]), "it arrived"
+    assert run.rerouted["replay"] == 0
+
+
+def test_nobody_moves_if_nobody_shall() -> None:
+    timeline = Timeline()
+    run = swarm(6, timeline, rebalancing="none")
+    assert moved(run.records) == []
+    assert timeline.rate(2) < 2.5
+
+
+STEPS = 8
+FEW = (4, 1, 3.5, 1, 4)
+"""Two hold stage 0, the slow ones; of the others one moves there."""
+MOVER = "peer-4"
+"""With it the two stages come nearest to each other."""
+
+
+def few(*callbacks: L.Callback, **options: Any) -> SwarmRun:
+    return swarm(STEPS, *callbacks, **{"speeds": FEW, "num_stages": 2, "microbatch_size": 4, **options})
+
+
+def test_a_newcomer_takes_the_slowest_stage_not_the_emptiest() -> None:
+    timeline, joining = Timeline(), Joining(at=4)
+    run = few(timeline, joining, speeds=(1, 9, 1, 9, 1, 1), num_servers=5, num_joiners=1, rebalancing="none")
+    assert_exact(run, plain(STEPS))
+    assert timeline.rosters[3] == [{1, 3}, {0, 2, 4}]
+    assert timeline.rosters[-1] == [{1, 3}, {0, 2, 4, 5}]
+
+
+@pytest.mark.parametrize("phase", [Phase.JOIN_DONE, Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.LISTEN])
+def test_the_run_goes_on_when_the_mover_dies_on_its_way(phase: Phase) -> None:
+    plan = FaultPlan().kill(MOVER, at=phase)
+    run = few(faults=plan, num_gone=1)
+    plan.check()
+    assert_exact(run, plain(STEPS))
+    assert next((peer, stage) for _, peer, stage in moved(run.records)) == (MOVER, 0)
+
+
+@pytest.mark.parametrize("phase", [Phase.DONATE, Phase.PIECE, Phase.FOLLOW, Phase.FOLLOW_DONE])
+def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
+    plan, timeline = FaultPlan().kill(None, at=phase, of=MOVER), Timeline()  # whoever answers it
+    run = few(timeline, faults=plan, num_gone=1)
+    plan.check()
+    assert_exact(run, plain(STEPS))
+    assert 4 in timeline.rosters[-1][0]

@@ -1,0 +1,161 @@
+"""When peers move, as far as who coordinates can know what is good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.balance import Balance, Load
+from lightning_swarm.rebalancing.policy import Move
+
+INTERVAL_S = 60.0
+MB = 1_000_000
+
+
+def peers(names: str) -> list[PeerId]:
+    return [PeerId(name) for name in names]
+
+
+def rosters(*stages: str) -> list[list[PeerId]]:
+    return [peers(stage) for stage in stages]
+
+
+def loads(**rates: float | None) -> dict[PeerId, dict[int, Load]]:
+    """By name and stage: ``a0=10.0``."""
+    found: dict[PeerId, dict[int, Load]] = {}
+    for name, rate in rates.items():
+        found.setdefault(PeerId(name[0]), {})[int(name[1])] = Load(rate, queued=0.0 if rate is None else 100.0 / rate)
+    return found
+
+
+def made(rule: Any = "gain", num_stages: int = 2, state_bytes: int = MB) -> Balance:
+    return Balance(rule, INTERVAL_S, [state_bytes] * num_stages, now_s=0.0)
+
+
+UNEVEN = loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0)
+HELD = rosters("a", "bcd")
+
+
+def decide(
+    balance: Balance,
+    now_s: float,
+    held: Sequence[Sequence[PeerId]] = HELD,
+    *,
+    fixed: str = "",
+    joining: Mapping[PeerId, int] | None = None,
+) -> list[Move]:
+    return balance.moves(held, fixed=peers(fixed), joining=joining or {}, now_s=now_s)
+
+
+def test_it_decides_every_interval_and_not_before() -> None:
+    balance = made()
+    balance.take_loads(UNEVEN)
+    assert decide(balance, 1.0) == []
+    assert decide(balance, INTERVAL_S - 0.1) == []
+    assert len(decide(balance, INTERVAL_S)) == 1
+    assert decide(balance, INTERVAL_S + 1.0) == []
+
+
+@pytest.mark.parametrize("held", [rosters("a", "bc"), rosters("a", "bcde")], ids=["gone", "come"])
+def test_it_decides_at_once_when_peers_come_or_go(held: list[list[PeerId]]) -> None:
+    balance = made()
+    balance.take_loads(UNEVEN)
+    assert decide(balance, 1.0) == []
+    assert {(move.source, move.target) for move in decide(balance, 2.0, held)} == {(1, 0)}
+    assert decide(balance, 3.0, held) == [], "and but once"
+
+
+def test_it_waits_until_every_stage_was_measured() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=None, b1=4.0, c1=4.0, d1=4.0))
+    assert decide(balance, INTERVAL_S) == []
+    balance.take_loads(UNEVEN)
+    assert len(decide(balance, INTERVAL_S + 1.0)) == 1, "what was put off is made up for"
+
+
+def test_who_is_on_its_way_counts_where_it_goes() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0))
+    held = rosters("a", "bcde")
+    (move,) = [move for move in decide(balance, INTERVAL_S, held) if move.peer in "bcde"][:1]
+    balance.note_left(move.peer, 0, now_s=INTERVAL_S)
+    left = [held[0], [peer for peer in held[1] if peer != move.peer]]
+    balance.take_loads({peer: load for peer, load in loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0).items()
+                        if peer != move.peer})  # fmt: skip
+    assert [one.target for one in decide(balance, INTERVAL_S + 1.0, left)] in ([], [0])
+    assert balance.stage_for(PeerId("x"), left, {}, now_s=INTERVAL_S + 1.0) == 0, "5 against 12"
+    assert balance.stage_for(PeerId("x"), [["a"], ["b"]], {}, now_s=INTERVAL_S + 1.0) == 1, "5 against 4"  # type: ignore[list-item]
+
+
+def test_who_does_not_arrive_is_not_waited_for_for_ever() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
+    balance.note_left(PeerId("c"), 0, now_s=0.0)
+    held = rosters("a", "b")
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=1.0) == 1
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=1e4) == 0
+
+
+def test_a_mover_is_not_in_its_own_way() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
+    balance.note_left(PeerId("c"), 0, now_s=0.0)
+    assert balance.stage_for(PeerId("c"), rosters("a", "b"), {PeerId("c"): 0}, now_s=1.0) == 0
+
+
+def test_who_cannot_move_stays_and_counts() -> None:
+    balance = made()
+    balance.take_loads(UNEVEN)
+    assert {move.peer for move in decide(balance, INTERVAL_S, fixed="bc")} == {"d"}
+    assert decide(balance, 2 * INTERVAL_S, fixed="bcd") == []
+    # The last that can move of a stage may go, where one that cannot stays.
+    balance.take_loads(loads(a0=1.0, b1=4.0, c1=4.0))
+    assert {move.peer for move in decide(balance, 3 * INTERVAL_S, rosters("a", "bc"), fixed="b")} == {"c"}
+
+
+def test_who_holds_several_stages_does_not_move() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=8.0, a1=8.0, b1=9.0))
+    assert decide(balance, INTERVAL_S, rosters("a", "ab")) == []
+    balance.take_loads(loads(a0=2.0, a1=2.0, b1=9.0, c1=9.0))
+    (move,) = decide(balance, 2 * INTERVAL_S, rosters("a", "abc"))
+    assert move.peer in "bc"
+    assert move.target == 0
+
+
+def test_what_scatters_moves_nobody() -> None:
+    balance = made()
+    for turn in range(1, 30):
+        wobble = 1.0 + 0.04 * (-1) ** turn
+        balance.take_loads(loads(a0=10.0 * wobble, b0=10.0, c1=10.0 / wobble, d1=10.0))
+        assert decide(balance, turn * INTERVAL_S, rosters("ab", "cd")) == []
+
+
+def test_a_large_stage_is_worth_no_small_gain_and_a_measured_line_says_what_is_large() -> None:
+    even = loads(a0=10.0, b1=12.0, c1=2.0)
+    held = rosters("a", "bc")
+    small, large = made(), made(state_bytes=100_000 * MB)
+    for balance in (small, large):
+        balance.take_loads(even)
+    assert len(decide(small, INTERVAL_S, held)) == 1
+    assert decide(large, INTERVAL_S, held) == []
+    large.note_left(PeerId("x"), 0, now_s=0.0)
+    large.note_entered(PeerId("x"), 0, now_s=10.0)  # a fast line
+    assert len(decide(large, 2 * INTERVAL_S, held)) == 1
+
+
+def test_nobody_moves_by_no_rule() -> None:
+    balance = made("none")
+    balance.take_loads(UNEVEN)
+    assert decide(balance, INTERVAL_S) == []
+    assert balance.stage_for(PeerId("x"), HELD, {}, now_s=0.0) == 0, "newcomers go where they are of use all the same"
+
+
+def test_by_the_papers_rule_the_queues_say_who_moves() -> None:
+    balance = made("paper")
+    balance.take_loads(UNEVEN)  # the slow one has the longest queue
+    (move,) = decide(balance, INTERVAL_S)
+    assert (move.source, move.target) == (1, 0)
