@@ -14,11 +14,11 @@ from typing import Final
 from lightning_swarm.config import Rebalancing
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.pace import Pace
 from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
 
-_HORIZON_S: Final = 600.0
-_MIN_GAIN: Final = 0.1
-"""Share of the pipeline's rate that a move must bring: measured rates scatter."""
+_SCATTER: Final = 0.1
+"""Share by which the rates that servers measure may be off."""
 
 _FIXED_S: Final = 3.0
 """Of a move, however small the stage: it is let go by one record and enters by another."""
@@ -70,6 +70,8 @@ class Balance:
         self._on_the_way: dict[PeerId, _Journey] = {}
         self._bytes_per_s = MovingAverage(_SMOOTHING)
         self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
+        self._peers: frozenset[PeerId] = frozenset()  # and on the way, when it was asked last
+        self._pace = Pace(now_s)
         self._decided_s = now_s
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
@@ -109,6 +111,10 @@ class Balance:
         """
         self._forget_the_lost(now_s)
         there = frozenset(peer for roster in rosters for peer in roster)
+        peers = there | self._on_the_way.keys()
+        if self._peers and peers != self._peers:
+            self._pace.note_change(now_s)
+        self._peers = peers
         changed = self._seen is not None and there != self._seen
         if self._rule == "none" or not (changed or now_s >= self._decided_s + self._interval_s):
             self._seen = there if self._seen is None else self._seen
@@ -116,7 +122,7 @@ class Balance:
         if any(not any(peer in self._known for peer in roster) for roster in rosters):
             return []  # of some stage nothing was measured yet
         self._seen, self._decided_s = there, now_s
-        return self._plan(rosters, fixed, joining)
+        return self._plan(rosters, fixed, joining, now_s)
 
     def note_left(self, peer: PeerId, target: int, *, now_s: float) -> None:
         """A record let a peer go, which is to join another stage."""
@@ -132,11 +138,16 @@ class Balance:
         return stage_for(stages)
 
     def _plan(
-        self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        fixed: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        now_s: float,
     ) -> list[Move]:
         stages = self._stages(rosters, fixed, joining)
         if self._rule == "gain":
-            return plan(stages, Costs(list(map(self._move_s, range(len(rosters)))), _HORIZON_S, _MIN_GAIN))
+            move_s = [self._move_s(index) for index in range(len(rosters))]
+            return plan(stages, Costs(move_s, self._pace.horizon_s(now_s), _SCATTER))
         queues = [
             {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
             for index in range(len(rosters))

@@ -134,17 +134,17 @@ def test_what_scatters_moves_nobody() -> None:
         assert decide(balance, turn * INTERVAL_S, rosters("ab", "cd")) == []
 
 
-def test_a_large_stage_is_worth_no_small_gain_and_a_measured_line_says_what_is_large() -> None:
-    even = loads(a0=10.0, b1=12.0, c1=2.0)
-    held = rosters("a", "bc")
+def test_two_change_places_where_the_stages_are_small_and_a_measured_line_says_what_is_small() -> None:
+    uneven = loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0)  # meanwhile there are 4 and 6, and then 10 and 10
+    held = rosters("ad", "bc")
     small, large = made(), made(state_bytes=100_000 * MB)
     for balance in (small, large):
-        balance.take_loads(even)
-    assert len(decide(small, INTERVAL_S, held)) == 1
+        balance.take_loads(uneven)
+    assert sorted(move.target for move in decide(small, INTERVAL_S, held)) == [0, 1]
     assert decide(large, INTERVAL_S, held) == []
     large.note_left(PeerId("x"), 0, now_s=0.0)
     large.note_entered(PeerId("x"), 0, now_s=10.0)  # a fast line
-    assert len(decide(large, 2 * INTERVAL_S, held)) == 1
+    assert sorted(move.target for move in decide(large, 2 * INTERVAL_S, held)) == [0, 1]
 
 
 def test_nobody_moves_by_no_rule() -> None:
