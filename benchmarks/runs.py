@@ -33,6 +33,7 @@ class Steps:
     killed_s: float | None = None  # when a server was killed
     trainer_bytes: int = 0  # the most memory that it had
     server_bytes: int = 0  # the most of any
+    held: Sequence[Sequence[Sequence[str]]] = ()  # after each step, from the first on: the peers of each stage
 
     def rate(self, begin_s: float, end_s: float) -> float:
         """Samples/s of the steps that began and ended between two times."""
@@ -114,7 +115,9 @@ def train(
             raise
     if run.returncode != 0:
         raise RuntimeError(f"{shlex.join(map(str, command))} ended with {run.returncode}:\n{errors[-4000:]}")
-    said = [json.loads(line) for line in out.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"'))]
+    said = [
+        json.loads(line) for line in out.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"', '{"held"'))
+    ]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
     memory = next((one for one in said if "trainer_bytes" in one), {})
@@ -122,6 +125,7 @@ def train(
         [one["at_s"] for one in steps],
         [one["samples"] for one in steps],
         killed_s=killed[0] if killed else None,
+        held=[one["held"] for one in said if "held" in one],
         **memory,
     )
 

@@ -67,18 +67,22 @@ class _Place:
 class Stages:
     """Who serves which stage, and how fast: kept sorted, so that a decision looks at a few peers of each stage.
 
-    Rates are in samples/s. A peer on its way to a stage counts there, but cannot be moved again until it has arrived.
+    A peer's rate is in samples/s at a stage of work 1. A peer on its way to a stage counts there, but cannot be moved
+    again until it has arrived.
 
     Args:
         num_stages: Of the pipeline.
+        work: Of each stage, relative to each other: what a sample costs there. None: as much everywhere.
     """
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, work: Sequence[float] | None = None) -> None:
+        self.work = work or [1.0] * num_stages
         self.rates = [0.0] * num_stages
+        """In samples/s of each stage."""
         self.squares = [0.0] * num_stages
-        """Of the peers' rates, summed up."""
+        """Of what each of its peers brings to that."""
         self.serving_rates = [0.0] * num_stages
-        """Of those that have arrived."""
+        """As `rates`, of those that have arrived."""
         self._num_peers = [0] * num_stages
         self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
@@ -147,11 +151,12 @@ class Stages:
         return self._num_serving[stage]
 
     def _count(self, place: _Place, sign: int) -> None:
-        self.rates[place.stage] += sign * place.samples_per_s
-        self.squares[place.stage] += sign * place.samples_per_s**2
+        rate = place.samples_per_s / self.work[place.stage]
+        self.rates[place.stage] += sign * rate
+        self.squares[place.stage] += sign * rate**2
         self._num_peers[place.stage] += sign
         if place.arrived:
-            self.serving_rates[place.stage] += sign * place.samples_per_s
+            self.serving_rates[place.stage] += sign * rate
             self._num_serving[place.stage] += sign
 
 
@@ -186,10 +191,11 @@ class _Draft:
         self._left = [stages.num_serving(index) for index in range(len(stages.rates))]
 
     def make(self, move: Move, samples_per_s: float) -> None:
+        work = self._stages.work
         self.moves[move.peer] = move
-        self._rates[move.source] -= samples_per_s
-        self._meanwhile[move.source] -= samples_per_s
-        self._rates[move.target] += samples_per_s
+        self._rates[move.source] -= samples_per_s / work[move.source]
+        self._meanwhile[move.source] -= samples_per_s / work[move.source]
+        self._rates[move.target] += samples_per_s / work[move.target]
         self._left[move.source] -= 1
 
     def mean_rate(self) -> float:
@@ -216,23 +222,25 @@ class _Draft:
         return self._exchange(target, [one for one in some if one[1] not in self.moves])
 
     def _exchange(self, target: int, back: Sequence[tuple[float, PeerId | None]]) -> list[tuple[Move, float]]:
-        low = self._rates[target]
+        low, work = self._rates[target], self._stages.work
         least = min((given for given, _ in back), default=0.0)
         best: list[tuple[Move, float]] = []
         best_after = low
         for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
             rate, serving = self._rates[source], self._stages.serving(source)
-            if (rate + low) / 2 <= best_after:
+            if rate <= best_after:
                 break  # nobody's move from there helps more, nor from those that have less
-            spare = rate - low - self._margin(source, target)  # so much may go over
-            if self._left[source] < 2 or not serving or spare <= 0.0 or low + serving[-1][0] - least <= best_after:
+            even = (rate - low) / (1.0 / work[source] + 1.0 / work[target])  # who takes it makes both alike
+            spare = (rate - low - self._margin(source, target)) * work[target]  # so much may go over
+            most = low + (serving[-1][0] - least) / work[target] if serving else 0.0
+            if self._left[source] < 2 or spare <= 0.0 or min(most, low + even / work[target]) <= best_after:
                 continue
             for given, giver in back:
                 if giver is not None and not self._stages.may_go(giver, source):
                     continue
-                for taken, taker in self._near(serving, given + min(spare, (rate - low) / 2), target):
+                for taken, taker in self._near(serving, given + min(spare, even), target):
                     more = taken - given
-                    after = min(rate - more, low + more)
+                    after = min(rate - more / work[source], low + more / work[target])
                     if more < spare and more > self._costs.scatter * math.hypot(taken, given) and after > best_after:
                         best_after, best = after, [(Move(taker, source, target), taken)]
                         best += [(Move(giver, target, source), given)] if giver is not None else []
