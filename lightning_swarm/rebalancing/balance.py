@@ -1,5 +1,8 @@
 """What who coordinates knows of the stages' loads, and when it decides by it. Pure: it is told the time.
 
+What a sample costs at one stage and at another is learnt from peers that were at both: without it, the peers of a stage
+that costs more would be taken for slow ones, and change places with equals time after time.
+
 It decides when a peer has come or gone, and every interval at the latest. While peers are on their way to a stage they
 count there; where one does not arrive, its place is open again after a while.
 """
@@ -66,7 +69,8 @@ class Balance:
         self._interval_s = interval_s
         self._state_bytes = state_bytes
         self._loads: dict[PeerId, dict[int, Load]] = {}
-        self._known: dict[PeerId, float] = {}  # rates, also of those on their way
+        self._known: dict[PeerId, tuple[float, int | None]] = {}  # rates and where; also of those on their way
+        self._log_work = [0.0] * len(state_bytes)
         self._on_the_way: dict[PeerId, _Journey] = {}
         self._bytes_per_s = MovingAverage(_SMOOTHING)
         self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
@@ -78,13 +82,27 @@ class Balance:
         """What all servers said last."""
         self._loads = {peer: dict(stages) for peer, stages in loads.items()}
         for peer, stages in self._loads.items():
-            measured = [load.samples_per_s for load in stages.values() if load.samples_per_s]
+            measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
             if measured and len(measured) == len(stages):
-                # With several stages, of each as much as of the others.
-                rate = 1.0 / math.fsum(1.0 / rate for rate in measured)
-                self._known[peer] = float(f"{rate:.3g}")  # equal peers are to be equal
+                self._learn(peer, measured)
         for peer in self._known.keys() - self._loads.keys() - self._on_the_way.keys():
             del self._known[peer]
+
+    def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
+        # With several stages, of each as much as of the others.
+        rate = 1.0 / math.fsum(1.0 / rate for rate in measured.values())
+        index = next(iter(measured)) if len(measured) == 1 else None
+        before, where = self._known.get(peer, (rate, index))
+        if index is not None and where is not None and index != where:
+            off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
+            self._log_work[index] += off / 2
+            self._log_work[where] -= off / 2
+        self._known[peer] = float(f"{rate:.3g}"), index  # equal peers are to be equal
+
+    def _speed(self, peer: PeerId) -> float | None:
+        """Samples/s at a stage of work 1, as far as it is known."""
+        rate, index = self._known.get(peer, (None, None))
+        return None if rate is None else rate * (1.0 if index is None else math.exp(self._log_work[index]))
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
         """A peer has arrived."""
@@ -161,17 +179,17 @@ class Balance:
     def _stages(
         self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
     ) -> Stages:
-        stages = Stages(len(rosters))
-        usual = math.fsum(self._known.values()) / len(self._known) if self._known else 1.0
+        stages = Stages(len(rosters), list(map(math.exp, self._log_work)))
+        speeds = {peer: speed for peer in self._known if (speed := self._speed(peer)) is not None}
+        usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
         for index, roster in enumerate(rosters):
             for peer in roster:
                 name = PeerId(f"{peer} {index}") if peer in several else peer
-                rate = self._known.get(peer, usual)
-                stages.put(name, index, rate, movable=peer not in several and peer not in fixed)
+                stages.put(name, index, speeds.get(peer, usual), movable=peer not in several and peer not in fixed)
         coming = {peer: journey.target for peer, journey in self._on_the_way.items()} | dict(joining)
         for peer, index in coming.items():
-            stages.put(peer, index, self._known.get(peer, usual), arrived=False)
+            stages.put(peer, index, speeds.get(peer, usual), arrived=False)
         return stages
 
     def _move_s(self, target: int) -> float:

@@ -159,3 +159,26 @@ def test_by_the_papers_rule_the_queues_say_who_moves() -> None:
     balance.take_loads(UNEVEN)  # the slow one has the longest queue
     (move,) = decide(balance, INTERVAL_S)
     assert (move.source, move.target) == (1, 0)
+
+
+def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() -> None:
+    """All are alike, but a sample costs twice as much at stage 0."""
+    balance = made()
+    held = rosters("ab", "cdef")
+    cost = (2.0, 1.0)
+
+    def measured(of: Sequence[Sequence[PeerId]]) -> dict[PeerId, dict[int, Load]]:
+        return {peer: {index: Load(10.0 / cost[index])} for index, stage in enumerate(of) for peer in stage}
+
+    num_moves = 0
+    for turn in range(1, 30):
+        balance.take_loads(measured(held))
+        moves = decide(balance, turn * INTERVAL_S, held)
+        for move in moves:
+            held[move.source].remove(move.peer)
+            balance.note_left(move.peer, move.target, now_s=turn * INTERVAL_S)
+            held[move.target].append(move.peer)
+            balance.note_entered(move.peer, move.target, now_s=turn * INTERVAL_S + 5.0)
+        num_moves += len(moves)
+    assert list(map(len, held)) == [4, 2], "rates of 20 and 20"
+    assert num_moves <= 4
