@@ -12,8 +12,8 @@ from lightning_swarm.network.addresses import Address, Place
 
 Role = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
-Rebalancing = Literal["gain", "paper", "none"]
-"""Who moves to another stage: whoever gains more by it than it costs; by the paper's rule; nobody."""
+Rebalancing = Literal["none", "paper", "gain"]
+"""Who moves to another stage: nobody; by the paper's rule; whoever gains more by it than it costs."""
 
 
 @dataclass(frozen=True, kw_only=True)

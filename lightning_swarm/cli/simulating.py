@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from lightning_swarm.config import Rebalancing
 from lightning_swarm.simulator import report
-from lightning_swarm.simulator.fluid import Rule, Span, simulate
+from lightning_swarm.simulator.fluid import Span, simulate
 from lightning_swarm.simulator.scenario import Runs
 
 WHAT: Final = "Simulate a swarm whose peers come and go: how fast it would be, by which rule."
@@ -56,9 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(runs: Runs) -> dict[Rule, list[Sequence[Span]]]:
+def simulated(runs: Runs) -> dict[Rebalancing, list[Sequence[Span]]]:
     """By each rule, of each seed."""
-    found: dict[Rule, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
+    found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
     for seed in range(runs.plan.seeds):
         for rule, scenario in runs.of_seed(seed):
             found[rule].append(simulate(scenario))

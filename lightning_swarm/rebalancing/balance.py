@@ -72,6 +72,7 @@ class Balance:
         self._known: dict[PeerId, tuple[float, int | None]] = {}  # rates and where; also of those on their way
         self._log_work = [0.0] * len(state_bytes)
         self._on_the_way: dict[PeerId, _Journey] = {}
+        self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
         self._bytes_per_s = MovingAverage(_SMOOTHING)
         self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
         self._peers: frozenset[PeerId] = frozenset()  # and on the way, when it was asked last
@@ -132,6 +133,7 @@ class Balance:
         peers = there | self._on_the_way.keys()
         if self._peers and peers != self._peers:
             self._pace.note_change(now_s)
+            self._left.clear()
         self._peers = peers
         changed = self._seen is not None and there != self._seen
         if self._rule == "none" or not (changed or now_s >= self._decided_s + self._interval_s):
@@ -142,8 +144,9 @@ class Balance:
         self._seen, self._decided_s = there, now_s
         return self._plan(rosters, fixed, joining, now_s)
 
-    def note_left(self, peer: PeerId, target: int, *, now_s: float) -> None:
+    def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
         """A record let a peer go, which is to join another stage."""
+        self._left.setdefault(peer, set()).add(source)
         self._on_the_way[peer] = _Journey(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
 
     def stage_for(
@@ -186,7 +189,8 @@ class Balance:
         for index, roster in enumerate(rosters):
             for peer in roster:
                 name = PeerId(f"{peer} {index}") if peer in several else peer
-                stages.put(name, index, speeds.get(peer, usual), movable=peer not in several and peer not in fixed)
+                movable = peer not in several and peer not in fixed
+                stages.put(name, index, speeds.get(peer, usual), movable=movable, left=self._left.get(peer, ()))
         coming = {peer: journey.target for peer, journey in self._on_the_way.items()} | dict(joining)
         for peer, index in coming.items():
             stages.put(peer, index, speeds.get(peer, usual), arrived=False)

@@ -11,15 +11,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
+from lightning_swarm.config import Rebalancing
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.optimum import best_rate
 from lightning_swarm.rebalancing.pace import Pace
 from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
-
-Rule: TypeAlias = Literal["none", "paper", "gain"]
-"""Nobody moves; the paper's rule; what pays, see `rebalancing.policy.plan`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Scenario:
     num_stages: int
     changes: Sequence[Change]
     end_s: float
-    rule: Rule = "gain"
+    rule: Rebalancing = "gain"
     interval_s: float = 300.0
     offset_s: float = 0.0
     move_s: float = 30.0

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from lightning_swarm.config import Rebalancing
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.simulator.fluid import Rule, Span, share_of_best
+from lightning_swarm.simulator.fluid import Span, share_of_best
 
 _HOUR_S: Final = 3600.0
 _POINTS: Final = 400
@@ -18,7 +19,7 @@ _POINTS: Final = 400
 _HEAD: Final = ("rule", "samples/s", "% of best", "first hour", "last hour", "moves/hour", "hours below half of best")
 
 
-def table(found: Mapping[Rule, Sequence[Sequence[Span]]]) -> str:
+def table(found: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
     """Means over the seeds.
 
     Args:
@@ -60,7 +61,7 @@ def _cells(runs: Sequence[Sequence[Span]]) -> list[str]:
     ]
 
 
-def draw(found: Mapping[Rule, Sequence[Sequence[Span]]], path: Path) -> None:
+def draw(found: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> None:
     """Samples/s beside the best, how many peers serve a stage, and moves, over the hours of the first seed.
 
     Raises:

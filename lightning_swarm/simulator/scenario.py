@@ -12,9 +12,10 @@ from typing import Any, Final, TypeAlias, get_args
 import msgspec
 import yaml
 
+from lightning_swarm.config import Rebalancing
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.simulator.fluid import Change, Rule, Scenario
+from lightning_swarm.simulator.fluid import Change, Scenario
 
 _HOUR_S: Final = 3600.0
 
@@ -57,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     peers: Peers | None = None
     trace: str | None = None
     hours: float = 0.0
-    rules: tuple[Rule, ...] = get_args(Rule)
+    rules: tuple[Rebalancing, ...] = get_args(Rebalancing)
     interval_s: float = 300.0
     move_s: float = 30.0
     join_s: float = 30.0
@@ -78,7 +79,7 @@ class Runs:
         self.plan = _read(path)
         self._trace = _read_trace(path.parent / self.plan.trace) if self.plan.trace else []
 
-    def of_seed(self, seed: int) -> Iterator[tuple[Rule, Scenario]]:
+    def of_seed(self, seed: int) -> Iterator[tuple[Rebalancing, Scenario]]:
         """By each rule, on the same peers."""
         plan = self.plan
         changes = self._trace or _made_up(plan.peers, plan.hours, seed)

@@ -82,7 +82,8 @@ class Moves:
             self._balance.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
         for departure in record.departures:
             peer, target = departure.member.peer_id, departure.stage_index
-            self._balance.note_left(peer, target, now_s=at_s)
+            (source,) = (i for i, stage in enumerate(record.closing.stages) if departure.member in stage.roster)
+            self._balance.note_left(peer, source, target, now_s=at_s)
             self._events.note("moves", peer=peer, stage=target, step=record.step)
 
     @property

@@ -81,7 +81,7 @@ def test_who_is_on_its_way_counts_where_it_goes() -> None:
     balance.take_loads(loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0))
     held = rosters("a", "bcde")
     (move,) = [move for move in decide(balance, INTERVAL_S, held) if move.peer in "bcde"][:1]
-    balance.note_left(move.peer, 0, now_s=INTERVAL_S)
+    balance.note_left(move.peer, 1, 0, now_s=INTERVAL_S)
     left = [held[0], [peer for peer in held[1] if peer != move.peer]]
     balance.take_loads({peer: load for peer, load in loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0).items()
                         if peer != move.peer})  # fmt: skip
@@ -93,7 +93,7 @@ def test_who_is_on_its_way_counts_where_it_goes() -> None:
 def test_who_does_not_arrive_is_not_waited_for_for_ever() -> None:
     balance = made()
     balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
-    balance.note_left(PeerId("c"), 0, now_s=0.0)
+    balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
     held = rosters("a", "b")
     assert balance.stage_for(PeerId("x"), held, {}, now_s=1.0) == 1
     assert balance.stage_for(PeerId("x"), held, {}, now_s=1e4) == 0
@@ -102,7 +102,7 @@ def test_who_does_not_arrive_is_not_waited_for_for_ever() -> None:
 def test_a_mover_is_not_in_its_own_way() -> None:
     balance = made()
     balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
-    balance.note_left(PeerId("c"), 0, now_s=0.0)
+    balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
     assert balance.stage_for(PeerId("c"), rosters("a", "b"), {PeerId("c"): 0}, now_s=1.0) == 0
 
 
@@ -142,7 +142,7 @@ def test_two_change_places_where_the_stages_are_small_and_a_measured_line_says_w
         balance.take_loads(uneven)
     assert sorted(move.target for move in decide(small, INTERVAL_S, held)) == [0, 1]
     assert decide(large, INTERVAL_S, held) == []
-    large.note_left(PeerId("x"), 0, now_s=0.0)
+    large.note_left(PeerId("x"), 1, 0, now_s=0.0)
     large.note_entered(PeerId("x"), 0, now_s=10.0)  # a fast line
     assert sorted(move.target for move in decide(large, 2 * INTERVAL_S, held)) == [0, 1]
 
@@ -176,7 +176,7 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
         moves = decide(balance, turn * INTERVAL_S, held)
         for move in moves:
             held[move.source].remove(move.peer)
-            balance.note_left(move.peer, move.target, now_s=turn * INTERVAL_S)
+            balance.note_left(move.peer, move.source, move.target, now_s=turn * INTERVAL_S)
             held[move.target].append(move.peer)
             balance.note_entered(move.peer, move.target, now_s=turn * INTERVAL_S + 5.0)
         num_moves += len(moves)
