@@ -258,7 +258,7 @@ def terminal() -> OnTerminal:
 
 
 def test_without_a_terminal_a_line_now_and_then_and_one_for_each_event(capsys: pytest.CaptureFixture[str]) -> None:
-    fit(SwarmView(), At(5, join), faults=FaultPlan().kill("peer-3", **KILL))
+    fit(SwarmView(plain_interval_s=3600.0), At(5, join), faults=FaultPlan().kill("peer-3", **KILL))
     lines = capsys.readouterr().out.splitlines()
     assert [line[10:] for line in lines if "peer-3 gone: " in line or " joined: " in line] == [
         next(line[10:] for line in lines if "peer peer-3 gone: step 3: " in line),
