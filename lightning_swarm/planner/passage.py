@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from lightning_swarm.config import Limits
@@ -121,11 +122,22 @@ class Swarm:
         """Who trains, and holds the last stage with others."""
         return self.machines[0]
 
+    @cached_property
+    def kinds(self) -> list[list[tuple[int, int]]]:
+        """By stage, one of each kind of its machines, and how many there are of it. The starter is of its own kind."""
+        found: list[list[tuple[int, int]]] = []
+        for numbers in self.held:
+            kinds: dict[tuple[int, bool], list[int]] = {}
+            for number in numbers:
+                kinds.setdefault((id(self.machines[number]), number == 0), []).append(number)
+            found.append([(same[0], len(same)) for same in kinds.values()])
+        return found
+
     def recomputed(self, index: int, batch_size: int) -> float:
         """Of the machines of a stage, the largest share of forwards for whose graph there is no room."""
-        stage, numbers = self.stages[index], self.held[index]
-        kept = (kept_samples(stage, self.machines[n], self.model.weight_bytes, self.limits) for n in numbers)
-        return max(0.0, 1.0 - min(kept) * len(numbers) / batch_size)
+        stage, weight_bytes = self.stages[index], self.model.weight_bytes
+        kept = (kept_samples(stage, self.machines[n], weight_bytes, self.limits) for n, _ in self.kinds[index])
+        return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
 
     def phase(self, index: int, number: int, way: int, batch_size: int) -> Phase:
         """What a sample costs a machine at its stage. Between the starter's server and trainer nothing goes by line."""
@@ -140,17 +152,19 @@ class Swarm:
             )
         return phases(stage, self.recomputed(index, batch_size))[way]
 
-    def shares(self, index: int, way: int) -> list[float]:
-        """Of the microbatches, by machine of a stage: as fast as it is."""
-        numbers = self.held[index]
-        rates = [1.0 / pace(self.machines[n], self.phase(index, n, way, 1), 8).seconds for n in numbers]
-        return [rate / sum(rates) for rate in rates]
+    def share(self, index: int, number: int, way: int) -> float:
+        """Of the microbatches, what a machine of a stage takes: as many as it is fast."""
+        rates = {
+            one: 1.0 / pace(self.machines[one], self.phase(index, one, way, 1), 8).seconds
+            for one, _ in self.kinds[index]
+        }
+        return rates[number] / sum(count * rates[one] for one, count in self.kinds[index])
 
 
 def ways_of_trainer(swarm: Swarm, way: int) -> tuple[float, float]:
     """What the trainer receives, and sends, over its line for a sample: without what its own machine's server has."""
     first, last, model = swarm.stages[0], swarm.stages[-1], swarm.model
-    elsewhere = 1.0 - swarm.shares(len(swarm.stages) - 1, way)[0]
+    elsewhere = 1.0 - swarm.share(len(swarm.stages) - 1, 0, way)
     to_first = 1.0 if len(swarm.stages) > 1 else elsewhere
     if way == 0:
         return elsewhere * last.output_bytes, to_first * model.input_bytes + elsewhere * model.extra_bytes
@@ -161,25 +175,25 @@ def passage(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> Pa
     """Forward (0) or backward (1) of a batch."""
     size = min(microbatch_size, batch_size)
     found, firsts = [], []
-    for index, numbers in enumerate(swarm.held):
-        paces = [pace(swarm.machines[n], swarm.phase(index, n, way, batch_size), size) for n in numbers]
+    for index, kinds in enumerate(swarm.kinds):
+        paces = [(pace(swarm.machines[n], swarm.phase(index, n, way, batch_size), size), count) for n, count in kinds]
         found.append(_together(paces, size, batch_size))
-        mean_s = sum(one.seconds for one in paces) / len(paces)
-        firsts.append(size * mean_s + max(swarm.machines[n].latency_s for n in numbers))
+        mean_s = sum(count * one.seconds for one, count in paces) / len(swarm.held[index])
+        firsts.append(size * mean_s + max(swarm.machines[n].latency_s for n, _ in kinds))
     slowest = max(found, key=lambda one: one.seconds)
     # From the trainer to the first stage, and from the last one back.
     fill_s = sum(firsts) - firsts[found.index(slowest)] + 2 * swarm.starter.latency_s
     return Passage(max(slowest, _starter(swarm, way, size, batch_size), key=lambda one: one.seconds), fill_s)
 
 
-def _together(paces: Sequence[Pace], microbatch_size: int, batch_size: int) -> Pace:
-    """What a stage's machines need for a batch, of which each takes whole microbatches."""
-    fastest_s = min(one.seconds for one in paces)
-    slots = sum(fastest_s / one.seconds for one in paces)
+def _together(paces: Sequence[tuple[Pace, int]], microbatch_size: int, batch_size: int) -> Pace:
+    """What a stage's machines, so many of each pace, need for a batch, of which each takes whole microbatches."""
+    fastest_s = min(one.seconds for one, _ in paces)
+    slots = sum(count * fastest_s / one.seconds for one, count in paces)
     rounds = max(1.0, math.ceil(batch_size / microbatch_size) / slots)
-    if slots == len(paces):
+    if slots == sum(count for _, count in paces):
         rounds = math.ceil(rounds)
-    slowest = max(paces, key=lambda one: one.seconds)
+    slowest = max((one for one, _ in paces), key=lambda one: one.seconds)
     seconds = rounds * microbatch_size * fastest_s
     return Pace(seconds, seconds * slowest.line_s / slowest.seconds, slowest.what)
 
@@ -187,7 +201,7 @@ def _together(paces: Sequence[Pace], microbatch_size: int, batch_size: int) -> P
 def _starter(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> Pace:
     """What the starter's machine needs for its stage and for the trainer beside it."""
     starter, last = swarm.starter, len(swarm.stages) - 1
-    share, phase = swarm.shares(last, way)[0], swarm.phase(last, 0, way, batch_size)
+    share, phase = swarm.share(last, 0, way), swarm.phase(last, 0, way, batch_size)
     received, sent = ways_of_trainer(swarm, way)
     received, sent = received + share * phase.received_bytes, sent + share * phase.sent_bytes
     line_s = _line_s(starter, received, sent)

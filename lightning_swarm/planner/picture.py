@@ -34,23 +34,20 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
         ) from error
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=120)
     lines, delays = figure.subplots(1, 2, sharey=True)
-    for mbit in _LINES_MBIT:
-        shares = [busy_share(w, sequence, machine.flop_per_s, mbit * 1e6 / 8, machine.latency_s) for w in WIDTHS]
-        lines.plot(WIDTHS, shares, label=f"{mbit} Mb/s")
     slower = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
-    for delay_ms in _LATENCIES_MS:
-        shares = [busy_share(w, sequence, machine.flop_per_s, slower, delay_ms / 1e3) for w in WIDTHS]
-        delays.plot(WIDTHS, shares, label=f"{delay_ms} ms")
+    of_lines = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINES_MBIT}
+    of_delays = {f"{delay_ms} ms": (slower, delay_ms / 1e3) for delay_ms in _LATENCIES_MS}
     lines.set_title(f"{machine.name}, by its line's rate")
     delays.set_title(f"{machine.name}, {slower * 8 / 1e6:g} Mb/s, by latency")
     lines.set_ylabel("share of its time that it computes")
-    for axes in (lines, delays):
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("width of the model")
-        axes.set_ylim(0.0, 1.0)
-        axes.grid(alpha=0.3)
+    for axes, links in ((lines, of_lines), (delays, of_delays)):
+        for label, link in links.items():
+            axes.plot(WIDTHS, [busy_share(one, sequence, machine.flop_per_s, *link) for one in WIDTHS], label=label)
         if width is not None:
             axes.axvline(width, color="tab:gray", linestyle="--", label="this model")
+        axes.set(xlabel="width of the model", ylim=(0.0, 1.0))
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
         axes.legend()
     try:
         figure.savefig(path)

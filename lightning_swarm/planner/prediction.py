@@ -115,15 +115,17 @@ def _trains(model: Model, starter: Machine) -> bool:
 def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
     """What each machine sends in a step over its line, without snapshots and without words about the tensors."""
     sent = [0.0] * len(swarm.machines)
-    for way in (0, 1):
-        for index, numbers in enumerate(swarm.held):
-            shares = swarm.shares(index, way)
-            for number, share in zip(numbers, shares, strict=True):
-                sent[number] += share * swarm.phase(index, number, way, batch_size).sent_bytes * batch_size
-        sent[0] += ways_of_trainer(swarm, way)[1] * batch_size
     for index, numbers in enumerate(swarm.held):
+        known = {}
+        for number, _ in swarm.kinds[index]:
+            of_tensors = sum(
+                swarm.share(index, number, way) * swarm.phase(index, number, way, batch_size).sent_bytes
+                for way in (0, 1)
+            )
+            known[id(swarm.machines[number]), number == 0] = of_tensors * batch_size + averaged_bytes(swarm, index)
         for number in numbers:
-            sent[number] += averaged_bytes(swarm, index)
+            sent[number] = known[id(swarm.machines[number]), number == 0]
+    sent[0] += sum(ways_of_trainer(swarm, way)[1] for way in (0, 1)) * batch_size
     return sent
 
 
@@ -137,9 +139,9 @@ def averaged_bytes(swarm: Swarm, index: int) -> float:
 def _averaging_s(swarm: Swarm) -> float:
     """Of the slowest machine; all send and receive at the same time."""
     slowest_s = 0.0
-    for index, numbers in enumerate(swarm.held):
+    for index, kinds in enumerate(swarm.kinds):
         num_bytes = averaged_bytes(swarm, index)
-        for number in numbers:
+        for number, _ in kinds:
             machine = swarm.machines[number]
             line_s = num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
             busy_s = 2 * num_bytes * HANDLING_S_PER_BYTE

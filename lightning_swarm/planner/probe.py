@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.partition import find_blocks, time_costs
+from lightning_swarm.partition import Blocks, find_blocks, time_costs
 from lightning_swarm.planner.records import Block, Model
 from lightning_swarm.planner.transformer import block as transformer_block
 
@@ -23,14 +23,8 @@ _ROWS: Final = 4
 _REPEATS: Final = 3
 
 
-class _Seen:
-    """What a block was called with first, and what came out."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, tuple[tuple[Any, ...], dict[str, Any], Any]] = {}
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.calls.setdefault(id(module), (args, kwargs, output))
+_Call = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""What a block was called with, and what came out."""
 
 
 def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
@@ -53,23 +47,13 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
         )
     structure, tensors = trees.flatten(example)
     num_rows = tensors[0].shape[0]
+    example = trees.unflatten(structure, [tensor.to("meta") for tensor in tensors])
     model.to("meta")
-    seen = _Seen()
-    handles = [block.register_forward_hook(seen, with_kwargs=True) for block in blocks.modules]
-    try:
-        time_costs(model, blocks, trees.unflatten(structure, [tensor.to("meta") for tensor in tensors]))
-    except (NotImplementedError, RuntimeError) as error:
-        raise ConfigError(
-            f"to count what a sample costs, {type(model).__name__} is run without numbers (on torch's meta device), "
-            f"and it needs some: {error}. Describe it by --layers, --width and --sequence."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    counted = tuple(_cost(block, *seen.calls[id(block)], num_rows) for block in blocks.modules)
-    first = trees.flatten(seen.calls[id(blocks.modules[0])][0])[1]
-    extras = trees.flatten(seen.calls[id(blocks.modules[-1])][1])[1]
-    around = _around(model, blocks.modules, counted, trees.unflatten(structure, [one.to("meta") for one in tensors]))
+    seen = _seen(model, blocks, example)
+    counted = tuple(_cost(block, *seen[id(block)], num_rows) for block in blocks.modules)
+    first = trees.flatten(seen[id(blocks.modules[0])][0])[1]
+    extras = trees.flatten(seen[id(blocks.modules[-1])][1])[1]
+    around = _around(model, blocks.modules, counted, example)
     return Model(
         blocks=counted,
         input_bytes=_bytes(first) // num_rows,
@@ -79,6 +63,27 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
         around=around,
         weight_bytes=max(parameter.element_size() for parameter in model.parameters()),
     )
+
+
+def _seen(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, _Call]:
+    """The first call of each block, by its identity."""
+    calls: dict[int, _Call] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.setdefault(id(module), (args, kwargs, output))
+
+    handles = [block.register_forward_hook(note, with_kwargs=True) for block in blocks.modules]
+    try:
+        time_costs(model, blocks, example)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ConfigError(
+            f"to count what a sample costs, {type(model).__name__} is run without numbers (on torch's meta device), "
+            f"and it needs some: {error}. Describe it by --layers, --width and --sequence."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 def _around(model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[Block], example: Any) -> Block:
