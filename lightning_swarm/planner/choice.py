@@ -22,6 +22,7 @@ _SAME: Final = 0.98
 _MOST_STAGES: Final = 64
 _LARGEST_MICROBATCH: Final = 256
 _LARGEST_BATCH: Final = 1024
+_MOST_COUNTS: Final = 8
 
 
 def make_plan(
@@ -63,12 +64,18 @@ def _powers(largest: int) -> Iterable[int]:
 def _predictions(
     model: Model, machines: Sequence[Machine], batch_sizes: Sequence[int], limits: Limits
 ) -> Iterable[Prediction]:
-    """Of each number of stages and samples of a step, with the batches and microbatches that do best."""
+    """Of each number of stages and samples of a step, with the machines, batches and microbatches that do best."""
     for num_stages in range(1, min(len(model.blocks), len(machines), _MOST_STAGES) + 1):
-        predictor = Predictor(model, machines, num_stages, limits)
-        if predictor.possible:
-            for target in batch_sizes:
-                yield predictor.predict(_best_sizes(predictor, num_stages, target))
+        all_of_them = Predictor(model, machines, num_stages, limits)
+        if not all_of_them.possible:
+            continue
+        fewer = [Predictor(model, machines, num_stages, limits, count) for count in all_of_them.counts[1:_MOST_COUNTS]]
+        for target in batch_sizes:
+            best = all_of_them.predict(_best_sizes(all_of_them, num_stages, target))
+            for predictor in fewer:
+                found = predictor.predict(_best_sizes(predictor, num_stages, target))
+                best = found if found.samples_per_s * _SAME > best.samples_per_s else best
+            yield best
 
 
 def _best_sizes(predictor: Predictor, num_stages: int, target: int) -> Setting:

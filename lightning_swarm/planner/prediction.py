@@ -23,7 +23,7 @@ from lightning_swarm.planner.passage import (
     ways_of_trainer,
 )
 from lightning_swarm.planner.passage import pace as pace_of
-from lightning_swarm.planner.records import Machine, Model, Prediction, Setting, Times
+from lightning_swarm.planner.records import Machine, Model, Prediction, Setting, Stage, Times
 from lightning_swarm.planner.stages import ADAM, FLOAT32, cut, room_samples, state_bytes
 
 STEP_S: Final = 0.042
@@ -34,20 +34,29 @@ STEP_TRIPS: Final = 6
 
 
 class Predictor:
-    """Says for one number of stages what each size of batch gives.
+    """Says for one number of stages, and of machines, what each size of batch gives.
 
     Args:
         model: What is trained.
         machines: All of the list, the starter first.
         num_stages: At most the model's blocks.
         limits: Of the servers.
+        num_machines: The starter, and the fastest others that can hold a stage; None: all of these.
 
     Attributes:
         possible: Whether enough machines can hold a stage, and the starter is one of them.
         most: Samples of a microbatch that all of them have room for.
+        counts: Numbers of machines that are worth a look: all, without the slowest kinds, halves.
     """
 
-    def __init__(self, model: Model, machines: Sequence[Machine], num_stages: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        model: Model,
+        machines: Sequence[Machine],
+        num_stages: int,
+        limits: Limits,
+        num_machines: int | None = None,
+    ) -> None:
         self._machines = machines
         self._stages = cut(model, num_stages)
         self._largest_bytes = max(state_bytes(one.parameters, model.weight_bytes) for one in self._stages)
@@ -57,9 +66,11 @@ class Predictor:
         self._left_out = tuple(one.name for one, room in zip(machines, rooms, strict=True) if room < 1.0)
         self.possible = len(fit) >= num_stages and rooms[0] >= 1.0 and _trains(model, machines[0])
         if self.possible:
-            slowest = max(self._stages, key=lambda stage: stage.flop)
-            rates = [1.0 / sum(pace_of(one, phase, 8).seconds for phase in phases(slowest, 0.0)) for one in fit]
-            self._swarm = Swarm(model, fit, self._stages, assign(rates, num_stages), limits)
+            used, rates = _fastest_first(fit, max(self._stages, key=lambda stage: stage.flop))
+            self.counts = _counts(rates, num_stages)
+            self._spared = tuple(one.name for one in used[num_machines or len(used) :])
+            used, rates = used[:num_machines], rates[:num_machines]
+            self._swarm = Swarm(model, used, self._stages, assign(rates, num_stages), limits)
             self._averaging_s = _averaging_s(self._swarm)
             self._passages: dict[tuple[int, int], tuple[Passage, Passage]] = {}
 
@@ -98,12 +109,27 @@ class Predictor:
             utilisation=size * swarm.model.flop / (times.step_s * flop_per_s),
             stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
             left_out=self._left_out,
+            spared=self._spared,
             boundary_bytes=tuple(stage.output_bytes * setting.microbatch_size for stage in swarm.stages[:-1]),
             step_bytes=_by_name(swarm, sent),
             sent_bytes_per_s=sum(sent) / times.step_s + _snapshot_bytes_per_s(swarm),
             state_bytes=self._largest_bytes,
             recomputed=max(swarm.recomputed(index, setting.batch_size) for index in range(len(swarm.stages))),
         )
+
+
+def _fastest_first(machines: Sequence[Machine], stage: Stage) -> tuple[list[Machine], list[float]]:
+    """The starter, then the others, and what each does at a stage in samples/s."""
+    rates = [1.0 / sum(pace_of(one, phase, 8).seconds for phase in phases(stage, 0.0)) for one in machines]
+    order = [0, *sorted(range(1, len(machines)), key=lambda number: -rates[number])]
+    return [machines[number] for number in order], [rates[number] for number in order]
+
+
+def _counts(rates: Sequence[float], num_stages: int) -> list[int]:
+    num_machines, least = len(rates), max(2, num_stages)  # one machine is no swarm
+    kinds = [number for number in range(2, num_machines) if rates[number] != rates[number - 1]]
+    halves = [num_machines >> power for power in range(1, num_machines.bit_length())]
+    return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
 
 
 def _trains(model: Model, starter: Machine) -> bool:

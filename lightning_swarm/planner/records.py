@@ -168,6 +168,7 @@ class Prediction:
         utilisation: Share of what the machines could compute, of all of the list, that is computed.
         stages: Names of the machines by stage.
         left_out: Names of machines that cannot hold a stage.
+        spared: Names of those without which it is faster.
         boundary_bytes: What crosses from each stage to the next for one microbatch, one way.
         step_bytes: What each machine sends in a step, by name; the most, where several have the name.
         sent_bytes_per_s: Of all machines together, snapshots included.
@@ -183,6 +184,7 @@ class Prediction:
     utilisation: float
     stages: tuple[tuple[str, ...], ...]
     left_out: tuple[str, ...]
+    spared: tuple[str, ...]
     boundary_bytes: tuple[int, ...]
     step_bytes: dict[str, int]
     sent_bytes_per_s: float

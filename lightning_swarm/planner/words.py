@@ -76,6 +76,8 @@ def _settings(best: Prediction) -> str:
     ]
     if best.left_out:
         lines.append(f"  left out, for they cannot hold a stage: {_counted(best.left_out)}")
+    if best.spared:
+        lines.append(f"  not needed, it is faster without: {_counted(best.spared)}")
     return "\n".join(lines)
 
 

@@ -162,6 +162,22 @@ def test_a_machine_that_cannot_hold_a_stage_is_left_out() -> None:
     assert sum(map(len, best.stages)) == 2
 
 
+def test_more_replicas_than_a_small_step_is_worth_are_spared() -> None:
+    machines = [machine(f"m{number}") for number in range(8)]
+    wide = {"up_bytes_per_s": 1e10, "down_bytes_per_s": 1e10}
+    small = make_plan(MODEL, machines, target_batch_size=32).best
+    large = make_plan(MODEL, [replace(one, **wide) for one in machines], target_batch_size=4096).best
+    assert small is not None
+    assert large is not None
+    assert len(small.spared) + sum(map(len, small.stages)) == 8
+    assert small.spared
+    assert not large.spared
+    slow = machine("slow", up_bytes_per_s=0.1 * MBIT)
+    best = make_plan(MODEL, [*(replace(one, **wide) for one in machines[:4]), slow], target_batch_size=1024).best
+    assert best is not None
+    assert best.spared == ("slow",)
+
+
 def test_what_no_cut_fits_is_not_planned() -> None:
     plan = make_plan(MODEL, [machine(memory_bytes=1e6)] * 3)
     assert plan.best is None
