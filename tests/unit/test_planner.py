@@ -35,6 +35,7 @@ from tests.unit.swarm import key, rows
 
 MODEL = transformer(8, 512, 128)
 MBIT = 1e6 / 8
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 
 
 def machine(name: str = "one", **changes: Any) -> Machine:
@@ -262,7 +263,29 @@ def test_slow_lines_are_predicted_as_the_page_says(width: int, mbit: int, plain:
         for name in "ab"
     ]
     said = Predictor(model, hosts, 2, Limits(snapshot_interval=None)).predict(setting(2, 2, 32))
-    assert said.samples_per_s / plain == pytest.approx(ratio, rel=0.3 if (width, mbit) == (64, 100) else 0.15)
+    found = said.samples_per_s / plain
+    assert found == pytest.approx(ratio, rel=0.3 if (width, mbit) == (64, 100) else 0.15)
+    assert f"| {width} | {mbit} Mb/s | {ratio:.2f} | {found:.2f} |" in PAGE.read_text()
+
+
+def test_two_stages_on_two_cores_are_predicted_as_the_page_says() -> None:
+    found = []
+    for core in (13.0, 14.9):  # samples/s of half as many blocks, in those rows
+        twins = [
+            machine(
+                name,
+                flop_per_s=core * transformer(4, 512, 64).flop,
+                up_bytes_per_s=3e9,
+                down_bytes_per_s=3e9,
+                latency_s=0.0,
+                processor="cpu",
+            )
+            for name in "ab"
+        ]
+        predictor = Predictor(transformer(8, 512, 64), twins, 2, Limits(snapshot_interval=None))
+        found.append(predictor.predict(setting(2, 4, 128)).samples_per_s)
+    assert f"{found[0]:.1f} and {found[1]:.1f} samples/s" in PAGE.read_text()
+    assert found[0] < 11.9 < found[1]
 
 
 # ---------------------------------------------------------------------- models
