@@ -20,9 +20,6 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.pace import Pace
 from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
 
-_SCATTER: Final = 0.1
-"""Share by which the rates that servers measure may be off."""
-
 _FIXED_S: Final = 3.0
 """Of a move, however small the stage: it is let go by one record and enters by another."""
 
@@ -168,7 +165,7 @@ class Balance:
         stages = self._stages(rosters, fixed, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
-            return plan(stages, Costs(move_s, self._pace.horizon_s(now_s), _SCATTER))
+            return plan(stages, Costs(move_s, self._pace.horizon_s(now_s)))
         queues = [
             {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
             for index in range(len(rosters))

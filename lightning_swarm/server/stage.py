@@ -24,7 +24,7 @@ from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
-_SMOOTHING: Final = 0.1
+_SMOOTHING: Final = 0.05
 
 
 class Stage:
