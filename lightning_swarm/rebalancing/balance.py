@@ -26,6 +26,18 @@ _FIXED_S: Final = 3.0
 _FIRST_BYTES_PER_S: Final = 12.5e6
 """Until a download was seen."""
 
+_SLOWEST: Final = 1e-9
+"""Samples/s; as many seconds are the fastest's."""
+
+_MOST_WORK: Final = math.log(100.0)
+"""How much more a sample may cost at one stage than at the mean of them."""
+
+_LEARNT: Final = 0.25
+"""How much of an error each of two stages takes over from a peer that was at both."""
+
+_MOST_DOWNLOADS: Final = 3
+"""To how many that move to its stage one member sends it at a time."""
+
 _SMOOTHING: Final = 0.3
 _GIVEN_UP: Final = 10.0
 """A peer does not arrive any more when it takes so many times as long as expected."""
@@ -42,6 +54,12 @@ class Load:
 
     samples_per_s: float | None
     queued: float = 0.0
+
+    @classmethod
+    def said(cls, samples_per_s: float | None, queued: float) -> Load:
+        """What a server says, as far as it can be true: nothing that it says may harm who coordinates."""
+        believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
+        return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST))
 
 
 @dataclass(frozen=True)
@@ -93,8 +111,9 @@ class Balance:
         before, where = self._known.get(peer, (rate, index))
         if index is not None and where is not None and index != where:
             off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
-            self._log_work[index] += off / 2
-            self._log_work[where] -= off / 2
+            for stage, learnt in ((index, off), (where, -off)):
+                changed = self._log_work[stage] + _LEARNT * learnt
+                self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
         self._known[peer] = float(f"{rate:.3g}"), index  # equal peers are to be equal
 
     def _speed(self, peer: PeerId) -> float | None:
@@ -125,21 +144,38 @@ class Balance:
             joining: Who is on its way into which stage.
             now_s: On the caller's clock.
         """
-        self._forget_the_lost(now_s)
+        self._forget_the_lost(joining, now_s)
         there = frozenset(peer for roster in rosters for peer in roster)
         peers = there | self._on_the_way.keys()
         if self._peers and peers != self._peers:
             self._pace.note_change(now_s)
             self._left.clear()
         self._peers = peers
-        changed = self._seen is not None and there != self._seen
-        if self._rule == "none" or not (changed or now_s >= self._decided_s + self._interval_s):
+        if not self._is_time(there, now_s):
             self._seen = there if self._seen is None else self._seen
             return []
         if any(not any(peer in self._known for peer in roster) for roster in rosters):
             return []  # of some stage nothing was measured yet
         self._seen, self._decided_s = there, now_s
-        return self._plan(rosters, fixed, joining, now_s)
+        return self._bounded(rosters, self._plan(rosters, fixed, joining, now_s))
+
+    def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
+        looks = now_s >= self._decided_s + self._interval_s
+        if self._rule == "paper":
+            return looks and not self._on_the_way  # it moves one at a time
+        changed = self._seen is not None and there != self._seen
+        return self._rule == "gain" and (changed or looks)
+
+    def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
+        """Those whose downloads can go side by side; when they have arrived, it is decided on the others."""
+        chosen: list[Move] = []
+        room = [_MOST_DOWNLOADS * len(roster) for roster in rosters]
+        for move in moves:
+            room[move.target] -= 1
+            if room[move.target] < 0:
+                break
+            chosen.append(move)
+        return chosen
 
     def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
         """A record let a peer go, which is to join another stage."""
@@ -150,7 +186,7 @@ class Balance:
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
         """The stage that a newcomer is of most use to."""
-        self._forget_the_lost(now_s)
+        self._forget_the_lost(joining, now_s)
         stages = self._stages(rosters, (), joining)
         stages.remove(newcomer)
         return stage_for(stages)
@@ -174,7 +210,13 @@ class Balance:
             math.fsum(self._loads[peer][index].queued for peer in roster if peer in self._loads)
             for index, roster in enumerate(rosters)
         ]
-        return plan_as_paper(queued, queues)
+        return [move for move in plan_as_paper(queued, queues) if self._stops_short(stages, move)]
+
+    @staticmethod
+    def _stops_short(stages: Stages, move: Move) -> bool:
+        """The paper says nothing of when to stop: here, where two stages would but change places."""
+        rate = next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
+        return stages.rates[move.source] - rate / stages.work[move.source] > stages.rates[move.target]
 
     def _stages(
         self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
@@ -196,6 +238,9 @@ class Balance:
     def _move_s(self, target: int) -> float:
         return _FIXED_S + self._state_bytes[target] / (self._bytes_per_s.value or _FIRST_BYTES_PER_S)
 
-    def _forget_the_lost(self, now_s: float) -> None:
-        for peer in [peer for peer, journey in self._on_the_way.items() if now_s >= journey.until_s]:
-            del self._on_the_way[peer]
+    def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
+        """Who has not even asked to join for so long does not come."""
+        late = [peer for peer, journey in self._on_the_way.items() if now_s >= journey.until_s]
+        for peer in late:
+            if peer not in joining:
+                del self._on_the_way[peer]

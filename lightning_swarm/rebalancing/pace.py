@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Final
+
+_FEWEST: Final = 0.01
+"""Changes that are thought of as remembered, however long nothing happens."""
 
 
 class Pace:
@@ -28,10 +32,10 @@ class Pace:
     def horizon_s(self, now_s: float) -> float:
         """Between two changes, on the average."""
         self._advance(now_s)
-        return self._past_s / self._num_changes
+        return self._past_s / max(self._num_changes, _FEWEST)
 
     def _advance(self, now_s: float) -> None:
         kept = math.exp((self._now_s - now_s) / self._memory_s)
-        self._past_s = kept * self._past_s + now_s - self._now_s
+        self._past_s = kept * self._past_s + (1.0 - kept) * self._memory_s
         self._num_changes *= kept
         self._now_s = now_s

@@ -201,7 +201,10 @@ class Admission:
         await self.leadership.begin(self._run)
 
     def note(self, record: Record) -> None:
-        """A record was applied."""
+        """A record was applied; by who joins also one from before it was let go."""
+        if any(newcomer.member == self.me for newcomer in record.newcomers):
+            self.target = None
+            self.moves.clear()
         for departure in record.departures:
             if departure.member == self.me:
                 self.target = departure.stage_index

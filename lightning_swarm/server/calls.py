@@ -159,6 +159,8 @@ class Calls:
         result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
         self.num_forwards += 1
         self.num_samples += _num_samples(inputs)
+        if not any(result.requires_grad) and not key.evaluation:  # no backward comes
+            stage.note_load(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
         keep = mode.grad and request.keep
         if keep:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)

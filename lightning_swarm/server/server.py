@@ -141,8 +141,12 @@ class Server:
 
     # ------------------------------------------------------------------ going back, and out
 
-    async def step_out(self) -> None:
-        """A record has left this server out: nothing is left here of the run but a stage to join it with again."""
+    async def step_out(self, *, keeps_snapshots: bool = False) -> None:
+        """A record has left this server out: nothing is left here of the run but a stage to join it with again.
+
+        Args:
+            keeps_snapshots: And the snapshots that it took and keeps for others: it will be back in the same run soon.
+        """
         if not self.admission.has_run:
             return
         holders = [len(roster) for roster in self.admission.run.rosters]
@@ -151,7 +155,8 @@ class Server:
         self.calls.forget("g")
         stages = await self.stepping.step_out()
         self.donor.go_back()
-        self.snapshots.go_back()
+        if not keeps_snapshots:
+            self.snapshots.go_back()
         self.joiner.keep(stages, holders)
 
     async def release(self) -> None:

@@ -25,6 +25,8 @@ from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
 _SMOOTHING: Final = 0.05
+_FEW: Final = 4
+"""Microbatches: the first ones load and compile."""
 
 
 class Stage:
@@ -68,6 +70,7 @@ class Stage:
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
         self._num_samples, self._busy_s, self._queued = (MovingAverage(_SMOOTHING) for _ in range(3))
+        self._num_measured = 0
         self._train([])
         if selection is not None:
             self.select(selection)
@@ -115,15 +118,17 @@ class Stage:
         return [name for name, parameter in self.parameters.items() if id(parameter) in trainable]
 
     def note_load(self, num_samples: int, *, busy_s: float, queued: int) -> None:
-        """A microbatch went through, forward and backward."""
+        """A microbatch went through."""
+        self._num_measured += 1
         self._num_samples.measure(num_samples)
         self._busy_s.measure(busy_s)
         self._queued.measure(queued)
 
     @property
     def samples_per_s(self) -> float | None:
-        """Forward and backward, while it computes, of the last microbatches; None before the first."""
-        return self._num_samples.value / self._busy_s.value if self._num_samples.value and self._busy_s.value else None
+        """While it computes, of the last microbatches, forward and backward; None before a few were measured."""
+        num_samples, busy_s = self._num_samples.value, self._busy_s.value
+        return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _FEW else None
 
     @property
     def queued(self) -> float:

@@ -230,13 +230,14 @@ class Stay:
     async def _move(self, say: Callable[[str], None]) -> None:
         """A record has let this server go, for it is of more use elsewhere."""
         admission = self._server.admission
-        target = admission.target
+        run, target = admission.run, admission.target
         assert target is not None
         (former,) = self._server.stepping.stages  # who holds several does not move
         say(f"Leaving stage {former} of run {self._run_id!r} for stage {target}.")
         await first_of(admission.left.wait(), timeout=_LINGER_S)
-        await self._server.step_out()
-        self._server.joiner.move_to(target, former=former)
+        if admission.has_run and admission.run is run and admission.moves.is_set():  # else it was taken into another
+            await self._server.step_out(keeps_snapshots=True)
+            self._server.joiner.move_to(target, former=former)
 
     def _check_heard(self) -> None:
         """Raise if the run is over, and nobody is left who would say so."""

@@ -171,7 +171,7 @@ class _Swarm:
         return bool(arrived)
 
     def _forget_what_was_left(self) -> None:
-        for peer in self._left.keys() & self._alive.keys() - self._arrivals.keys():
+        for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
             stage = self._stages.stage_of(peer)
             assert stage is not None
             self._stages.put(peer, stage, self._alive[peer])

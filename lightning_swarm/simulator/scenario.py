@@ -18,6 +18,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.simulator.fluid import Change, Scenario
 
 _HOUR_S: Final = 3600.0
+_MOST: Final = 1e12
 
 _Range: TypeAlias = float | tuple[float, float]
 
@@ -134,8 +135,9 @@ def _check(plan: Plan, path: Path) -> None:
             ("peers.back_minutes", plan.peers.back_minutes, 0.01),
         ]
     for name, value, least in limits:
-        if not least <= value < math.inf:
-            raise ConfigError(f"{path}: `{name}` must be {least:g} or more, got {value:g}. Change it in the file.")
+        if not least <= value <= _MOST:
+            rule = f"at most {_MOST:g}" if least <= value < math.inf else f"{least:g} or more"
+            raise ConfigError(f"{path}: `{name}` must be {rule}, got {value:g}. Change it in the file.")
 
 
 def _range(peers: Peers) -> tuple[float, float]:
@@ -176,10 +178,10 @@ def _read_trace(path: Path) -> Sequence[Change]:
         ) from error
     before_s = -math.inf
     for number, change in enumerate(changes, start=1):
-        if not (before_s <= change.at_s < math.inf and 0.0 <= change.samples_per_s < math.inf):
+        if not (before_s <= change.at_s <= _MOST and 0.0 <= change.samples_per_s <= _MOST):
             raise ConfigError(
-                f"{path}, line {number}: times must not go back, and rates be 0 or more, got {change.at_s:g} and "
-                f"{change.samples_per_s:g}. Mend that line."
+                f"{path}, line {number}: times must not go back, and rates be from 0 to {_MOST:g}, got "
+                f"{change.at_s:g} and {change.samples_per_s:g}. Mend that line."
             )
         before_s = change.at_s
     if not changes or changes[0].at_s == changes[-1].at_s:

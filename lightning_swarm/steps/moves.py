@@ -1,6 +1,6 @@
 """The coordinator's side of rebalancing: who is let go by a record, to join another stage.
 
-A mover leaves as a peer leaves that asked to, and joins as one that was never there: nothing waits for it meanwhile.
+A mover leaves as a peer leaves that asked to, and joins as one that was never there: the steps between do without it.
 """
 
 from __future__ import annotations

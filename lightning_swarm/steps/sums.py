@@ -331,7 +331,7 @@ def _loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
     found: dict[PeerId, dict[int, Load]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            found.setdefault(member.peer_id, {})[index] = Load(ledger.samples_per_s, ledger.queued)
+            found.setdefault(member.peer_id, {})[index] = Load.said(ledger.samples_per_s, ledger.queued)
     return found
 
 

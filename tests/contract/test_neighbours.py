@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,10 +136,10 @@ def test_who_is_on_no_other_machine_but_has_no_socket_is_asked_over_the_daemon(w
 
 
 @pytest.mark.parametrize("answer", [PROOF, b"", b"short", None], ids=["wrong", "hangs up", "short", "silent"])
-def test_an_impostor_gets_no_calls(world: NeighbourWorld, answer: bytes | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(neighbours, "_GREETING_S", 0.5)
-
+def test_an_impostor_gets_no_calls(world: NeighbourWorld, answer: bytes | None) -> None:
     async def go() -> None:
+        inside(world.a)._introductions[world.b.id] = await inside(world.a)._introduce(world.b.id)
+        inside(world.a)._greeting_s = 1.0  # while it says nothing
         impostor = stand_in_for(world.b)
         heard = bytearray()
         loop = asyncio.get_running_loop()
@@ -185,18 +185,24 @@ def test_a_caller_without_the_secret_is_not_heard(world: NeighbourWorld) -> None
     world.run(go())
 
 
-def test_many_who_say_nothing_keep_nobody_out_for_long(world: NeighbourWorld, monkeypatch: Any) -> None:
-    monkeypatch.setattr(neighbours, "_GREETING_S", 0.5)
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not condition():  # noqa: ASYNC110 - what it looks at has no event
+            await asyncio.sleep(0.01)
 
+
+def test_many_who_say_nothing_keep_nobody_out_for_long(world: NeighbourWorld) -> None:
     async def go() -> None:
+        greeting = inside(world.a)._greeting
+        inside(world.a)._greeting_s = 1e6
         silent = [neighbours._connect(world.a.id) for _ in range(neighbours._MAX_GREETING)]
-        await asyncio.sleep(0.1)
+        await until(lambda: len(greeting) == neighbours._MAX_GREETING)
         with carried(world.b) as opened:
             assert await whom(world.a, world.b) == world.b.id.encode()
             assert len(opened) == 2  # introduced, but not let in
             for connected in silent:
                 connected.close()
-            await asyncio.sleep(1.0)
+            await until(lambda: not greeting)
             await world.b.transport.stream(world.a.id, WHO, Message(tensors=(torch.ones(1 << 20),)), timeout=20.0)
             assert len(opened) == 3  # introduced once more, and let in
 
@@ -233,7 +239,7 @@ def test_a_name_that_is_taken_leaves_the_daemon(caplog: Any) -> None:
         async def nothing(*_: Any) -> Any:
             raise AssertionError
 
-        first, second = (neighbours.Neighbours(PeerId("one"), nothing, nothing) for _ in range(2))
+        first, second = (neighbours.Neighbours(PeerId("one"), nothing, nothing, greeting_s=1.0) for _ in range(2))
         await first.listen()
         with caplog.at_level(logging.WARNING):
             await second.listen()
@@ -265,3 +271,15 @@ def test_the_environment_has_a_word(monkeypatch: Any) -> None:
     monkeypatch.setenv(environment.NEIGHBOURS, "no")
     with pytest.raises(ConfigError, match="SWARM_NEIGHBOURS must be 0 or 1, got 'no'"):
         environment.talks_to_neighbours()
+
+
+def test_who_greets_while_a_peer_closes_keeps_nothing_alive() -> None:
+    world = NeighbourWorld()
+    world.open()
+    connected = neighbours._connect(world.a.id)
+    world.run(until(lambda: len(inside(world.a)._greeting) == 1))
+    world.run(world.a.transport.close())
+    world.run(until(lambda: not inside(world.a)._greeting))
+    assert connected.recv(1) == b""
+    connected.close()
+    world.close()

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.balance import Balance, Load
+from lightning_swarm.rebalancing.pace import Pace
 from lightning_swarm.rebalancing.policy import Move
 
 INTERVAL_S = 60.0
@@ -85,7 +86,7 @@ def test_who_is_on_its_way_counts_where_it_goes() -> None:
     left = [held[0], [peer for peer in held[1] if peer != move.peer]]
     balance.take_loads({peer: load for peer, load in loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0).items()
                         if peer != move.peer})  # fmt: skip
-    assert [one.target for one in decide(balance, INTERVAL_S + 1.0, left)] in ([], [0])
+    assert [one.target for one in decide(balance, INTERVAL_S + 1.0, left)] == [0], "5 and 12: one more"
     assert balance.stage_for(PeerId("x"), left, {}, now_s=INTERVAL_S + 1.0) == 0, "5 against 12"
     assert balance.stage_for(PeerId("x"), [["a"], ["b"]], {}, now_s=INTERVAL_S + 1.0) == 1, "5 against 4"  # type: ignore[list-item]
 
@@ -182,3 +183,55 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
         num_moves += len(moves)
     assert list(map(len, held)) == [4, 2], "rates of 20 and 20"
     assert num_moves <= 4
+
+
+@pytest.mark.parametrize("said", [5e-324, 1e-300, 1e200, 1e308])
+def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
+    believed = Load.said(said, 1e308)
+    assert believed.samples_per_s is None
+    balance = made()
+    for turn in range(1, 5):
+        balance.take_loads({**UNEVEN, PeerId("e"): {turn % 2: believed}})
+        held = [[*HELD[0]], [*HELD[1]]]
+        held[turn % 2].append(PeerId("e"))
+        for move in decide(balance, turn * INTERVAL_S, held):
+            assert move.peer in "bcde"
+    assert Load.said(10.0, 2.0) == Load(10.0, 2.0)
+
+
+def test_a_calm_run_may_be_as_long_as_it_likes() -> None:
+    pace = Pace(0.0)
+    pace.note_change(1.0)
+    year_s = 365 * 86400.0
+    assert pace.horizon_s(3600.0) < pace.horizon_s(86400.0) <= pace.horizon_s(year_s) < 1e7
+    asked = Pace(0.0)
+    for second in range(1, 7200):
+        asked.horizon_s(float(second))
+    assert asked.horizon_s(7200.0) == pytest.approx(Pace(0.0).horizon_s(7200.0))
+
+
+def test_no_more_move_at_once_than_can_download() -> None:
+    balance = made()
+    names = [f"p{number}" for number in range(100)]
+    balance.take_loads({PeerId("a"): {0: Load(1.0)}} | {PeerId(name): {1: Load(1.0)} for name in names})
+    held = [peers("a"), [PeerId(name) for name in names]]
+    assert len(decide(balance, INTERVAL_S, held)) == 3
+
+
+def test_the_papers_rule_moves_one_at_a_time_and_looks_at_its_interval_only() -> None:
+    balance = made("paper")
+    balance.take_loads(UNEVEN)
+    held = HELD
+    (move,) = decide(balance, INTERVAL_S, held)
+    balance.note_left(move.peer, 1, 0, now_s=INTERVAL_S)
+    left = [held[0], [peer for peer in held[1] if peer != move.peer]]
+    assert decide(balance, INTERVAL_S + 1.0, left) == []
+    assert decide(balance, 2 * INTERVAL_S - 1.0, left) == []
+
+
+def test_who_asked_to_join_is_waited_for() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
+    balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
+    held = rosters("a", "b")
+    assert balance.stage_for(PeerId("x"), held, {PeerId("c"): 0}, now_s=1e4) == 1

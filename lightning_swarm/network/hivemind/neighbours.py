@@ -4,8 +4,8 @@ What goes through two daemons is copied, encrypted and decrypted: milliseconds o
 peers of one machine take from each other's computing. They talk over a Unix socket instead.
 
 Who is at the other end is still known from libp2p. Whoever finds a socket in a peer's name asks that peer over the
-daemon for two secrets: one to show there, and one to be shown. So neither a caller nor a peer can be feigned by another
-user of the machine.
+daemon for two secrets: one to show there, and one to be shown. So another user of the machine can feign neither, unless
+he has processes in the network namespaces of both.
 
 The sockets have names of Linux's abstract kind: they end with their process, and they are seen in one network namespace
 only, so peers in containers with networks of their own talk over these. Elsewhere there are no neighbours.
@@ -21,7 +21,7 @@ import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.network import PeerId
@@ -38,7 +38,6 @@ _SECRET_BYTES: Final = 32  # of SHA-256
 # magic, the caller's secret, lengths of the protocol's name and of the caller's id; these follow.
 _GREETING: Final = struct.Struct(f"<4s{_SECRET_BYTES}sBB")
 _MAGIC: Final = b"LSWN"
-_GREETING_S: Final = 5.0  # half the time that a peer may be silent: then its daemon is tried
 _MAX_GREETING: Final = 64  # connections that have not said yet whose they are
 
 Serve = Callable[[str, PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -52,15 +51,24 @@ class Neighbours:
         peer: This one.
         introduce: Asks a peer, over its daemon, for `INTRODUCE`.
         serve: Answers a neighbour. The protocol's name is whatever that neighbour said.
+        greeting_s: Seconds within which the two know each other; then the daemon is tried.
     """
 
-    def __init__(self, peer: PeerId, introduce: Callable[[PeerId], Awaitable[bytes]], serve: Serve) -> None:
+    def __init__(
+        self,
+        peer: PeerId,
+        introduce: Callable[[PeerId], Awaitable[bytes]],
+        serve: Serve,
+        *,
+        greeting_s: float,
+    ) -> None:
         self._peer = peer
         self._introduce = introduce
         self._serve = serve
+        self._greeting_s = greeting_s
         self._key = secrets.token_bytes(_SECRET_BYTES)
         self._introductions: dict[PeerId, bytes] = {}
-        self._num_greeting = 0
+        self._greeting: set[asyncio.Task[Any]] = set()  # with those that have not said yet whose they are
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
@@ -78,6 +86,8 @@ class Neighbours:
 
     def close(self) -> None:
         """Be found no more. The streams are their owners'."""
+        for task in self._greeting:
+            task.cancel()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -94,7 +104,7 @@ class Neighbours:
             return None
         reader, writer = await asyncio.open_unix_connection(sock=connected)
         try:
-            async with asyncio.timeout(_GREETING_S):
+            async with asyncio.timeout(self._greeting_s):
                 await self._greet(peer, protocol, reader, writer)
         except BaseException as error:
             writer.transport.abort()
@@ -135,15 +145,17 @@ class Neighbours:
 
     async def _know(self, reader: asyncio.StreamReader) -> tuple[str, PeerId]:
         """What a stream is for, and whose it is."""
-        if self._num_greeting >= _MAX_GREETING:
+        if len(self._greeting) >= _MAX_GREETING:
             raise ProtocolError(f"{_MAX_GREETING} connections have not said yet whose they are")
-        self._num_greeting += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._greeting.add(task)
         try:
-            async with asyncio.timeout(_GREETING_S):
+            async with asyncio.timeout(self._greeting_s):
                 magic, shown, *lengths = _GREETING.unpack(await reader.readexactly(_GREETING.size))
                 protocol, name = [(await reader.readexactly(n)).decode(errors="replace") for n in lengths]
         finally:
-            self._num_greeting -= 1
+            self._greeting.discard(task)
         caller = PeerId(name)
         if magic != _MAGIC or not hmac.compare_digest(shown, self._secret(_CALLER, caller)):
             raise ProtocolError("it does not show the secret of a caller")

@@ -47,8 +47,12 @@ class HivemindTransport(BaseTransport):
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._open_stream, protocol=_STREAM))
         self._calls = Calls(partial(self._open_stream, protocol=_CALL), self._spawn, self._liveness.patience_s)
-        self._neighbours = Neighbours(self._peer_id, self._introduced, self._attend) if neighbours else None
+        self._neighbours = self._with_neighbours(silence_s) if neighbours else None
         self._watch: asyncio.Task[None] | None = None
+
+    def _with_neighbours(self, silence_s: float) -> Neighbours:
+        # Half the time that a peer may be silent: the daemon shall have its turn.
+        return Neighbours(self._peer_id, self._introduced, self._attend, greeting_s=silence_s / 2)
 
     @property
     def daemon_pid(self) -> int:

@@ -1,0 +1,187 @@
+"""A server that a record sends to another stage, and what may come between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from lightning_swarm.config import Limits
+from lightning_swarm.network import PeerId
+from lightning_swarm.server import staying
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.steps import APPLY, closing
+from lightning_swarm.steps.moves import Moves
+from lightning_swarm.types.steps import Departure, Record
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import Swarm
+from tests.unit.test_leaving import B, C, Staying, assert_plain, names, step
+
+
+def send(swarm: Swarm, peer: PeerId, stage: int, monkeypatch: Any, *, at: int = 0) -> None:
+    """Have a step's record send a server to a stage."""
+    calls = 0
+
+    def choose(self: Moves, gone: Any) -> list[Departure]:
+        nonlocal calls
+        calls += 1
+        return [Departure(member=swarm.members[peer], stage_index=stage)] if calls == at + 1 else []
+
+    monkeypatch.setattr(Moves, "choose", choose)
+
+
+async def steps(swarm: Swarm, first: int, last: int, *, pause_s: float = 5.0) -> list[Record]:
+    records = []
+    for number in range(first, last):
+        records.append(await step(swarm, number, among="a"))
+        await asyncio.sleep(pause_s)
+    return records
+
+
+def test_a_server_leaves_its_stage_by_one_record_and_enters_the_other_by_a_later_one(
+    make_swarm: MakeSwarm, monkeypatch: Any
+) -> None:
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    send(swarm, B, 1, monkeypatch, at=1)
+
+    async def go() -> None:
+        records = await steps(swarm, 0, 6)
+        assert [names(record) for record in records[:2]] == [["ab", "c"], ["a", "c"]]
+        assert [one.stage_index for record in records for one in record.departures] == [1]
+        assert names(records[-1]) == ["a", "cb"]
+        assert "Leaving stage 0 of run 'run' for stage 1." in b.said
+        assert swarm.servers[B].stepping.stages == (1,)
+        assert_plain(swarm, *([number] for number in range(6)))
+
+    swarm.run(go())
+
+
+def test_a_stage_is_not_emptied_whoever_says_so(make_swarm: MakeSwarm, monkeypatch: Any) -> None:
+    swarm = make_swarm("a", "c")
+    send(swarm, C, 0, monkeypatch)
+
+    async def go() -> None:
+        (record,) = await steps(swarm, 0, 1)
+        assert names(record) == ["a", "c"]
+        assert record.departures == []
+
+    swarm.run(go())
+
+
+def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arrived(
+    make_swarm: MakeSwarm, monkeypatch: Any
+) -> None:
+    """Its donor is late with that record, so that the mover downloads what was before it."""
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    send(swarm, B, 1, monkeypatch)
+    handlers = swarm.network.find(C)._call_handlers
+    apply, num_waits, is_late = handlers[APPLY], 0, False
+
+    async def late(caller: PeerId, body: bytes) -> bytes:
+        nonlocal is_late
+        if not is_late:
+            is_late = True
+            await asyncio.sleep(3 * staying._LINGER_S)
+        return await apply(caller, body)
+
+    handlers[APPLY] = late
+    first_of = staying.first_of
+
+    async def counted(*waits: Any, **options: Any) -> Any:
+        nonlocal num_waits
+        num_waits += 1
+        assert num_waits < 1000, "it waits for nothing, time after time"
+        return await first_of(*waits, **options)
+
+    monkeypatch.setattr(staying, "first_of", counted)
+
+    async def go() -> None:
+        records = await steps(swarm, 0, 8)
+        assert is_late
+        assert names(records[-1]) == ["a", "cb"]
+        assert not swarm.servers[B].admission.moves.is_set()
+        assert not b.task.done()
+
+    swarm.run(go())
+
+
+def test_a_mover_that_is_told_to_leave_goes(make_swarm: MakeSwarm, monkeypatch: Any) -> None:
+    swarm = make_swarm("a b", "c")
+    b = Staying(swarm, B)
+    send(swarm, B, 1, monkeypatch)
+
+    async def go() -> None:
+        await step(swarm, 0, among="a")
+        await asyncio.sleep(0.1)
+        b.stay.leave()
+        records = await steps(swarm, 1, 8)
+        assert b.task.done()
+        assert names(records[-1]) == ["a", "c"]
+        b.task.result()
+
+    swarm.run(go())
+
+
+def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) -> None:
+    """It has not heard of the record that sent it, nor of those after it."""
+    swarm = make_swarm("a b", "c", limits=Limits(call_timeout=30.0, silence_timeout=5.0))
+    Staying(swarm, B)
+    send(swarm, B, 1, monkeypatch)
+
+    async def freeze(self: closing.Closer, *arguments: Any) -> Record:
+        record = await decide(self, *arguments)
+        if record.departures:
+            swarm.network.freeze(B)
+        return record
+
+    decide = closing.Closer._record
+    monkeypatch.setattr(closing.Closer, "_record", freeze)
+
+    async def go() -> None:
+        records = await steps(swarm, 0, 3)
+        assert records[0].departures
+        swarm.network.thaw(B)
+        await asyncio.sleep(60.0)
+        records = await steps(swarm, 3, 8)
+        assert sorted("".join(names(records[-1]))) == ["a", "b", "c"]
+        assert_plain(swarm, *([number] for number in range(8)))
+
+    swarm.run(go())
+
+
+def test_a_mover_keeps_the_snapshots_that_it_has(make_swarm: MakeSwarm, monkeypatch: Any) -> None:
+    swarm = make_swarm("a b", "c", limits=Limits(call_timeout=30.0, snapshot_interval=1e6))
+    Staying(swarm, B)
+    send(swarm, B, 1, monkeypatch, at=2)
+
+    async def go() -> None:
+        await steps(swarm, 0, 2)
+        store = swarm.servers[B].snapshots.store
+        before = store.held
+        assert before
+        records = await steps(swarm, 2, 8)
+        assert names(records[-1]) == ["a", "cb"]
+        assert store.held == before
+
+    swarm.run(go())
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e200])
+def test_what_a_server_says_of_its_speed_ends_no_coordinator(
+    make_swarm: MakeSwarm, monkeypatch: Any, rate: float
+) -> None:
+    swarm = make_swarm("a b", "c")
+    balance = swarm.coordinator._balance
+    balance._rule, balance._interval_s = "gain", 1e-3
+    monkeypatch.setattr(Stage, "samples_per_s", property(lambda stage: rate if stage.index else 10.0))
+
+    async def go() -> None:
+        for record in await steps(swarm, 0, 3):
+            assert names(record) == ["ab", "c"]
+        assert "c" not in balance._known
+        assert balance._known["a"] == (10.0, 0)
+
+    swarm.run(go())
