@@ -50,7 +50,7 @@ class InMemoryHooks(_SwarmHooks):
         latency_s: Of each message, on the virtual clock. With none, steps take no time, and whoever pauses, like a
             peer that tries again to join, waits until there is nothing else to do.
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
-            ones take as long as the last. Without any, computing takes no time, and nobody moves to another stage.
+            ones take as long as the last. Without any, computing takes no time.
         faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         kwargs: Those of `SwarmStrategy`.
     """
@@ -66,7 +66,7 @@ class InMemoryHooks(_SwarmHooks):
         faults: FaultPlan | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs if microbatch_s else {**kwargs, "rebalancing": "none"})
+        super().__init__(**kwargs)
         self._microbatch_s = microbatch_s
         self._faults = faults
         self._rng = random.Random(seed)
@@ -113,7 +113,8 @@ class InMemoryHooks(_SwarmHooks):
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run went back, and it serves already
                 self._serve_copy(peer, module, trainer)
-                peer.runtime.run(self._spawn(self._stay(peer)))
+                if self.config.rebalancing != "none":  # who is sent to another stage has to go there
+                    peer.runtime.run(self._spawn(self._stay(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
