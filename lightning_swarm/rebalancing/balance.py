@@ -185,7 +185,7 @@ class Balance:
     def stage_for(
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
-        """The stage that a newcomer is of most use to."""
+        """The stage that a newcomer is of most use to: the one with the lowest rate, or by no rule the fewest peers."""
         self._forget_the_lost(joining, now_s)
         stages = self._stages(rosters, (), joining)
         stages.remove(newcomer)
@@ -221,8 +221,10 @@ class Balance:
     def _stages(
         self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
     ) -> Stages:
-        stages = Stages(len(rosters), list(map(math.exp, self._log_work)))
-        speeds = {peer: speed for peer in self._known if (speed := self._speed(peer)) is not None}
+        work = [math.exp(log) if self._rule != "none" else 1.0 for log in self._log_work]
+        stages = Stages(len(rosters), work)
+        known = self._known if self._rule != "none" else {}
+        speeds = {peer: speed for peer in known if (speed := self._speed(peer)) is not None}
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
         for index, roster in enumerate(rosters):

@@ -152,7 +152,8 @@ def test_nobody_moves_by_no_rule() -> None:
     balance = made("none")
     balance.take_loads(UNEVEN)
     assert decide(balance, INTERVAL_S) == []
-    assert balance.stage_for(PeerId("x"), HELD, {}, now_s=0.0) == 0, "newcomers go where they are of use all the same"
+    balance.take_loads(loads(a0=9.0, b1=1.0, c1=1.0))
+    assert balance.stage_for(PeerId("x"), rosters("a", "bc"), {}, now_s=0.0) == 0, "newcomers go where the fewest are"
 
 
 def test_by_the_papers_rule_the_queues_say_who_moves() -> None:
