@@ -130,6 +130,11 @@ class RunState:
         )
 
     @property
+    def num_pipeline_stages(self) -> int:
+        """Through which microbatches go: all but the one on trainers, which is the last one if it is there."""
+        return sum(not stage.on_trainers for stage in self.manifest.stages)
+
+    @property
     def servers(self) -> list[PeerId]:
         """All that hold a stage."""
         return sorted({member.peer_id for roster in self.rosters for member in roster})

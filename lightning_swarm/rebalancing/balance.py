@@ -95,7 +95,9 @@ class Balance:
         self._decided_s = now_s
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
-        """What all servers said last."""
+        """What all servers said last. Where nobody moves, rates mean nothing: newcomers go where the fewest are."""
+        if self._rule == "none":
+            return
         self._loads = {peer: dict(stages) for peer, stages in loads.items()}
         for peer, stages in self._loads.items():
             measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
@@ -144,6 +146,8 @@ class Balance:
             joining: Who is on its way into which stage.
             now_s: On the caller's clock.
         """
+        if self._rule == "none":
+            return []
         self._forget_the_lost(joining, now_s)
         there = frozenset(peer for roster in rosters for peer in roster)
         peers = there | self._on_the_way.keys()
@@ -164,7 +168,7 @@ class Balance:
         if self._rule == "paper":
             return looks and not self._on_the_way  # it moves one at a time
         changed = self._seen is not None and there != self._seen
-        return self._rule == "gain" and (changed or looks)
+        return changed or looks
 
     def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
         """Those whose downloads can go side by side; when they have arrived, it is decided on the others."""
@@ -210,21 +214,13 @@ class Balance:
             math.fsum(self._loads[peer][index].queued for peer in roster if peer in self._loads)
             for index, roster in enumerate(rosters)
         ]
-        return [move for move in plan_as_paper(queued, queues) if self._stops_short(stages, move)]
-
-    @staticmethod
-    def _stops_short(stages: Stages, move: Move) -> bool:
-        """The paper says nothing of when to stop: here, where two stages would but change places."""
-        rate = next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
-        return stages.rates[move.source] - rate / stages.work[move.source] > stages.rates[move.target]
+        return list(filter(stages.stays_ahead, plan_as_paper(queued, queues)))
 
     def _stages(
         self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
     ) -> Stages:
-        work = [math.exp(log) if self._rule != "none" else 1.0 for log in self._log_work]
-        stages = Stages(len(rosters), work)
-        known = self._known if self._rule != "none" else {}
-        speeds = {peer: speed for peer in known if (speed := self._speed(peer)) is not None}
+        stages = Stages(len(rosters), list(map(math.exp, self._log_work)))
+        speeds = {peer: speed for peer in self._known if (speed := self._speed(peer)) is not None}
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
         for index, roster in enumerate(rosters):

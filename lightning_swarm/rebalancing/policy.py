@@ -142,6 +142,11 @@ class Stages:
         """Where a peer is, or is going."""
         return self._where[peer].stage if peer in self._where else None
 
+    def stays_ahead(self, move: Move) -> bool:
+        """Whether the stage that gives a peer is ahead of the other still without it: else they but change places."""
+        brings = self._where[move.peer].samples_per_s / self.work[move.source]
+        return self.rates[move.source] - brings > self.rates[move.target]
+
     def serving(self, stage: int) -> Sequence[tuple[float, PeerId]]:
         """Rate and identity of those that have arrived and can move, the slowest first."""
         return self._movable[stage]
@@ -267,6 +272,8 @@ class _Draft:
 
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
     """The paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest one.
+
+    It says nothing of when to stop: see `Stages.stays_ahead`.
 
     Args:
         queued: Samples that wait, by stage.

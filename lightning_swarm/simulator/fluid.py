@@ -212,7 +212,4 @@ class _Swarm:
             for index in range(self._scenario.num_stages)
         ]
         queued = [1.0 / rate if rate else math.inf for rate in self._stages.rates]
-        moves = plan_as_paper(queued, queues)
-        # It says nothing of when to stop. Here it does where the two stages would but change places.
-        rates = self._stages.rates
-        return [move for move in moves if rates[move.source] - self._alive[move.peer] > rates[move.target]]
+        return list(filter(self._stages.stays_ahead, plan_as_paper(queued, queues)))

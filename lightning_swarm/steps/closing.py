@@ -118,7 +118,6 @@ class Closer:
     ) -> Record:
         """What is proposed."""
         manifest = self._run.manifest
-        num_stages = sum(not stage.on_trainers for stage in manifest.stages)
         movers = self._moves.choose(gone)
         leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
         next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, newcomers=newcomers)
@@ -133,7 +132,7 @@ class Closer:
             hyperparameters=hyperparameters,
             selection=reselected,
             next_roster=next_roster,
-            next_voters=choose_voters(next_roster[:num_stages], self._run.voters, hosts),
+            next_voters=choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts),
             next_trainers=self._run.trainers,
             newcomers=list(newcomers),
             departures=[one for one in movers if one.member not in staying],

@@ -180,7 +180,7 @@ class Gate:
     def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
         """Which stage a joiner shall hold: the one that it wants, or the one that needs it most."""
         self._forget_the_silent(caller)
-        num_stages = sum(not stage.on_trainers for stage in self._run.manifest.stages)
+        num_stages = self._run.num_pipeline_stages
         others = [one for peer, one in self._waiting.items() if peer != caller]
         if len(others) >= _MAX_CANDIDATES:
             raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")

@@ -52,7 +52,7 @@ class Moves:
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
         """What the servers said as the open step closed."""
-        num_stages = self._num_stages
+        num_stages = self._run.num_pipeline_stages
         self._balance.take_loads(
             {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
         )
@@ -64,7 +64,8 @@ class Moves:
             gone: Who takes no part in the step any more.
         """
         run = self._run
-        pipeline, on_trainers = run.rosters[: self._num_stages], run.rosters[self._num_stages :]
+        num_stages = run.num_pipeline_stages
+        pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
         moves = self._balance.moves(
             [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline],
@@ -85,7 +86,3 @@ class Moves:
             (source,) = (i for i, stage in enumerate(record.closing.stages) if departure.member in stage.roster)
             self._balance.note_left(peer, source, target, now_s=at_s)
             self._events.note("moves", peer=peer, stage=target, step=record.step)
-
-    @property
-    def _num_stages(self) -> int:
-        return sum(not stage.on_trainers for stage in self._run.manifest.stages)
