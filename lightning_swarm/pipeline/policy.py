@@ -2,7 +2,8 @@
 
 The peer whose assigned busy time is smallest is taken, and the time that the microbatch is expected to take is added
 to it; when the microbatch is done, the expectation is replaced by what was measured. A peer that failed is banned for a
-while, longer each time until it finishes something; nobody is banned where all are.
+while, longer each time until it finishes something; nobody is banned where all are. Accounts are kept sorted, so that
+none of this walks over all peers: a stage may have thousands, and each microbatch asks.
 
 Source: SWARM, arXiv:2301.11913, appendix C.
 """
@@ -11,8 +12,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
+from heapq import heappop, heappush
+from typing import Final, TypeAlias
 
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
@@ -29,10 +34,17 @@ LATE_FACTOR = 8.0
 SHORTEST_DEADLINE_S = 30.0
 """Nobody is late earlier: what is compiled or loaded for the first time takes its time."""
 
+_SHORTEST_S: Final = 1e-9
+_LONGEST_S: Final = 1e9
+"""What is said to take less or more is no time."""
+
+_Accounts: TypeAlias = list[tuple[float, PeerId]]
+"""Assigned times and whose they are, the smallest first."""
+
 
 @dataclass
 class PeerLoad:
-    """What a router knows of one peer of one stage."""
+    """What a router knows of one peer of one stage. The router alone changes it."""
 
     assigned_s: float = 0.0
     num_microbatches: int = 0
@@ -56,7 +68,6 @@ class Charge:
     expected_s: float
 
 
-@dataclass
 class StageRouter:
     """The peers of one stage and their accounts.
 
@@ -64,13 +75,28 @@ class StageRouter:
         rng: Breaks ties, so that pipelines are wired at random.
     """
 
-    rng: random.Random
-    peers: dict[PeerId, PeerLoad] = field(default_factory=dict)
+    def __init__(self, rng: random.Random) -> None:
+        self.peers: dict[PeerId, PeerLoad] = {}
+        self._rng = rng
+        self._free: _Accounts = []
+        self._banned: _Accounts = []
+        self._ends: list[tuple[float, PeerId]] = []  # a heap of when bans end; those of who was forgiven count no more
+        # Of all who were measured. Exact: a sum of floats would keep what rounding has left of a large rate.
+        self._sum_of_rates = Fraction()
+        self._num_measured = 0
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """The stage's roster. A newcomer enters at the smallest account, so it is tried next."""
-        lowest_s = min((load.assigned_s for load in self.peers.values()), default=0.0)
-        self.peers = {peer: self.peers.get(peer, PeerLoad(assigned_s=lowest_s)) for peer in peers}
+        """The stage's roster. A newcomer enters at the smallest account, so it is tried next. Walks over all peers."""
+        lowest_s = next((assigned_s for assigned_s, _ in (*self._free[:1], *self._banned[:1])), 0.0)
+        before = self.peers
+        self.peers = {peer: before.get(peer) or PeerLoad(assigned_s=lowest_s) for peer in peers}
+        for peer in before.keys() - self.peers.keys():
+            self._count(before[peer], -1)
+        self._free, self._banned = [], []
+        for peer, load in self.peers.items():
+            self._accounts(load.banned_until_s).append((load.assigned_s, peer))
+        self._free.sort()
+        self._banned.sort()
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> Charge:
         """Take the peer with the smallest account and charge it.
@@ -82,38 +108,44 @@ class StageRouter:
                 no other.
         """
         self._readmit(now_s)
-        free = [peer for peer in self.peers if not self.is_banned(peer, now_s=now_s)] or list(self.peers)
-        allowed = [peer for peer in free if peer not in avoid]
-        allowed = allowed or [peer for peer in self.peers if peer not in avoid] or free
-        lowest_s = min(self.peers[peer].assigned_s for peer in allowed)
-        peer = self.rng.choice([peer for peer in allowed if self.peers[peer].assigned_s == lowest_s])
-        return self.charge(peer, num_samples)
+        for avoided in (avoid, frozenset[PeerId]()):
+            for accounts in (self._free, self._banned):
+                if places := _lowest(accounts, avoided):
+                    return self.charge(accounts[self._rng.choice(places)][1], num_samples)
+        raise LookupError("a stage's roster names at least one peer, got none")
 
     def refund(self, charge: Charge) -> None:
         """The peer was busy: as if it had not been chosen."""
-        if charge.peer in self.peers:
-            self.peers[charge.peer].assigned_s -= charge.expected_s
-            self.peers[charge.peer].num_microbatches -= 1
+        load = self.peers.get(charge.peer)
+        if load is not None:
+            load.num_microbatches -= 1
+            self.assign(charge.peer, load.assigned_s - charge.expected_s)
 
     def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
         """The microbatch is done: the account holds the measured time instead of the expected one."""
         load = self.peers.get(charge.peer)
         # The time is the peer's own word: what is no time must not reach the accounts.
-        if load is None or not busy_s > 0.0 or not math.isfinite(busy_s + charge.num_samples / busy_s):
+        if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
-        load.num_failures, load.banned_until_s = 0, None
-        load.assigned_s += busy_s - charge.expected_s
-        load.queued = queued
+        load.num_failures, load.queued = 0, queued
+        self._count(load, -1)
         load.rate.measure(charge.num_samples / busy_s)
+        self._count(load, 1)
+        self._place(charge.peer, load.assigned_s + (busy_s - charge.expected_s), None)
 
     def charge(self, peer: PeerId, num_samples: int) -> Charge:
         """Charge a peer that was chosen by others; one that left has no account."""
-        known = peer in self.peers
-        charge = Charge(peer, num_samples, num_samples / self._rate(peer) if known else 0.0)
-        if known:
-            self.peers[peer].assigned_s += charge.expected_s
-            self.peers[peer].num_microbatches += 1
+        load = self.peers.get(peer)
+        if load is None:
+            return Charge(peer, num_samples, 0.0)
+        charge = Charge(peer, num_samples, num_samples / (load.samples_per_s or self._mean_rate()))
+        load.num_microbatches += 1
+        self.assign(peer, load.assigned_s + charge.expected_s)
         return charge
+
+    def assign(self, peer: PeerId, assigned_s: float) -> None:
+        """Have the account of a peer of the stage be so much."""
+        self._place(peer, assigned_s, self.peers[peer].banned_until_s)
 
     def ban(self, peer: PeerId, *, now_s: float) -> bool:
         """Avoid a peer that failed. False: it is banned already, perhaps for the same failure, or has left."""
@@ -121,7 +153,9 @@ class StageRouter:
         if load is None or self.is_banned(peer, now_s=now_s):
             return False
         load.num_failures += 1
-        load.banned_until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
+        until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
+        heappush(self._ends, (until_s, peer))
+        self._place(peer, load.assigned_s, until_s)
         return True
 
     def is_banned(self, peer: PeerId, *, now_s: float) -> bool:
@@ -131,23 +165,46 @@ class StageRouter:
 
     def others(self, peer: PeerId, *, now_s: float) -> bool:
         """Whether another peer of the stage may be chosen in place of `peer`."""
-        return any(other != peer and not self.is_banned(other, now_s=now_s) for other in self.peers)
+        self._readmit(now_s)
+        is_free = peer in self.peers and self.peers[peer].banned_until_s is None
+        return len(self._free) > is_free
 
     def _readmit(self, now_s: float) -> None:
-        """Whose ban is over enters at the smallest account of the others: tried next, and not flooded."""
-        for peer, load in self.peers.items():
-            if load.banned_until_s is not None and now_s >= load.banned_until_s:
-                load.banned_until_s = None
-                others = [one.assigned_s for other, one in self.peers.items() if other != peer]
-                load.assigned_s = min(others, default=load.assigned_s)
+        """Whose ban is over enters at the smallest account of those who are free: tried next, and not flooded."""
+        while self._ends and self._ends[0][0] <= now_s:
+            until_s, peer = heappop(self._ends)
+            load = self.peers.get(peer)
+            if load is not None and load.banned_until_s == until_s:
+                self._place(peer, self._free[0][0] if self._free else load.assigned_s, None)
 
-    def _rate(self, peer: PeerId) -> float:
-        """The peer's rate in samples/s; an unmeasured one is taken for an average peer."""
-        rates = [load.samples_per_s for load in self.peers.values() if load.samples_per_s is not None]
-        own = self.peers[peer].samples_per_s
-        if own is not None:
-            return own
-        return sum(rates) / len(rates) if rates else 1.0
+    def _place(self, peer: PeerId, assigned_s: float, banned_until_s: float | None) -> None:
+        """Change a peer's account or ban, and with them its place in the order."""
+        load = self.peers[peer]
+        before = self._accounts(load.banned_until_s)
+        del before[bisect_left(before, (load.assigned_s, peer))]
+        load.assigned_s, load.banned_until_s = assigned_s, banned_until_s
+        insort(self._accounts(banned_until_s), (assigned_s, peer))
+
+    def _accounts(self, banned_until_s: float | None) -> _Accounts:
+        return self._free if banned_until_s is None else self._banned
+
+    def _count(self, load: PeerLoad, sign: int) -> None:
+        if load.samples_per_s is not None:
+            self._sum_of_rates += sign * Fraction(load.samples_per_s)
+            self._num_measured += sign
+
+    def _mean_rate(self) -> float:
+        """In samples/s: an unmeasured peer is taken for an average one."""
+        return float(self._sum_of_rates / self._num_measured) if self._num_measured else 1.0
+
+
+def _lowest(accounts: _Accounts, avoid: frozenset[PeerId]) -> Sequence[int]:
+    """Where those with the smallest account are, of those that need not be avoided."""
+    lowest_s = next((assigned_s for assigned_s, peer in accounts if peer not in avoid), None)
+    if lowest_s is None:
+        return ()
+    places = range(bisect_left(accounts, (lowest_s,)), bisect_left(accounts, (math.nextafter(lowest_s, math.inf),)))
+    return [place for place in places if accounts[place][1] not in avoid] if avoid else places
 
 
 def deadline_s(expected_s: float, num_ahead: int, *, longest_s: float) -> float:

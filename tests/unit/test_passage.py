@@ -63,7 +63,7 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
     swarm = make_swarm(*rosters, limits=Limits(max_pending_calls=1, call_timeout=100.0))
     busy = swarm.rosters[busy_stage][0]
     link = make_link(swarm)
-    link.routers[busy_stage].peers[PeerId("free")].assigned_s = 1e9  # the busy one is asked first
+    link.routers[busy_stage].assign(PeerId("free"), 1e9)  # the busy one is asked first
     x = rows(1)
 
     async def go() -> torch.Tensor:

@@ -52,7 +52,7 @@ class Route:
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
             for peer in roster:  # all microbatches begin there, so that the fault meets them
-                router.peers[peer].assigned_s = 0.0 if peer in favourite else 1e3
+                router.assign(peer, 0.0 if peer in favourite else 1e3)
         self.link = Link(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
         Replayer(self.link, RunState(swarm.manifest), max_in_flight=8)
         self.inputs = [rows(i) for i in range(NUM_MICROBATCHES)]

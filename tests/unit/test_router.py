@@ -19,7 +19,7 @@ from lightning_swarm.pipeline.policy import (
     deadline_s,
 )
 
-A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+A, B, C, D = (PeerId(name) for name in "abcd")
 
 
 def router(*peers: PeerId, seed: int = 0) -> StageRouter:
@@ -108,7 +108,7 @@ def test_an_account_holds_what_was_measured() -> None:
     assert load.queued == 3
 
 
-@pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 5e-324, 1e-310])
+@pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 5e-324, 1e-310, 1e300])
 def test_an_impossible_time_reaches_no_account(busy_s: float) -> None:
     made = router(A, B)
     charge = made.choose(4, now_s=0.0)
@@ -126,8 +126,9 @@ def test_busy_peers_are_avoided_unless_there_is_no_other() -> None:
 
 def test_an_unmeasured_peer_counts_as_an_average_one() -> None:
     made = router(A, B)
-    for samples_per_s in (50.0, 50.0):
-        made.peers[A].rate.measure(samples_per_s)
+    for _ in range(2):
+        made.settle(made.charge(A, 10), busy_s=10 / 50.0, queued=0)
+    made.assign(A, 0.0)
     charges = {charge.peer: charge for charge in (made.choose(10, now_s=0.0), made.choose(10, now_s=0.0))}
     assert charges[B].expected_s == pytest.approx(10 / 50.0)
 
@@ -142,6 +143,55 @@ def test_the_average_is_corrected_for_its_empty_start() -> None:
     for _ in range(100):
         load.rate.measure(300.0)
     assert load.samples_per_s == pytest.approx(300.0)
+
+
+def test_who_claimed_to_be_fast_leaves_no_trace_in_the_average() -> None:
+    made = router(A, B, C)
+    made.settle(made.charge(A, 10), busy_s=10 / 50.0, queued=0)
+    made.settle(made.charge(B, 10), busy_s=1e-9, queued=0)
+    made.settle(made.charge(B, 10), busy_s=2e-9, queued=0)
+    made.set_peers([A, C])
+    assert made.charge(C, 10).expected_s == 10 / 50.0
+
+
+class CountedPeer(str):
+    """Counts how often any is looked up or compared."""
+
+    num_looks = 0
+
+    def __hash__(self) -> int:
+        CountedPeer.num_looks += 1
+        return super().__hash__()
+
+    def __lt__(self, other: str) -> bool:
+        CountedPeer.num_looks += 1
+        return super().__lt__(other)
+
+
+@pytest.mark.parametrize(("num_before", "num_avoided"), [(0, 0), (2000, 0), (2000, 3)])
+def test_a_decision_looks_at_few_of_many_peers(num_before: int, num_avoided: int) -> None:
+    peers = [PeerId(CountedPeer(f"peer-{number}")) for number in range(1000)]
+    made = router(*peers)
+    run(made, {peer: 1.0 + 1e-3 * number for number, peer in enumerate(peers)}, num_before)
+    avoid = frozenset(peers[:num_avoided])
+    CountedPeer.num_looks = 0
+    charge = made.choose(4, now_s=0.0, avoid=avoid)
+    made.refund(charge)
+    made.settle(made.choose(4, now_s=0.0), busy_s=1.0, queued=0)
+    made.ban(peers[0], now_s=0.0)
+    assert made.others(peers[1], now_s=FIRST_BAN_S)
+    assert CountedPeer.num_looks < 200
+
+
+def test_equal_accounts_are_chosen_among_evenly() -> None:
+    made = router(*(PeerId(f"peer-{number}") for number in range(10)))
+    taken: Counter[PeerId] = Counter()
+    for _ in range(10_000):
+        charge = made.choose(1, now_s=0.0, avoid=frozenset({PeerId("peer-3")}))
+        taken[charge.peer] += 1
+        made.refund(charge)
+    assert len(taken) == 9
+    assert set(taken.values()) <= set(range(950, 1280))  # five standard deviations of 1111
 
 
 def test_ties_are_broken_by_the_seed_alone() -> None:
@@ -215,9 +265,22 @@ def test_who_is_readmitted_enters_at_the_smallest_account() -> None:
         made.choose(1, now_s=1.0)
     shares = Counter(made.choose(1, now_s=10.0).peer for _ in range(30))
     assert 9 <= shares[A] <= 11, "it must be tried, and not be flooded"
-    made.peers[A].assigned_s = 1e9
+    made.assign(A, 1e9)
     made.ban(A, now_s=20.0)
     assert A in chosen(made, 40.0, times=3)
+
+
+def test_a_banned_peer_s_account_is_not_what_others_enter_at() -> None:
+    made = router(A, B, C)
+    made.ban(A, now_s=0.0)
+    made.ban(B, now_s=0.0)
+    for _ in range(100):
+        made.choose(1, now_s=1.0)  # all to C
+    made.set_peers([A, B, C, D])
+    shares = Counter(made.choose(1, now_s=1.0).peer for _ in range(30))
+    assert shares[C] == pytest.approx(15, abs=1), "who comes meanwhile must not be flooded"
+    shares = Counter(made.choose(1, now_s=10.0).peer for _ in range(40))
+    assert set(shares.values()) <= {9, 10, 11}, "nor those whose bans end together"
 
 
 def test_nobody_who_left_is_banned_or_charged() -> None:
