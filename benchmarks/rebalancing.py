@@ -10,7 +10,6 @@ import argparse
 import math
 import random
 import statistics
-import timeit
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -20,8 +19,6 @@ from matplotlib import pyplot as plt
 from benchmarks.report import OUT, table, write
 from benchmarks.spot import TRACES, times
 from lightning_swarm.config import Rebalancing
-from lightning_swarm.network import PeerId
-from lightning_swarm.rebalancing.policy import Costs, Stages, plan
 from lightning_swarm.simulator.fluid import Change, Scenario, share_of_best, simulate
 
 HOUR_S: Final = 3600.0
@@ -131,22 +128,6 @@ def draw(found: Found) -> None:
     plt.close(figure)
 
 
-def decision_us(num_stages: int, num_lost: int) -> tuple[float, int]:
-    """Microseconds that a decision takes with 1,000 peers a stage, after a loss, and how many moves it brings."""
-    rng = random.Random(0)
-    stages = Stages(num_stages)
-    for number in range(1000 * num_stages):
-        stages.put(PeerId(f"peer-{number}"), number % num_stages, rng.choice([1.0, 2.0, 5.0]))
-    costs = Costs([MOVE_S] * num_stages, horizon_s=600.0)
-    while moves := plan(stages, costs):
-        for move in moves:
-            stages.move(move)
-    for _ in range(num_lost):
-        stages.remove(stages.serving(0)[-1][1])
-    took_s = min(timeit.repeat(lambda: plan(stages, costs), number=100, repeat=5)) / 100
-    return 1e6 * took_s, len(plan(stages, costs))
-
-
 def main() -> None:
     """Simulate, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -159,12 +140,7 @@ def main() -> None:
         texts.append(report(found, f"Percent of the best assignment's rate. {title}"))
         if not join_s:
             draw(found)
-    rows: list[list[object]] = [["stages of 1,000", "lost", "moves", "microseconds"]]
-    for num_stages in (4, 16, 32):
-        for num_lost in (0, 20):
-            took_us, num_moves = decision_us(num_stages, num_lost)
-            rows.append([num_stages, num_lost, num_moves, f"{took_us:.0f}"])
-    write("rebalancing", "\n\n".join([*texts, table("A decision", rows)]))
+    write("rebalancing", "\n\n".join(texts))
 
 
 if __name__ == "__main__":

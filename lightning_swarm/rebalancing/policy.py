@@ -13,12 +13,15 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from lightning_swarm.network import PeerId
 
 _ROUNDING: Final = 1e-9
 """Share of a rate."""
+
+_Source: TypeAlias = tuple[int, float, float]
+"""A stage that may give; how much more than it gets makes both alike; and how much more may go over."""
 
 _MOST_BACK: Final = 4
 """How many of a stage are thought of in exchange for a faster one: evenly from the slowest to the fastest."""
@@ -206,7 +209,7 @@ class _Draft:
     def mean_rate(self) -> float:
         """Of the pipeline, as long as the swarm stays as it is, which may be over at any moment."""
         move_s, mean, lasts = self._costs.move_s, 0.0, 1.0
-        for until_s in [*sorted({move_s[move.target] for move in self.moves.values()}), math.inf]:
+        for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
             still_lasts = math.exp(-until_s / self._costs.horizon_s)
             there = (
                 after if needs_s < until_s else before
@@ -214,54 +217,69 @@ class _Draft:
             )
             mean += (lasts - still_lasts) * min(there)
             lasts = still_lasts
-        return mean
+        return mean + lasts * min(self._rates)  # all have arrived
 
     def find(self) -> list[tuple[Move, float]]:
         """What helps the slowest stage most, with the rates of those who move: one, else two that change places."""
         target = min(range(len(self._rates)), key=self._rates.__getitem__)
-        found = self._exchange(target, [(0.0, None)])
+        sources = self._richer(target)
+        found = self._exchange(target, sources, [(0.0, None)])
         if found or self._left[target] < 2:
             return found
         there = self._stages.serving(target)
         some = there[:: math.ceil(len(there) / _MOST_BACK) or 1]
-        return self._exchange(target, [one for one in some if one[1] not in self.moves])
+        return self._exchange(target, sources, [one for one in some if one[1] not in self.moves])
 
-    def _exchange(self, target: int, back: Sequence[tuple[float, PeerId | None]]) -> list[tuple[Move, float]]:
-        low, work = self._rates[target], self._stages.work
+    def _richer(self, target: int) -> list[_Source]:
+        """The stages that may give a peer to another one, the richest first."""
+        low, work, squares = self._rates[target], self._stages.work, self._stages.squares
+        scatter = self._costs.scatter
+        least_margin = scatter * math.sqrt(max(min(squares) + squares[target], 0.0))
+        sources = []
+        for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
+            ahead = self._rates[source] - low
+            if ahead <= least_margin:
+                break  # by so much they may differ, and be the same in truth; and so those that have less
+            margin = max(scatter * math.sqrt(squares[source] + squares[target]), _ROUNDING * self._rates[source])
+            if self._left[source] >= 2 and ahead > margin:
+                even = ahead / (1.0 / work[source] + 1.0 / work[target])
+                sources.append((source, even, (ahead - margin) * work[target]))
+        return sources
+
+    def _exchange(
+        self, target: int, sources: Sequence[_Source], back: Sequence[tuple[float, PeerId | None]]
+    ) -> list[tuple[Move, float]]:
+        low, work, scatter = self._rates[target], self._stages.work, self._costs.scatter
         least = min((given for given, _ in back), default=0.0)
         best: list[tuple[Move, float]] = []
         best_after = low
-        for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
+        for source, even, spare in sources:
             rate, serving = self._rates[source], self._stages.serving(source)
             if rate <= best_after:
                 break  # nobody's move from there helps more, nor from those that have less
-            even = (rate - low) / (1.0 / work[source] + 1.0 / work[target])  # who takes it makes both alike
-            spare = (rate - low - self._margin(source, target)) * work[target]  # so much may go over
             most = low + (serving[-1][0] - least) / work[target] if serving else 0.0
-            if self._left[source] < 2 or spare <= 0.0 or min(most, low + even / work[target]) <= best_after:
+            if min(most, low + even / work[target]) <= best_after:
                 continue
+            wanted = min(spare, even)
             for given, giver in back:
-                if giver is not None and not self._stages.may_go(giver, source):
+                at = bisect_left(serving, (given + wanted,))
+                # Most often nobody fits, which the nearest two say of all others.
+                above = serving[at][0] - given if at < len(serving) else math.inf
+                below = serving[at - 1][0] - given if at else 0.0
+                is_above = above < spare and rate - above / work[source] > best_after
+                is_below = below > scatter * given and low + below / work[target] > best_after
+                if not (is_above or is_below) or (giver is not None and not self._stages.may_go(giver, source)):
                     continue
-                for taken, taker in self._near(serving, given + min(spare, even), target):
+                for taken, taker in self._near(serving, at, target):
                     more = taken - given
                     after = min(rate - more / work[source], low + more / work[target])
-                    if more < spare and more > self._costs.scatter * math.hypot(taken, given) and after > best_after:
+                    if more < spare and more > scatter * math.hypot(taken, given) and after > best_after:
                         best_after, best = after, [(Move(taker, source, target), taken)]
                         best += [(Move(giver, target, source), given)] if giver is not None else []
         return best
 
-    def _margin(self, one: int, other: int) -> float:
-        """By how much two stages' rates may differ, and be the same in truth."""
-        squares = self._stages.squares
-        scatter = self._costs.scatter * math.sqrt(squares[one] + squares[other])
-        return max(scatter, _ROUNDING * self._rates[one])
-
-    def _near(
-        self, serving: Sequence[tuple[float, PeerId]], rate: float, target: int
-    ) -> Iterator[tuple[float, PeerId]]:
-        """Those whose rates are next to one, from below and from above, that do not move already and may go there."""
-        at = bisect_left(serving, (rate,))
+    def _near(self, serving: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
+        """Those who are next to a place, below and above, that do not move already and may go to the target."""
         for places in (range(at - 1, -1, -1), range(at, len(serving))):
             for place in places:
                 peer = serving[place][1]
