@@ -24,8 +24,8 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
     for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
         total, index = totals[0]
         heapq.heapreplace(totals, (total + rates[number], index))
-        stages.put(PeerId(str(number)), index, rates[number])
-    free = Costs([0.0] * num_stages, horizon_s=1.0, scatter=0.0)
+        stages.put(PeerId(str(number)), index, rates[number], scatter=0.0)
+    free = Costs([0.0] * num_stages, horizon_s=1.0)
     while moves := plan(stages, free):
         for move in moves:
             stages.move(move)

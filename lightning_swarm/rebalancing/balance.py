@@ -4,7 +4,8 @@ What a sample costs at one stage and at another is learnt from peers that were a
 that costs more would be taken for slow ones, and change places with equals time after time.
 
 It decides when a peer has come or gone, and every interval at the latest. While peers are on their way to a stage they
-count there; where one does not arrive, its place is open again after a while.
+count there; where one does not arrive, its place is open again after a while. Where computing is not what takes the
+time, who computes faster than whom means nothing: nobody moves, and newcomers go where the fewest are.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from lightning_swarm.config import Rebalancing
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.pace import Pace
-from lightning_swarm.rebalancing.policy import Costs, Move, Stages, plan, plan_as_paper, stage_for
+from lightning_swarm.rebalancing.policy import SCATTER, Costs, Move, Stages, plan, plan_as_paper, stage_for
+from lightning_swarm.rebalancing.said import Load, Rate
 
 _FIXED_S: Final = 3.0
-"""Of a move, however small the stage: it is let go by one record and enters by another."""
+"""Of a move, however small the stage and however short the steps: it is let go by one record and enters by another."""
+
+_LEAST_BUSY: Final = 1 / 3
+"""What the busiest stage computes of the time: if less, no move can save as much as that."""
 
 _FIRST_BYTES_PER_S: Final = 12.5e6
 """Until a download was seen."""
-
-_SLOWEST: Final = 1e-9
-"""Samples/s; as many seconds are the fastest's."""
 
 _MOST_WORK: Final = math.log(100.0)
 """How much more a sample may cost at one stage than at the mean of them."""
@@ -41,25 +43,6 @@ _MOST_DOWNLOADS: Final = 3
 _SMOOTHING: Final = 0.3
 _GIVEN_UP: Final = 10.0
 """A peer does not arrive any more when it takes so many times as long as expected."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What a server says of one of its stages.
-
-    Args:
-        samples_per_s: Forward and backward, while it computes; None: not measured yet.
-        queued: Jobs that wait, on the average.
-    """
-
-    samples_per_s: float | None
-    queued: float = 0.0
-
-    @classmethod
-    def said(cls, samples_per_s: float | None, queued: float) -> Load:
-        """What a server says, as far as it can be true: nothing that it says may harm who coordinates."""
-        believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
-        return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST))
 
 
 @dataclass(frozen=True)
@@ -84,7 +67,7 @@ class Balance:
         self._interval_s = interval_s
         self._state_bytes = state_bytes
         self._loads: dict[PeerId, dict[int, Load]] = {}
-        self._known: dict[PeerId, tuple[float, int | None]] = {}  # rates and where; also of those on their way
+        self._known: dict[PeerId, Rate] = {}  # also of those on their way
         self._log_work = [0.0] * len(state_bytes)
         self._on_the_way: dict[PeerId, _Journey] = {}
         self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
@@ -92,6 +75,8 @@ class Balance:
         self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
         self._peers: frozenset[PeerId] = frozenset()  # and on the way, when it was asked last
         self._pace = Pace(now_s)
+        self._step_s = MovingAverage(_SMOOTHING)
+        self._asked_s: float | None = None
         self._decided_s = now_s
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
@@ -110,24 +95,27 @@ class Balance:
         # With several stages, of each as much as of the others.
         rate = 1.0 / math.fsum(1.0 / rate for rate in measured.values())
         index = next(iter(measured)) if len(measured) == 1 else None
-        before, where = self._known.get(peer, (rate, index))
+        known = self._known.get(peer)
+        if known is None:
+            self._known[peer] = Rate(rate, index)
+            return
+        before, where = known.samples_per_s, known.stage
+        known.hear(rate, index)
         if index is not None and where is not None and index != where:
             off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
             for stage, learnt in ((index, off), (where, -off)):
                 changed = self._log_work[stage] + _LEARNT * learnt
                 self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
-        self._known[peer] = float(f"{rate:.3g}"), index  # equal peers are to be equal
 
-    def _speed(self, peer: PeerId) -> float | None:
-        """Samples/s at a stage of work 1, as far as it is known."""
-        rate, index = self._known.get(peer, (None, None))
-        return None if rate is None else rate * (1.0 if index is None else math.exp(self._log_work[index]))
+    def _speed(self, known: Rate) -> float:
+        """Samples/s at a stage of work 1."""
+        return known.samples_per_s * (1.0 if known.stage is None else math.exp(self._log_work[known.stage]))
 
     def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
         """A peer has arrived."""
         journey = self._on_the_way.pop(peer, None)
         if journey is not None and journey.target == stage and self._state_bytes[stage]:
-            took_s = max(now_s - journey.began_s - _FIXED_S, 1e-3)
+            took_s = max(now_s - journey.began_s - self._between_s, 1e-3)
             self._bytes_per_s.measure(self._state_bytes[stage] / took_s)
 
     def moves(
@@ -148,6 +136,9 @@ class Balance:
         """
         if self._rule == "none":
             return []
+        if self._asked_s is not None:
+            self._step_s.measure(now_s - self._asked_s)
+        self._asked_s = now_s
         self._forget_the_lost(joining, now_s)
         there = frozenset(peer for roster in rosters for peer in roster)
         peers = there | self._on_the_way.keys()
@@ -160,6 +151,8 @@ class Balance:
             return []
         if any(not any(peer in self._known for peer in roster) for roster in rosters):
             return []  # of some stage nothing was measured yet
+        if self._rule == "gain" and not self._computing_limits(rosters):
+            return []
         self._seen, self._decided_s = there, now_s
         return self._bounded(rosters, self._plan(rosters, fixed, joining, now_s))
 
@@ -169,6 +162,16 @@ class Balance:
             return looks and not self._on_the_way  # it moves one at a time
         changed = self._seen is not None and there != self._seen
         return changed or looks
+
+    def _computing_limits(self, rosters: Sequence[Sequence[PeerId]]) -> bool:
+        """Whether the busiest stage computes for so much of the time that a faster one would help."""
+        busy = {
+            peer: math.fsum(load.busy_share or 0.0 for load in stages.values())
+            for peer, stages in self._loads.items()
+            if all(load.busy_share is not None for load in stages.values())
+        }
+        shares = [[busy[peer] for peer in roster if peer in busy] for roster in rosters]
+        return max((math.fsum(of_stage) / len(of_stage) for of_stage in shares if of_stage), default=0.0) >= _LEAST_BUSY
 
     def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
         """Those whose downloads can go side by side; when they have arrived, it is decided on the others."""
@@ -189,9 +192,10 @@ class Balance:
     def stage_for(
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
     ) -> int:
-        """The stage that a newcomer is of most use to: the one with the lowest rate, or by no rule the fewest peers."""
+        """The stage that a newcomer is of most use to: the lowest rate's where computing limits, else the fewest's."""
         self._forget_the_lost(joining, now_s)
-        stages = self._stages(rosters, (), joining)
+        by_rates = self._rule == "paper" or self._computing_limits(rosters)
+        stages = self._stages(rosters, (), joining, by_rates=by_rates)
         stages.remove(newcomer)
         return stage_for(stages)
 
@@ -217,24 +221,41 @@ class Balance:
         return list(filter(stages.stays_ahead, plan_as_paper(queued, queues)))
 
     def _stages(
-        self, rosters: Sequence[Sequence[PeerId]], fixed: Collection[PeerId], joining: Mapping[PeerId, int]
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        fixed: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        *,
+        by_rates: bool = True,
     ) -> Stages:
-        stages = Stages(len(rosters), list(map(math.exp, self._log_work)))
-        speeds = {peer: speed for peer in self._known if (speed := self._speed(peer)) is not None}
+        known = self._known if by_rates else {}
+        stages = Stages(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None)
+        speeds = {peer: self._speed(rate) for peer, rate in known.items()}
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
         for index, roster in enumerate(rosters):
             for peer in roster:
                 name = PeerId(f"{peer} {index}") if peer in several else peer
-                movable = peer not in several and peer not in fixed
-                stages.put(name, index, speeds.get(peer, usual), movable=movable, left=self._left.get(peer, ()))
+                stages.put(
+                    name,
+                    index,
+                    speeds.get(peer, usual),
+                    movable=peer in known and peer not in several and peer not in fixed,
+                    left=self._left.get(peer, ()),
+                    scatter=known[peer].scatter if peer in known else SCATTER,
+                )
         coming = {peer: journey.target for peer, journey in self._on_the_way.items()} | dict(joining)
         for peer, index in coming.items():
             stages.put(peer, index, speeds.get(peer, usual), arrived=False)
         return stages
 
     def _move_s(self, target: int) -> float:
-        return _FIXED_S + self._state_bytes[target] / (self._bytes_per_s.value or _FIRST_BYTES_PER_S)
+        return self._between_s + self._state_bytes[target] / (self._bytes_per_s.value or _FIRST_BYTES_PER_S)
+
+    @property
+    def _between_s(self) -> float:
+        """From one record to the other, if there were nothing to download: what is ready enters with the next one."""
+        return max(_FIXED_S, 2.0 * (self._step_s.value or 0.0))
 
     def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
         """Who has not even asked to join for so long does not come."""

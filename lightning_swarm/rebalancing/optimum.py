@@ -33,8 +33,8 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
         return totals[0][0]
     stages = Stages(num_stages)
     for number, (rate, index) in enumerate(zip(ordered, chosen, strict=True)):
-        stages.put(PeerId(str(number)), index, rate)
-    free = Costs([0.0] * num_stages, horizon_s=1.0, scatter=0.0)
+        stages.put(PeerId(str(number)), index, rate, scatter=0.0)
+    free = Costs([0.0] * num_stages, horizon_s=1.0)
     while moves := plan(stages, free):
         for move in moves:
             stages.move(move)

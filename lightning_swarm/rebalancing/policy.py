@@ -23,6 +23,9 @@ _ROUNDING: Final = 1e-9
 _Source: TypeAlias = tuple[int, float, float]
 """A stage that may give; how much more than it gets makes both alike; and how much more may go over."""
 
+SCATTER: Final = 0.06
+"""Share by which a rate may be off of which no more is known."""
+
 _MOST_BACK: Final = 4
 """How many of a stage are thought of in exchange for a faster one: evenly from the slowest to the fastest."""
 
@@ -49,13 +52,10 @@ class Costs:
     Args:
         move_s: Seconds in which who moves computes nothing, by stage that it moves to.
         horizon_s: For how long a gain lasts on the average: until the swarm changes, see `rebalancing.pace`.
-        scatter: Share by which a measured rate may be off: what is less would have peers move to and fro. It is a
-            smaller share of a large stage's sum, where errors cancel.
     """
 
     move_s: Sequence[float]
     horizon_s: float
-    scatter: float = 0.06
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class _Place:
     arrived: bool
     movable: bool
     left: Collection[int]
+    scatter: float
 
 
 class Stages:
@@ -83,7 +84,7 @@ class Stages:
         self.rates = [0.0] * num_stages
         """In samples/s of each stage."""
         self.squares = [0.0] * num_stages
-        """Of what each of its peers brings to that."""
+        """Of the errors that each of its peers may bring into that."""
         self.serving_rates = [0.0] * num_stages
         """As `rates`, of those that have arrived."""
         self._num_peers = [0] * num_stages
@@ -100,6 +101,7 @@ class Stages:
         arrived: bool = True,
         movable: bool = True,
         left: Collection[int] = (),
+        scatter: float = SCATTER,
     ) -> None:
         """A peer serves a stage, or is on its way there. Takes the place of what was known of it.
 
@@ -111,9 +113,11 @@ class Stages:
             movable: It may be moved.
             left: Stages from which it moved since peers came or went last: it does not go back. Where one stage is more
                 work than another its rate changes with every move, and two would change places for ever.
+            scatter: Share by which its rate may be off: what gains less would have peers move to and fro. It is a
+                smaller share of a large stage's sum, where errors cancel.
         """
         self.remove(peer)
-        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable, left)
+        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable, left, scatter)
         self._count(place, 1)
         if place.movable:
             insort(self._movable[stage], (samples_per_s, peer))
@@ -135,7 +139,7 @@ class Stages:
     def move(self, move: Move) -> None:
         """A peer serves another stage now."""
         before = self._where[move.peer]
-        self.put(move.peer, move.target, before.samples_per_s, left=before.left)
+        self.put(move.peer, move.target, before.samples_per_s, left=before.left, scatter=before.scatter)
 
     def may_go(self, peer: PeerId, stage: int) -> bool:
         """It did not come from there."""
@@ -144,6 +148,10 @@ class Stages:
     def stage_of(self, peer: PeerId) -> int | None:
         """Where a peer is, or is going."""
         return self._where[peer].stage if peer in self._where else None
+
+    def error(self, peer: PeerId | None) -> float:
+        """By how much a peer's rate may be off, at a stage of work 1."""
+        return 0.0 if peer is None else self._where[peer].samples_per_s * self._where[peer].scatter
 
     def stays_ahead(self, move: Move) -> bool:
         """Whether the stage that gives a peer is ahead of the other still without it: else they but change places."""
@@ -161,7 +169,7 @@ class Stages:
     def _count(self, place: _Place, sign: int) -> None:
         rate = place.samples_per_s / self.work[place.stage]
         self.rates[place.stage] += sign * rate
-        self.squares[place.stage] += sign * rate**2
+        self.squares[place.stage] += sign * (rate * place.scatter) ** 2
         self._num_peers[place.stage] += sign
         if place.arrived:
             self.serving_rates[place.stage] += sign * rate
@@ -233,14 +241,13 @@ class _Draft:
     def _richer(self, target: int) -> list[_Source]:
         """The stages that may give a peer to another one, the richest first."""
         low, work, squares = self._rates[target], self._stages.work, self._stages.squares
-        scatter = self._costs.scatter
-        least_margin = scatter * math.sqrt(max(min(squares) + squares[target], 0.0))
+        least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave less than nothing
         sources = []
         for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
             ahead = self._rates[source] - low
             if ahead <= least_margin:
                 break  # by so much they may differ, and be the same in truth; and so those that have less
-            margin = max(scatter * math.sqrt(squares[source] + squares[target]), _ROUNDING * self._rates[source])
+            margin = max(math.sqrt(max(squares[source] + squares[target], 0.0)), _ROUNDING * self._rates[source])
             if self._left[source] >= 2 and ahead > margin:
                 even = ahead / (1.0 / work[source] + 1.0 / work[target])
                 sources.append((source, even, (ahead - margin) * work[target]))
@@ -249,7 +256,7 @@ class _Draft:
     def _exchange(
         self, target: int, sources: Sequence[_Source], back: Sequence[tuple[float, PeerId | None]]
     ) -> list[tuple[Move, float]]:
-        low, work, scatter = self._rates[target], self._stages.work, self._costs.scatter
+        low, work = self._rates[target], self._stages.work
         least = min((given for given, _ in back), default=0.0)
         best: list[tuple[Move, float]] = []
         best_after = low
@@ -267,13 +274,14 @@ class _Draft:
                 above = serving[at][0] - given if at < len(serving) else math.inf
                 below = serving[at - 1][0] - given if at else 0.0
                 is_above = above < spare and rate - above / work[source] > best_after
-                is_below = below > scatter * given and low + below / work[target] > best_after
+                is_below = below > self._stages.error(giver) and low + below / work[target] > best_after
                 if not (is_above or is_below) or (giver is not None and not self._stages.may_go(giver, source)):
                     continue
                 for taken, taker in self._near(serving, at, target):
                     more = taken - given
                     after = min(rate - more / work[source], low + more / work[target])
-                    if more < spare and more > scatter * math.hypot(taken, given) and after > best_after:
+                    error = math.hypot(self._stages.error(taker), self._stages.error(giver))
+                    if error < more < spare and after > best_after:
                         best_after, best = after, [(Move(taker, source, target), taken)]
                         best += [(Move(giver, target, source), given)] if giver is not None else []
         return best

@@ -160,7 +160,7 @@ class Calls:
         self.num_forwards += 1
         self.num_samples += _num_samples(inputs)
         if not any(result.requires_grad) and not key.evaluation:  # no backward comes
-            stage.note_load(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
+            stage.load.note(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
         keep = mode.grad and request.keep
         if keep:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
@@ -235,7 +235,7 @@ class Calls:
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         computed = Computed(structure=None, flags=[gradient is not None for gradient in found])
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, later=later)
-        stage.note_load(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
+        stage.load.note(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
         present = tuple(gradient.cpu() for gradient in found if gradient is not None)
         self._tickets.fulfil(name, Message(encode(computed), present), encode(own), once=True)
 

@@ -195,8 +195,9 @@ class GradientSums:
                     num_unnamed=num_unnamed,
                     touched=to_bitmap(stage.touched),
                     version_hash=stage.fingerprint(),
-                    samples_per_s=stage.samples_per_s,
-                    queued=stage.queued,
+                    samples_per_s=stage.load.samples_per_s,
+                    queued=stage.load.queued,
+                    busy_share=stage.load.busy_share,
                 )
             )
         return reports, stale
@@ -303,9 +304,11 @@ class GradientSums:
             stage.apply(record, gradients[index], touched)
             self.ledgers[index] = Ledger(record.step + 1)
 
-    def turn(self, record: Record) -> None:
+    def turn(self, record: Record, *, now_s: float) -> None:
         """The record is applied: the next step is open."""
         self.run.apply(record)
+        for stage in self.stages.values():
+            stage.load.note_step(now_s=now_s)
         self._begin_step()
 
 

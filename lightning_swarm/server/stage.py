@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,13 @@ from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ProtocolError
-from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.load import StageLoad
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
-
-_SMOOTHING: Final = 0.05
-_FEW: Final = 4
-"""Microbatches: the first ones load and compile."""
 
 
 class Stage:
@@ -43,6 +39,7 @@ class Stage:
 
     Attributes:
         computation: Of its microbatches.
+        load: What these take.
     """
 
     def __init__(
@@ -69,8 +66,7 @@ class Stage:
             del self.optimizer.state[parameter]  # some optimizers have state before their first step
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
-        self._num_samples, self._busy_s, self._queued = (MovingAverage(_SMOOTHING) for _ in range(3))
-        self._num_measured = 0
+        self.load = StageLoad()
         self._train([])
         if selection is not None:
             self.select(selection)
@@ -116,24 +112,6 @@ class Stage:
         """Names of `trainable`, in its order."""
         trainable = set(map(id, self.trainable))
         return [name for name, parameter in self.parameters.items() if id(parameter) in trainable]
-
-    def note_load(self, num_samples: int, *, busy_s: float, queued: int) -> None:
-        """A microbatch went through."""
-        self._num_measured += 1
-        self._num_samples.measure(num_samples)
-        self._busy_s.measure(busy_s)
-        self._queued.measure(queued)
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """While it computes, of the last microbatches, forward and backward; None before a few were measured."""
-        num_samples, busy_s = self._num_samples.value, self._busy_s.value
-        return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _FEW else None
-
-    @property
-    def queued(self) -> float:
-        """Jobs that waited when these were done."""
-        return self._queued.value or 0.0
 
     # ------------------------------------------------------------------ a step
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
@@ -242,7 +243,7 @@ class Stepping:
             if not self.sums.in_run or self.version > record.step:
                 return
             self.rounds.forget()
-            self.sums.turn(record)
+            self.sums.turn(record, now_s=now_s())
             self._on_decided(record, gradients)
             self._applied.notify_all()
 

@@ -14,7 +14,8 @@ import torch
 from lightning_swarm.clock import now_s
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
-from lightning_swarm.rebalancing.balance import Balance, Load
+from lightning_swarm.rebalancing.balance import Balance
+from lightning_swarm.rebalancing.said import Load
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.types.runs import Manifest, StageManifest

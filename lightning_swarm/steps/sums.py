@@ -20,7 +20,7 @@ from lightning_swarm.errors import (
 )
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
-from lightning_swarm.rebalancing.balance import Load
+from lightning_swarm.rebalancing.said import Load
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.attendance import Attendance
@@ -331,7 +331,9 @@ def _loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
     found: dict[PeerId, dict[int, Load]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            found.setdefault(member.peer_id, {})[index] = Load.said(ledger.samples_per_s, ledger.queued)
+            found.setdefault(member.peer_id, {})[index] = Load.said(
+                ledger.samples_per_s, ledger.queued, ledger.busy_share
+            )
     return found
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.rebalancing.balance import Balance, Load
+from lightning_swarm.rebalancing.balance import Balance
 from lightning_swarm.rebalancing.pace import Pace
 from lightning_swarm.rebalancing.policy import Move
+from lightning_swarm.rebalancing.said import Load
 
 INTERVAL_S = 60.0
 MB = 1_000_000
@@ -24,11 +26,15 @@ def rosters(*stages: str) -> list[list[PeerId]]:
     return [peers(stage) for stage in stages]
 
 
+def _load(rate: float | None, busy_share: float | None = 1.0) -> Load:
+    return Load(rate, queued=0.0 if rate is None else 100.0 / rate, busy_share=busy_share)
+
+
 def loads(**rates: float | None) -> dict[PeerId, dict[int, Load]]:
     """By name and stage: ``a0=10.0``."""
     found: dict[PeerId, dict[int, Load]] = {}
     for name, rate in rates.items():
-        found.setdefault(PeerId(name[0]), {})[int(name[1])] = Load(rate, queued=0.0 if rate is None else 100.0 / rate)
+        found.setdefault(PeerId(name[0]), {})[int(name[1])] = _load(rate)
     return found
 
 
@@ -135,12 +141,67 @@ def test_what_scatters_moves_nobody() -> None:
         assert decide(balance, turn * INTERVAL_S, rosters("ab", "cd")) == []
 
 
+def test_rates_that_scatter_widely_move_nobody() -> None:
+    """As those of stages do that compute for milliseconds on a machine that others use, too."""
+    rng = random.Random(0)
+    balance = made(num_stages=3)
+    held = rosters("ab", "cd", "ef")
+    stage_of = {peer: index for index, stage in enumerate(held) for peer in stage}
+    for turn in range(1, 200):
+        balance.take_loads({peer: {at: _load(10.0 * rng.lognormvariate(0.0, 0.3))} for peer, at in stage_of.items()})
+        assert decide(balance, turn * INTERVAL_S, held) == []
+    for turn in range(200, 300):  # they say what is true now: two of one stage are faster, and one of another is gone
+        rates = {peer: 20.0 if peer in held[2] else 10.0 for peer in stage_of if peer != "a"}
+        balance.take_loads({peer: {stage_of[peer]: _load(rate)} for peer, rate in rates.items()})
+        if moves := decide(balance, turn * INTERVAL_S, [held[0][1:], *held[1:]]):
+            break
+    assert [(move.source, move.target) for move in moves] == [(2, 0)]
+
+
+@pytest.mark.parametrize("busy_share", [0.1, None])
+def test_where_computing_is_not_what_takes_the_time_nobody_moves(busy_share: float | None) -> None:
+    balance = made()
+
+    def say(busiest: float | None) -> None:
+        balance.take_loads({
+            peer: {index: _load(load.samples_per_s, busiest if peer == "a" else 0.1)}
+            for peer, stages in UNEVEN.items() for index, load in stages.items()
+        })  # fmt: skip
+
+    say(busy_share)
+    assert decide(balance, INTERVAL_S) == []
+    assert decide(balance, INTERVAL_S + 1.0, rosters("a", "bc")) == [], "nor because one is gone"
+    held = rosters("ab", "c")
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=INTERVAL_S) == 1, "newcomers go where the fewest are"
+    say(0.9)
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=INTERVAL_S) == 1
+    assert balance.stage_for(PeerId("x"), HELD, {}, now_s=INTERVAL_S) == 0
+    assert {move.target for move in decide(balance, INTERVAL_S + 2.0)} == {0}, "what was put off is made up for"
+
+
+def test_who_was_not_measured_yet_is_not_moved() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=1.0, b1=4.0, c1=None, d1=None))
+    assert [move.peer for move in decide(balance, INTERVAL_S)] == ["b"]
+
+
+@pytest.mark.parametrize(("step_s", "moves"), [(60.0, 2), (2000.0, 0)])
+def test_a_move_takes_two_steps_at_the_least(step_s: float, moves: int) -> None:
+    """Who is ready enters with the next record. Meanwhile there are 4 and 6, and then 10 and 10."""
+    balance, held = made(), rosters("ad", "bc")
+    for _ in range(50):
+        balance.take_loads(loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0))
+    assert decide(balance, 1.0, held) == []
+    assert len(decide(balance, 1.0 + step_s, held)) == moves
+
+
 def test_two_change_places_where_the_stages_are_small_and_a_measured_line_says_what_is_small() -> None:
     uneven = loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0)  # meanwhile there are 4 and 6, and then 10 and 10
     held = rosters("ad", "bc")
     small, large = made(), made(state_bytes=100_000 * MB)
     for balance in (small, large):
-        balance.take_loads(uneven)
+        for _ in range(50):  # until it is known how little they scatter
+            balance.take_loads(uneven)
     assert sorted(move.target for move in decide(small, INTERVAL_S, held)) == [0, 1]
     assert decide(large, INTERVAL_S, held) == []
     large.note_left(PeerId("x"), 1, 0, now_s=0.0)
@@ -170,7 +231,7 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
     cost = (2.0, 1.0)
 
     def measured(of: Sequence[Sequence[PeerId]]) -> dict[PeerId, dict[int, Load]]:
-        return {peer: {index: Load(10.0 / cost[index])} for index, stage in enumerate(of) for peer in stage}
+        return {peer: {index: _load(10.0 / cost[index])} for index, stage in enumerate(of) for peer in stage}
 
     num_moves = 0
     for turn in range(1, 30):
@@ -188,7 +249,7 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
 
 @pytest.mark.parametrize("said", [5e-324, 1e-300, 1e200, 1e308])
 def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
-    believed = Load.said(said, 1e308)
+    believed = Load.said(said, 1e308, 1e308)
     assert believed.samples_per_s is None
     balance = made()
     for turn in range(1, 5):
@@ -197,7 +258,8 @@ def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
         held[turn % 2].append(PeerId("e"))
         for move in decide(balance, turn * INTERVAL_S, held):
             assert move.peer in "bcde"
-    assert Load.said(10.0, 2.0) == Load(10.0, 2.0)
+    assert believed.busy_share == 1.0
+    assert Load.said(10.0, 2.0, 0.5) == Load(10.0, 2.0, 0.5)
 
 
 def test_a_calm_run_may_be_as_long_as_it_likes() -> None:
@@ -214,7 +276,7 @@ def test_a_calm_run_may_be_as_long_as_it_likes() -> None:
 def test_no_more_move_at_once_than_can_download() -> None:
     balance = made()
     names = [f"p{number}" for number in range(100)]
-    balance.take_loads({PeerId("a"): {0: Load(1.0)}} | {PeerId(name): {1: Load(1.0)} for name in names})
+    balance.take_loads({PeerId("a"): {0: _load(1.0)}} | {PeerId(name): {1: _load(1.0)} for name in names})
     held = [peers("a"), [PeerId(name) for name in names]]
     assert len(decide(balance, INTERVAL_S, held)) == 3
 

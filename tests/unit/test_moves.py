@@ -6,11 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from lightning_swarm.config import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import staying
-from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.load import StageLoad
 from lightning_swarm.steps import APPLY, closing
 from lightning_swarm.steps.moves import Moves
 from lightning_swarm.types.steps import Departure, Record
@@ -176,12 +177,26 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
     swarm = make_swarm("a b", "c")
     balance = swarm.coordinator._balance
     balance._rule, balance._interval_s = "gain", 1e-3
-    monkeypatch.setattr(Stage, "samples_per_s", property(lambda stage: rate if stage.index else 10.0))
+
+    class Absurd(StageLoad):
+        """One that says so, of stage 1."""
+
+        def __init__(self, stage: int) -> None:
+            super().__init__()
+            self._stage = stage
+
+        @property
+        @override
+        def samples_per_s(self) -> float:
+            return rate if self._stage else 10.0
 
     async def go() -> None:
+        for server in swarm.servers.values():
+            for index in server.stepping.stages:
+                server.stepping.stage(index).load = Absurd(index)
         for record in await steps(swarm, 0, 3):
             assert names(record) == ["ab", "c"]
         assert "c" not in balance._known
-        assert balance._known["a"] == (10.0, 0)
+        assert balance._known["a"].samples_per_s == 10.0
 
     swarm.run(go())
