@@ -11,6 +11,7 @@ time, who computes faster than whom means nothing: nobody moves, and newcomers g
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.pace import Pace
 from lightning_swarm.rebalancing.policy import SCATTER, Costs, Move, Stages, plan, plan_as_paper, stage_for
 from lightning_swarm.rebalancing.said import Load, Rate
+from lightning_swarm.rebalancing.shedding import Shed, plan_shedding
 
 _FIXED_S: Final = 3.0
 """Of a move, however small the stage and however short the steps: it is let go by one record and enters by another."""
@@ -155,6 +157,28 @@ class Balance:
             return []
         self._seen, self._decided_s = there, now_s
         return self._bounded(rosters, self._plan(rosters, fixed, joining, now_s))
+
+    def sheds(
+        self, rosters: Sequence[Sequence[PeerId]], *, leaving: Collection[PeerId], joining: Mapping[PeerId, int]
+    ) -> list[Shed]:
+        """Who is to give up one of several stages now. Not of a stage that somebody is being sent.
+
+        Args:
+            rosters: Of each stage.
+            leaving: Members that are to be let go.
+            joining: Who is on its way into which stage.
+        """
+        num_held = Counter(peer for roster in rosters for peer in roster)
+        if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
+            return []
+        rates: list[dict[PeerId, float]] = [{} for _ in rosters]
+        for index, roster in enumerate(rosters):
+            for peer in roster:
+                load = self._loads.get(peer, {}).get(index)
+                if load is None or load.samples_per_s is None:
+                    return []  # nothing was measured of it yet
+                rates[index][peer] = load.samples_per_s
+        return plan_shedding(rates, kept=set(joining.values()), leaving=leaving)
 
     def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
         looks = now_s >= self._decided_s + self._interval_s

@@ -149,7 +149,7 @@ class GradientSums:
         """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
-        ledger = self.ledgers[stage.index]
+        ledger = self.ledgers[self.stage(stage.index).index]
         if (key.step, key.attempt) != (ledger.step, ledger.attempt):
             raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
         if ledger.add(key.receipt):
@@ -304,9 +304,14 @@ class GradientSums:
             stage.apply(record, gradients[index], touched)
             self.ledgers[index] = Ledger(record.step + 1)
 
-    def turn(self, record: Record, *, now_s: float) -> None:
-        """The record is applied: the next step is open."""
+    def turn(self, record: Record, me: Member, *, now_s: float) -> None:
+        """The record is applied: the next step is open, and what `me` holds no more is freed."""
         self.run.apply(record)
+        held = {index for index, roster in enumerate(self.run.rosters) if me in roster}
+        if held:  # else this server joins still, or a record left it out: it joins again with what it has
+            # New ones, for the compute thread may be looking at the old ones.
+            self.stages = {index: stage for index, stage in self.stages.items() if index in held}
+            self.ledgers = {index: ledger for index, ledger in self.ledgers.items() if index in held}
         for stage in self.stages.values():
             stage.load.note_step(now_s=now_s)
         self._begin_step()

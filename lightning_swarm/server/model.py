@@ -116,6 +116,13 @@ class Model:
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
 
+    def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
+        """Free the memory of the stages that are not served any more. On the compute thread."""
+        if not self._keep:
+            modules = self.cut(_ranges(manifest))
+            own = {id(one) for index in served for _, one in modules[index].named_stage_parameters()}
+            self._free([module for module in modules if module.spec.index not in served], but=own)
+
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
         if optimizer is not None and manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
@@ -144,9 +151,9 @@ class Model:
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
 
-    def _free(self, others: Sequence[StageModule]) -> None:
+    def _free(self, others: Sequence[StageModule], *, but: Collection[int] = ()) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
-        foreign = {id(parameter) for other in others for _, parameter in other.named_stage_parameters()}
+        foreign = {id(parameter) for other in others for _, parameter in other.named_stage_parameters()} - {*but}
         replaced: dict[int, nn.Parameter] = {}
         for module in self._module.modules():
             for name, parameter in list(module._parameters.items()):

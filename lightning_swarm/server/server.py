@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from lightning_swarm.server import RELEASE, RESTART
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.calls import Calls
 from lightning_swarm.server.donor import Donor
-from lightning_swarm.server.executor import Executor
+from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.joiner import Joiner
 from lightning_swarm.server.lending import Lending
 from lightning_swarm.server.loading import Loading
@@ -195,6 +197,14 @@ class Server:
         self.donor.note(record, gradients)
         if (work := self.snapshots.note(record)) is not None:
             self._tasks.spawn(work)
+        if gradients.keys() - set(self.stepping.stages):  # a stage was given up
+            model, manifest, served = self.admission.model, self.admission.run.manifest, self.stepping.stages
+            # Asked for at once, so that it is done before anything is built here again.
+            self._tasks.spawn(_awaited(self._executor.submit(FIRST, lambda: model.keep_only(manifest, served))))
 
     def _give_up(self, prefix: str) -> None:
         self.calls.give_up(prefix)
+
+
+async def _awaited(done: asyncio.Future[Any]) -> None:
+    await done

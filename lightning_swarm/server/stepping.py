@@ -21,7 +21,7 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import CallKey, batch_name
-from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import FenceRequest, FreezeReply, FreezeRequest, Record, SettleRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -59,6 +59,7 @@ class Stepping:
     ) -> None:
         self._tickets = tickets
         self._executor = executor
+        self._peer_id = transport.peer_id
         self._boot_id = boot_id
         self._timeout = timeout
         self._events = events
@@ -243,7 +244,7 @@ class Stepping:
             if not self.sums.in_run or self.version > record.step:
                 return
             self.rounds.forget()
-            self.sums.turn(record, now_s=now_s())
+            self.sums.turn(record, Member(peer_id=self._peer_id, boot_id=self._boot_id), now_s=now_s())
             self._on_decided(record, gradients)
             self._applied.notify_all()
 

@@ -118,9 +118,9 @@ class Closer:
     ) -> Record:
         """What is proposed."""
         manifest = self._run.manifest
-        movers = self._moves.choose(gone)
+        movers, sheds = self._moves.choose(gone)
         leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
-        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, newcomers=newcomers)
+        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
         staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(closing.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}

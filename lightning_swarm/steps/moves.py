@@ -1,6 +1,7 @@
 """The coordinator's side of rebalancing: who is let go by a record, to join another stage.
 
 A mover leaves as a peer leaves that asked to, and joins as one that was never there: the steps between do without it.
+Who holds several stages gives one up by a record that names it there no more, and in the others as before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.balance import Balance
 from lightning_swarm.rebalancing.said import Load
+from lightning_swarm.rebalancing.shedding import Shed
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.types.runs import Manifest, StageManifest
@@ -58,8 +60,8 @@ class Moves:
             {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
         )
 
-    def choose(self, gone: Collection[PeerId]) -> list[Departure]:
-        """Who is to move with the record of the open step.
+    def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[Shed]]:
+        """Who is to move with the record of the open step, or who is to give up one of its stages.
 
         Args:
             gone: Who takes no part in the step any more.
@@ -68,14 +70,18 @@ class Moves:
         num_stages = run.num_pipeline_stages
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
+        rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
+        leaving, joining = self._gate.leaving, self._gate.targets
+        if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining):
+            return [], sheds  # who moves is decided on what that leaves
         moves = self._balance.moves(
-            [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline],
+            rosters,
             # Who coordinates would have to be followed by another first.
-            fixed={run.coordinator, *self._gate.leaving, *(one.peer_id for roster in on_trainers for one in roster)},
-            joining=self._gate.targets,
+            fixed={run.coordinator, *leaving, *(one.peer_id for roster in on_trainers for one in roster)},
+            joining=joining,
             now_s=now_s(),
         )
-        return [Departure(member=members[move.peer], stage_index=move.target) for move in moves]
+        return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
     def note(self, record: Record) -> None:
         """It is decided and applied."""
@@ -87,3 +93,8 @@ class Moves:
             (source,) = (i for i, stage in enumerate(record.closing.stages) if departure.member in stage.roster)
             self._balance.note_left(peer, source, target, now_s=at_s)
             self._events.note("moves", peer=peer, stage=target, step=record.step)
+        staying = {member for roster in record.next_roster for member in roster}
+        for index, (stage, roster) in enumerate(zip(record.closing.stages, record.next_roster, strict=True)):
+            for member in stage.roster:
+                if member in staying and member not in roster:
+                    self._events.note("sheds", peer=member.peer_id, stage=index, step=record.step)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.shedding import Shed
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Candidate
 
@@ -19,17 +20,20 @@ def next_rosters(
     *,
     gone: Collection[PeerId] = (),
     leaving: Sequence[PeerId] = (),
+    sheds: Sequence[Shed] = (),
     newcomers: Sequence[Candidate] = (),
 ) -> list[list[Member]]:
     """The rosters of the next step.
 
     Who leaves is let go from all of its stages at once, and only if each of them keeps a member that the record
-    before named: a newcomer counts from the next record on, when it has applied one. Who asked first goes first.
+    before named: a newcomer counts from the next record on, when it has applied one. Who asked first goes first. The
+    same holds of a stage that is given up by who stays in another one.
 
     Args:
         rosters: Of the step that the record decides.
         gone: Who takes no part in it any more.
         leaving: Who asked to be let go, the first to ask first.
+        sheds: Who gives up which of its stages.
         newcomers: Who holds the round's result, and enters.
 
     Returns:
@@ -40,12 +44,14 @@ def next_rosters(
     for peer in leaving:
         if peer in staying and not alone_in(rosters, peer, staying):
             staying.discard(peer)
+    held = [[member for member in roster if member.peer_id in staying] for roster in rosters]
+    for one in sheds:
+        others = [member for member in held[one.stage] if member.peer_id != one.peer]
+        elsewhere = (member.peer_id for index, roster in enumerate(held) if index != one.stage for member in roster)
+        if others and one.peer in elsewhere:
+            held[one.stage] = others
     return [
-        [
-            *(member for member in roster if member.peer_id in staying),
-            *(one.member for one in newcomers if one.stage_index == index),
-        ]
-        for index, roster in enumerate(rosters)
+        [*roster, *(one.member for one in newcomers if one.stage_index == index)] for index, roster in enumerate(held)
     ]
 
 

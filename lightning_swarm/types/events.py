@@ -18,6 +18,7 @@ EventKind: TypeAlias = Literal[
     "download",  # a joiner has its stage's state from those who hold it
     "joined",  # a peer is in a roster now
     "moves",  # a peer leaves its stage for another one
+    "sheds",  # a peer with several stages gives one up
     "takeover",  # another peer coordinates
     "pause",  # nothing goes on for now
     "resume",  # it does again

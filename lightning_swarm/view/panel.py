@@ -29,6 +29,7 @@ _EVENT_STYLES: Final[Mapping[EventKind, str]] = {
     "takeover": "cyan",
     "left": "magenta",
     "moves": "magenta",
+    "sheds": "magenta",
     "gone": "bold red",
     "strike": "red",
     "pause": "bold yellow",

@@ -21,6 +21,7 @@ WORDS: Final[Mapping[EventKind, str]] = {
     "gone": "gone",
     "left": "left the run",
     "moves": "moves",
+    "sheds": "gave the stage up",
     "download": "has its stage's state",
     "joined": "joined",
     "takeover": "coordinates now",

@@ -143,6 +143,7 @@ def run_swarm(
     num_servers: int = 2,
     num_joiners: int = 0,
     num_gone: int = 0,
+    num_shed: int = 0,
     **options: Any,
 ) -> SwarmRun:
     """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal.
@@ -155,6 +156,7 @@ def run_swarm(
         num_servers: That hold them from the beginning.
         num_joiners: That a callback makes join, and that do.
         num_gone: Of the servers, those in no roster at the end.
+        num_shed: How often a server that holds several stages gives one up.
         options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
     """
     swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
@@ -176,7 +178,7 @@ def run_swarm(
         roster = {member for stage in run.records[-1].next_roster for member in stage}
         assert len(roster) == num_servers + num_joiners - num_gone
     else:
-        _assert_all_took_part(run, num_stages, num_servers, num_joiners)
+        _assert_all_took_part(run, num_stages, num_servers, num_joiners, num_shed)
     return run
 
 
@@ -346,7 +348,7 @@ def assert_nothing_kept(strategy: InMemoryHooks) -> None:
         assert not held, f"{peer.transport.peer_id} still holds {held[:3]}"
 
 
-def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_joiners: int) -> None:
+def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_joiners: int, num_shed: int) -> None:
     strategy = run.strategy
     assert len(run.status.stages) == num_stages
     held = [
@@ -358,7 +360,7 @@ def _assert_all_took_part(run: SwarmRun, num_stages: int, num_servers: int, num_
     ]
     servers = {id(server): server for server, _ in held}.values()  # a trainer may serve what it computes itself
     assert len(servers) == num_servers + num_joiners
-    assert len(held) == max(num_stages, num_servers) + num_joiners
+    assert len(held) == max(num_stages, num_servers) + num_joiners - num_shed
     assert all(server.calls.num_forwards > 0 for server in servers), "some server computed nothing"
     routed = [peer.num_microbatches for stage in run.status.stages for peer in stage.peers]
     assert min(routed) > 0, "some peer was in no route"

@@ -48,7 +48,11 @@ class Timeline(L.Callback):
 
     def rate(self, begin: int) -> float:
         """Samples/s of the batches from here on, in the unit of `SPEEDS`."""
-        return (len(self.at_s) - 1 - begin) * BATCH / (self.at_s[-1] - self.at_s[begin]) * MICROBATCH_S
+        return self.rate_between(begin, len(self.at_s) - 1)
+
+    def rate_between(self, begin: int, end: int) -> float:
+        """Likewise, of some."""
+        return (end - begin) * BATCH / (self.at_s[end] - self.at_s[begin]) * MICROBATCH_S
 
 
 def net() -> Net:
@@ -149,3 +153,54 @@ def test_a_mover_arrives_though_its_donor_dies(phase: Phase) -> None:
     plan.check()
     assert_exact(run, plain(STEPS))
     assert 4 in timeline.rosters[-1][0]
+
+
+def begun_alone(*callbacks: L.Callback, num_joiners: int, **options: Any) -> SwarmRun:
+    """One server holds all stages as the run begins; the others join while it trains."""
+    joining = Joining(at=2, count=num_joiners)
+    settings = {"speeds": [4.0] * (1 + num_joiners), "num_servers": 1, "microbatch_size": 4, **options}
+    return swarm(STEPS, joining, *callbacks, num_joiners=num_joiners, **settings)
+
+
+def test_who_begins_alone_gives_stages_up_to_those_who_come() -> None:
+    timeline = Timeline()
+    run = begun_alone(timeline, num_joiners=2, num_shed=2)
+    assert_exact(run, plain(STEPS))
+    assert timeline.rosters[0] == [{0}, {0}, {0}]
+    assert timeline.rosters[-1] == [{1}, {2}, {0}]
+    assert timeline.rate(5) > 2.5 * timeline.rate_between(0, 2)
+    first = run.strategy.servers[0]
+    assert first.stepping.stages == (2,)
+    assert first.admission.is_member
+    assert run.rerouted["replay"] == 0
+
+
+def test_nothing_is_given_up_where_nobody_moves() -> None:
+    timeline = Timeline()
+    begun_alone(timeline, num_joiners=2, rebalancing="none")
+    assert timeline.rosters[-1] == [{0, 1}, {0, 2}, {0}]
+
+
+SHED = 3
+"""By this step's record the first server gives up stage 0, which two others have then."""
+
+
+@pytest.mark.parametrize("step", [SHED, SHED + 1])
+@pytest.mark.parametrize("phase", [Phase.BACKWARD_DONE, Phase.CLOSE_DONE, Phase.AVERAGE, Phase.APPLY])
+def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: int) -> None:
+    plan, timeline = FaultPlan().kill("peer-1", at=phase, step=step), Timeline()
+    run = begun_alone(timeline, num_joiners=3, num_stages=2, faults=plan, num_gone=1)
+    plan.check()
+    assert_exact(run, plain(STEPS))
+    assert timeline.rosters[SHED - 1] == [{0, 1, 3}, {0, 2}]
+    assert 3 in timeline.rosters[-1][0]
+
+
+@pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.APPLY])
+def test_a_stage_is_given_up_or_not_though_the_coordinator_dies(phase: Phase) -> None:
+    """It is who gives it up."""
+    plan, timeline = FaultPlan().kill("peer-1", at=phase, step=SHED), Timeline()
+    run = begun_alone(timeline, num_joiners=3, num_stages=2, role="trainer", faults=plan, num_gone=1)
+    plan.check()
+    assert_exact(run, plain(STEPS))
+    assert all(timeline.rosters[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from lightning_swarm.config import Limits
 from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.shedding import Shed
 from lightning_swarm.server import staying
 from lightning_swarm.server.load import StageLoad
 from lightning_swarm.steps import APPLY, closing
@@ -17,25 +19,25 @@ from lightning_swarm.steps.moves import Moves
 from lightning_swarm.types.steps import Departure, Record
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm
-from tests.unit.test_leaving import B, C, Staying, assert_plain, names, step
+from tests.unit.test_leaving import A, B, C, Staying, assert_plain, names, step
 
 
 def send(swarm: Swarm, peer: PeerId, stage: int, monkeypatch: Any, *, at: int = 0) -> None:
     """Have a step's record send a server to a stage."""
     calls = 0
 
-    def choose(self: Moves, gone: Any) -> list[Departure]:
+    def choose(self: Moves, gone: Any) -> tuple[list[Departure], list[Shed]]:
         nonlocal calls
         calls += 1
-        return [Departure(member=swarm.members[peer], stage_index=stage)] if calls == at + 1 else []
+        return [Departure(member=swarm.members[peer], stage_index=stage)] if calls == at + 1 else [], []
 
     monkeypatch.setattr(Moves, "choose", choose)
 
 
-async def steps(swarm: Swarm, first: int, last: int, *, pause_s: float = 5.0) -> list[Record]:
+async def steps(swarm: Swarm, first: int, last: int, *, pause_s: float = 5.0, among: str = "a") -> list[Record]:
     records = []
     for number in range(first, last):
-        records.append(await step(swarm, number, among="a"))
+        records.append(await step(swarm, number, among=among))
         await asyncio.sleep(pause_s)
     return records
 
@@ -198,5 +200,44 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
             assert names(record) == ["ab", "c"]
         assert "c" not in balance._known
         assert balance._known["a"].samples_per_s == 10.0
+
+    swarm.run(go())
+
+
+@pytest.mark.parametrize(
+    ("rosters", "shed", "after"),
+    [
+        (("ab", "a"), (A, 0), ["b", "a"]),
+        (("ab", "ab"), (B, 1), ["ab", "a"]),
+        (("a", "ab"), (A, 0), ["a", "ab"]),  # it has the only copy
+        (("ab", "c"), (A, 0), ["ab", "c"]),  # it has no other stage
+    ],
+)
+def test_a_server_gives_up_one_of_several_stages(
+    make_swarm: MakeSwarm, monkeypatch: Any, rosters: Sequence[str], shed: tuple[PeerId, int], after: list[str]
+) -> None:
+    swarm = make_swarm(*(" ".join(names) for names in rosters))
+    calls = 0
+
+    def choose(self: Moves, gone: Any) -> tuple[list[Departure], list[Shed]]:
+        nonlocal calls
+        calls += 1
+        return [], [Shed(*shed)] if calls == 2 else []
+
+    monkeypatch.setattr(Moves, "choose", choose)
+
+    async def go() -> None:
+        records = await steps(swarm, 0, 5, among=after[0][0])
+        assert names(records[0]) == list(rosters)
+        assert [names(record) for record in records[1:]] == 4 * [after]
+        for name, server in swarm.servers.items():
+            held = tuple(index for index, peers in enumerate(after) if name in peers)
+            assert server.stepping.stages == held
+            assert tuple(server.stepping.sums.ledgers) == held
+            there = {index for index, block in enumerate(server.admission.model.blocks.modules)
+                     if not any(parameter.is_meta for parameter in block.parameters())}  # fmt: skip
+            assert there == set(held), "what it gave up takes no memory"
+        assert swarm.servers[A].events.counts["sheds"] == (after != list(rosters))
+        assert_plain(swarm, *([number] for number in range(5)))
 
     swarm.run(go())

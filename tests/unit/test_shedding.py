@@ -1,0 +1,71 @@
+"""Who gives up a stage of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.balance import Balance
+from lightning_swarm.rebalancing.said import Load
+from lightning_swarm.rebalancing.shedding import Shed, plan_shedding
+
+
+def rates(*stages: Mapping[str, float]) -> list[dict[PeerId, float]]:
+    return [{PeerId(peer): rate for peer, rate in stage.items()} for stage in stages]
+
+
+def planned(*stages: Mapping[str, float], kept: Sequence[int] = (), leaving: str = "") -> list[tuple[str, int]]:
+    found = plan_shedding(rates(*stages), kept=kept, leaving=[PeerId(peer) for peer in leaving])
+    return [(shed.peer, shed.stage) for shed in found]
+
+
+def test_who_holds_several_leaves_one_to_a_newcomer() -> None:
+    assert planned({"a": 1, "b": 1}, {"a": 1}, {"a": 1}) == [("a", 0)]
+    assert planned({"a": 1, "b": 1}, {"a": 1, "c": 1}) == [], "all are as busy, and each stage has two copies"
+    assert planned({"a": 1, "b": 1}, {"a": 1, "c": 1}, {"a": 1}) == [("a", 0), ("a", 1)]
+
+
+def test_each_gives_up_what_helps_it_whoever_is_slowest() -> None:
+    found = planned({"a": 1, "x": 1}, {"a": 1}, {"a": 1}, {"b": 1, "y": 1}, {"b": 1})
+    assert sorted(found) == [("a", 0), ("b", 3)]
+
+
+def test_a_slow_newcomer_is_not_left_alone() -> None:
+    assert planned({"a": 10, "b": 1}, {"a": 10}) == []
+    assert planned({"a": 10, "b": 1, "c": 9}, {"a": 10}) == [("a", 0)]
+
+
+@pytest.mark.parametrize("stages", [({"a": 1}, {"a": 1}), ({"a": 1, "b": 1}, {"c": 1})], ids=["alone", "one each"])
+def test_nobody_gives_up_its_only_stage_nor_the_only_copy(stages: Sequence[Mapping[str, float]]) -> None:
+    assert planned(*stages) == []
+
+
+def test_nobody_relies_on_who_leaves_nor_gives_up_what_is_being_sent() -> None:
+    stages: Sequence[Mapping[str, float]] = ({"a": 1, "b": 1}, {"a": 1})
+    assert planned(*stages, leaving="b") == []
+    assert planned(*stages, kept=[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "share", "measured", "sheds"),
+    [
+        ("gain", 0.9, True, [Shed(PeerId("a"), 0)]),
+        ("gain", 0.1, True, []),  # it is not what takes the time, and two copies are safer than one
+        ("gain", 0.9, False, []),
+        ("none", 0.9, True, []),
+        ("paper", 0.9, True, []),
+    ],
+)
+def test_stages_are_given_up_where_computing_limits(rule: str, share: float, measured: bool, sheds: list[Shed]) -> None:
+    balance = Balance(rule, 60.0, [1, 1, 1], now_s=0.0)  # type: ignore[arg-type]
+    of_b = Load(10.0 if measured else None, busy_share=0.1)
+    balance.take_loads({
+        PeerId("a"): {index: Load(10.0, busy_share=share / 3) for index in range(3)},
+        PeerId("b"): {0: of_b},
+    })  # fmt: skip
+    a, b = PeerId("a"), PeerId("b")
+    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={}) == sheds
+    assert balance.sheds([[a], [a], [a]], leaving=[], joining={}) == []
+    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={PeerId("c"): 0}) == []
