@@ -70,8 +70,8 @@ class SwarmHooks(ResumingHooks):
         announce: At which address and port others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights.
-        rebalancing: Which servers move to another stage during the run: ``"none"``: nobody; ``"gain"``: where the
-            pipeline gains more by it than it costs; ``"paper"``: by the SWARM paper's rule. The starter's word holds.
+        rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
+            it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
         rebalance_interval: Seconds between two decisions on that, at the latest; when peers come or go it is decided at
             once.
         preemption: Whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``, ``"azure"``,
@@ -107,7 +107,7 @@ class SwarmHooks(ResumingHooks):
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
         gather_on_end: bool = True,
-        rebalancing: Rebalancing = "none",
+        rebalancing: Rebalancing = "gain",
         rebalance_interval: float = 300.0,
         preemption: Preemption | None = None,
         limits: Limits = _LIMITS,

@@ -52,7 +52,7 @@ class InMemoryHooks(_SwarmHooks):
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
             ones take as long as the last. Without any, computing takes no time.
         faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
-        kwargs: Those of `SwarmStrategy`.
+        kwargs: Those of `SwarmStrategy`. Here nobody moves by default, for in this thread nothing is gained by it.
     """
 
     strategy_name = "swarm_in_memory"
@@ -66,7 +66,7 @@ class InMemoryHooks(_SwarmHooks):
         faults: FaultPlan | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"rebalancing": "none", **kwargs})
         self._microbatch_s = microbatch_s
         self._faults = faults
         self._rng = random.Random(seed)
