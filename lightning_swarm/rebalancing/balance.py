@@ -30,6 +30,10 @@ _FIXED_S: Final = 3.0
 _LEAST_BUSY: Final = 1 / 3
 """What the busiest stage computes of the time: if less, no move can save as much as that."""
 
+_LOST_S: Final = 100.0
+"""A stage that dies with its only server is waited for, and then the run goes back to a snapshot, which takes minutes.
+But most of what changes a swarm are newcomers, and servers that leave in order."""
+
 _FIRST_BYTES_PER_S: Final = 12.5e6
 """Until a download was seen."""
 
@@ -233,7 +237,8 @@ class Balance:
         stages = self._stages(rosters, fixed, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
-            return plan(stages, Costs(move_s, self._pace.horizon_s(now_s)))
+            costs = Costs(move_s, self._pace.horizon_s(now_s), _LOST_S)
+            return plan(stages, costs)
         queues = [
             {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
             for index in range(len(rosters))

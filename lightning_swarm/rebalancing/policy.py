@@ -52,10 +52,12 @@ class Costs:
     Args:
         move_s: Seconds in which who moves computes nothing, by stage that it moves to.
         horizon_s: For how long a gain lasts on the average: until the swarm changes, see `rebalancing.pace`.
+        lost_s: Seconds that it costs when a change takes the only server of a stage, times how often it would.
     """
 
     move_s: Sequence[float]
     horizon_s: float
+    lost_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class Stages:
         """Of the errors that each of its peers may bring into that."""
         self.serving_rates = [0.0] * num_stages
         """As `rates`, of those that have arrived."""
-        self._num_peers = [0] * num_stages
+        self.num_peers = [0] * num_stages
+        """Also those on their way."""
         self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
         self._where: dict[PeerId, _Place] = {}
@@ -128,7 +131,7 @@ class Stages:
         if place is None:
             return
         self._count(place, -1)
-        if not self._num_peers[place.stage]:
+        if not self.num_peers[place.stage]:
             self.rates[place.stage] = self.squares[place.stage] = 0.0  # and not what rounding has left
         if not self._num_serving[place.stage]:
             self.serving_rates[place.stage] = 0.0
@@ -170,7 +173,7 @@ class Stages:
         rate = place.samples_per_s / self.work[place.stage]
         self.rates[place.stage] += sign * rate
         self.squares[place.stage] += sign * (rate * place.scatter) ** 2
-        self._num_peers[place.stage] += sign
+        self.num_peers[place.stage] += sign
         if place.arrived:
             self.serving_rates[place.stage] += sign * rate
             self._num_serving[place.stage] += sign
@@ -205,6 +208,7 @@ class _Draft:
         self._rates = list(stages.rates)
         self._meanwhile = list(stages.rates)  # until those that move arrive
         self._left = [stages.num_serving(index) for index in range(len(stages.rates))]
+        self._num_peers = list(stages.num_peers)
 
     def make(self, move: Move, samples_per_s: float) -> None:
         work = self._stages.work
@@ -213,6 +217,8 @@ class _Draft:
         self._meanwhile[move.source] -= samples_per_s / work[move.source]
         self._rates[move.target] += samples_per_s / work[move.target]
         self._left[move.source] -= 1
+        self._num_peers[move.source] -= 1
+        self._num_peers[move.target] += 1
 
     def mean_rate(self) -> float:
         """Of the pipeline, as long as the swarm stays as it is, which may be over at any moment."""
@@ -223,9 +229,16 @@ class _Draft:
                 after if needs_s < until_s else before
                 for before, after, needs_s in zip(self._meanwhile, self._rates, move_s, strict=True)
             )
-            mean += (lasts - still_lasts) * min(there)
+            mean += (lasts - still_lasts) * min(there) * (1.0 - self._risk(self._left))
             lasts = still_lasts
-        return mean + lasts * min(self._rates)  # all have arrived
+        return mean + lasts * min(self._rates) * (1.0 - self._risk(self._num_peers))  # all have arrived
+
+    def _risk(self, num_peers: Sequence[int]) -> float:
+        """The share of the time that it costs to have stages of one server: each change may take that one."""
+        if not self._costs.lost_s:
+            return 0.0
+        lone = sum(number == 1 for number in num_peers)
+        return min(lone * self._costs.lost_s / (sum(self._num_peers) * self._costs.horizon_s), 1.0) if lone else 0.0
 
     def find(self) -> list[tuple[Move, float]]:
         """What helps the slowest stage most, with the rates of those who move: one, else two that change places."""

@@ -50,7 +50,7 @@ class Rate:
     def __init__(self, samples_per_s: float, stage: int | None) -> None:
         self.stage = stage
         self._log = math.log(samples_per_s)
-        self._variance = (_FIRST_SCATTER / _SIGMAS) ** 2
+        self._variance, self._num_heard = (_FIRST_SCATTER / _SIGMAS) ** 2, 1
 
     def hear(self, samples_per_s: float, stage: int | None) -> None:
         """It has said it again."""
@@ -60,7 +60,8 @@ class Rate:
             return
         off = said - self._log
         self._log += _SMOOTHING * off
-        self._variance += _OF_SCATTER * (off**2 - self._variance)
+        self._num_heard += 1
+        self._variance += max(_OF_SCATTER, 1.0 / self._num_heard) * (off**2 - self._variance)
 
     @property
     def samples_per_s(self) -> float:

@@ -96,6 +96,18 @@ def test_a_move_that_costs_more_than_it_gains_is_not_made(move_s: float, moves: 
     assert len(made(stages_of([4, 4], [3, 1]), move_s=move_s, horizon_s=600.0)) == moves
 
 
+@pytest.mark.parametrize(("horizon_s", "moves"), [(6000.0, 1), (60.0, 0)])
+def test_a_stage_is_left_to_one_server_only_if_that_gains_more_than_its_death_would_cost(
+    horizon_s: float, moves: int
+) -> None:
+    """A rate of 5 in place of 2; but in a swarm that changes every minute that server is gone in four, on average."""
+    for number, expected in ((2, moves), (3, 1)):
+        stages = stages_of([5] * number, [])
+        for name in "ab":
+            stages.put(PeerId(name), 1, 1.0, movable=False)
+        assert len(plan(stages, Costs([FREE] * 2, horizon_s, lost_s=300.0))) == expected
+
+
 def test_a_stage_that_takes_long_to_download_keeps_nobody_from_the_others() -> None:
     stages = stages_of([1] * 4, [1] * 4, [1], [1])
     moves = plan(stages, Costs([30.0, 30.0, 1e6, 30.0], 600.0))
