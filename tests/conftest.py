@@ -10,6 +10,13 @@ _FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py"
 """The files that take longest. Of two workers one begins with the first and the third, whose peers are processes."""
 
 
+@pytest.fixture(autouse=True)
+def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `seed_everything` leaves in the environment, samplers of later runs in this process would take."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where files are dealt out, have nobody begin a long one when the others are through."""
     folder = Path(__file__).parent

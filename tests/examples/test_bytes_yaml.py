@@ -51,8 +51,6 @@ def fit(monkeypatch: pytest.MonkeyPatch, out: Path, *options: str) -> list[dict[
 @pytest.fixture(autouse=True)
 def _take_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
 
 
 def test_one_file_trains_the_same_with_and_without_a_swarm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ def accuracy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 def test_a_swarm_learns_as_well_as_the_plain_trainer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that what a run sets is taken back
-    monkeypatch.setenv("PL_SEED_WORKERS", "0")
     made: list[InMemoryStrategy] = []
 
     def strategy(num_stages: int) -> InMemoryStrategy:

@@ -44,8 +44,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "project"
     shutil.copytree(HERE, folder, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     monkeypatch.syspath_prepend(folder)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
     monkeypatch.setattr(lightning_swarm, "SwarmStrategy", Watched)
     return folder
 

@@ -28,12 +28,6 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return model, capsys.readouterr().out.partition("\ndef ")[2].splitlines()
 
 
-@pytest.fixture(autouse=True)
-def _take_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
-
-
 def test_a_swarm_trains_it_as_the_plain_trainer_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,7 @@ Peers of these runs train and serve, so with its trainer a stage loses one of it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,7 @@ LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silenc
 VICTIM, RANK = PeerId("peer-3"), 3
 BATCH = 2  # of the victim's, in which it happens
 NUM_STEPS = 24
+_SLOW_S = 0.2
 
 Fault = Callable[[Seen], None]
 
@@ -178,12 +180,21 @@ class Faulty(DigitsMLP):
         self.at("after backward")
 
 
+def num_batches(seen: Seen) -> int:
+    """That the victim began; one that ran again counts again."""
+    return sum(rank == RANK for rank, _ in list(seen.batches.values()))
+
+
 class Lead(L.Callback):
-    """Lets the victim go on after so many more records, and keeps what is logged."""
+    """Lets the victim go on after so many more records, and keeps what is logged.
+
+    Until the victim has run another batch, the others are slow: else the run may be over before.
+    """
 
     def __init__(self, num_records: int) -> None:
         self.num_records = num_records
         self.due: int | None = None
+        self.num_batches: int | None = None  # that the victim had run when it thawed
         self.lines = Lines()
 
     @override
@@ -192,6 +203,8 @@ class Lead(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, trainers.ThreadStrategy)
         assert strategy.peer is not None
+        if RANK not in seen.errors and num_batches(seen) == self.num_batches:
+            time.sleep(_SLOW_S)
         if not seen.network.is_frozen(VICTIM):
             return
         if self.due is None and any(event.peer == VICTIM for event in strategy.peer.events.newest):
@@ -201,6 +214,7 @@ class Lead(L.Callback):
             async def thaw() -> None:
                 seen.network.thaw(VICTIM)
 
+            self.num_batches = num_batches(seen)
             seen.runtime.run(thaw())
 
 

@@ -93,8 +93,6 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-swarm"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")  # so that what a run sets is taken back
 
 
 def strategy_of(*options: str, kind: type[LightningCLI] = SwarmCLI) -> SwarmStrategy:

@@ -422,8 +422,6 @@ def test_what_is_no_list_of_machines_is_refused(tmp_path: Path, text: str) -> No
 def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
 
 
 NUMBERS = ("--layers", "4", "--width", "256", "--sequence", "64")
