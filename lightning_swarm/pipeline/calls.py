@@ -189,12 +189,13 @@ class Calls:
         with self._blaming(stage):
             return decode(await self._link.tickets.wait(self._ticket(stage, direction), timeout=timeout), CallReport)
 
-    async def fetch(self, stage: int, direction: Direction) -> Message:
-        """The tensors of a call, when they exist. All stages before it may take their time."""
+    async def fetch(self, stage: int, direction: Direction) -> tuple[Message, CallReport]:
+        """The tensors of a call, when they exist, and its report. All stages before it may take their time."""
         stages = range(stage + 1) if direction == "forward" else range(stage, stage + 1)
         timeout = min(sum(self._link.patience_s(one, self.route[one]) for one in stages), self._link.timeout)
         with self._blaming(stage):
-            return await self._link.tickets.fetch(self._ticket(stage, direction), timeout=timeout)
+            message, report = await self._link.tickets.fetch_reported(self._ticket(stage, direction), timeout=timeout)
+            return message, decode(report, CallReport)
 
     def _ticket(self, stage: int, direction: Direction) -> Ticket:
         return Ticket(peer_id=self.peer(stage), name=self._microbatch.key.name(stage, direction))

@@ -60,12 +60,24 @@ class Passage:
             while True:
                 try:
                     await sender.send_forwards(list(range(calls.last + 1)), in_order=recovery.num_failures > 0)
-                    message = await calls.fetch(calls.last, "forward")
+                    message, report = await calls.fetch(calls.last, "forward")
                     for charge in calls.route:
                         link.heard(charge.peer, step=calls.step)
+                    if (
+                        not recovery.num_failures and calls.end <= calls.last
+                    ):  # else it is not sure whose reports these are
+                        self._learn([report, *report.others])
                     return decode(message.body, Computed), message.tensors
                 except Failed as failure:
                     await recovery.mend(failure)
+
+    def _learn(self, reports: Sequence[CallReport]) -> None:
+        """By the forwards' times route those that come next: their backwards may come long after."""
+        calls = self._calls
+        if len(reports) != len(calls.route):
+            return
+        for stage, report in enumerate(reversed(reports)):
+            calls.route[stage] = self.link.routers[stage].note_forward(calls.route[stage], busy_s=report.busy_s)
 
     async def backward(
         self, gradients: Sequence[Tensor | None], *, sent: Callable[[], Awaitable[None]] = _nothing
@@ -279,7 +291,7 @@ class _WayBack:
             if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
                 await self._receive(calls.last, timeout=_MOMENT_S)
             return
-        reports = [report, *report.later]
+        reports = [report, *report.others]
         if [one.receipt for one in reports] != [calls.accumulates(stage) for stage in stages]:
             return
         for stage, one in zip(stages, reports, strict=True):
@@ -301,7 +313,7 @@ class _WayBack:
         self._recovery.done.add(stage)
 
     async def _input_gradient(self) -> list[Tensor | None]:
-        message = await self._calls.fetch(0, "backward")
+        message, _ = await self._calls.fetch(0, "backward")
         return trees.placed(decode(message.body, Computed).flags, message.tensors)[0]
 
 

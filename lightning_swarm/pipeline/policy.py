@@ -1,9 +1,9 @@
 """Which peer of a stage gets the next microbatch: interleaved weighted round-robin. Pure.
 
 The peer whose assigned busy time is smallest is taken, and the time that the microbatch is expected to take is added
-to it; when the microbatch is done, the expectation is replaced by what was measured. A peer that failed is banned for a
-while, longer each time until it finishes something; nobody is banned where all are. Accounts are kept sorted, so that
-none of this walks over all peers: a stage may have thousands, and each microbatch asks.
+to it. When its forward is done the expectation follows that, and when all is done it is replaced by what was measured.
+A peer that failed is banned for a while, longer each time until it finishes something; nobody is banned where all are.
+Accounts are kept sorted, so that none of this walks over all peers: a stage may have thousands, and each microbatch asks.
 
 Source: SWARM, arXiv:2301.11913, appendix C.
 """
@@ -14,7 +14,7 @@ import math
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from heapq import heappop, heappush
 from typing import Final, TypeAlias
@@ -37,6 +37,11 @@ SHORTEST_DEADLINE_S = 30.0
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9
 """What is said to take less or more is no time."""
+
+_FORWARD_SHARE: Final = 1 / 3
+"""Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward."""
+
+_LEAST_SHARE: Final = 0.05
 
 _Accounts: TypeAlias = list[tuple[float, PeerId]]
 """Assigned times and whose they are, the smallest first."""
@@ -61,11 +66,19 @@ class PeerLoad:
 
 @dataclass(frozen=True)
 class Charge:
-    """A microbatch on a peer's account."""
+    """A microbatch on a peer's account.
+
+    Args:
+        peer: Which one.
+        num_samples: Of the microbatch.
+        expected_s: On the account for it: forward and backward.
+        forward_s: What its forward took, once that is known.
+    """
 
     peer: PeerId
     num_samples: int
     expected_s: float
+    forward_s: float | None = None
 
 
 class StageRouter:
@@ -84,6 +97,7 @@ class StageRouter:
         # Of all who were measured. Exact: a sum of floats would keep what rounding has left of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0
+        self._forward_share = MovingAverage(SMOOTHING)  # of a microbatch's time
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
         """The stage's roster. A newcomer enters at the smallest account, so it is tried next. Walks over all peers."""
@@ -121,6 +135,19 @@ class StageRouter:
             load.num_microbatches -= 1
             self.assign(charge.peer, load.assigned_s - charge.expected_s)
 
+    def note_forward(self, charge: Charge, *, busy_s: float) -> Charge:
+        """A forward is done, whose backward may come long after: expect of that as much as it takes in proportion.
+
+        Returns what is on the account for the microbatch from now on.
+        """
+        load = self.peers.get(charge.peer)
+        if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
+            return charge
+        expected_s = busy_s / (self._forward_share.value or _FORWARD_SHARE)
+        self._measure(load, charge.num_samples / expected_s)
+        self.assign(charge.peer, load.assigned_s + (expected_s - charge.expected_s))
+        return replace(charge, expected_s=expected_s, forward_s=busy_s)
+
     def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
         """The microbatch is done: the account holds the measured time instead of the expected one."""
         load = self.peers.get(charge.peer)
@@ -128,10 +155,15 @@ class StageRouter:
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
         load.num_failures, load.queued = 0, queued
-        self._count(load, -1)
-        load.rate.measure(charge.num_samples / busy_s)
-        self._count(load, 1)
+        self._measure(load, charge.num_samples / busy_s)
+        if charge.forward_s is not None:
+            self._forward_share.measure(min(max(charge.forward_s / busy_s, _LEAST_SHARE), 1.0))
         self._place(charge.peer, load.assigned_s + (busy_s - charge.expected_s), None)
+
+    def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
+        self._count(load, -1)
+        load.rate.measure(samples_per_s)
+        self._count(load, 1)
 
     def charge(self, peer: PeerId, num_samples: int) -> Charge:
         """Charge a peer that was chosen by others; one that left has no account."""

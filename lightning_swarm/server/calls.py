@@ -145,7 +145,7 @@ class Calls:
     ) -> None:
         mode = request.mode
         key = request.key
-        inputs, wants_grad = await self._inputs(request.source, inputs, mode.input_grad)
+        inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
         await self._stepping.reached(key.step)
         seed = self._seed(key, stage)
 
@@ -166,7 +166,7 @@ class Calls:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
             self._keep(name, kept, result)
         computed = Computed(structure=result.structure, flags=result.requires_grad)
-        report = CallReport(busy_s=busy_s, queued=self._executor.queued)
+        report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         outputs = tuple(tensor.cpu() for tensor in result.outputs)
         # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
         once = self.cache.full or not keep
@@ -180,13 +180,13 @@ class Calls:
 
     async def _inputs(
         self, source: Ticket | None, inputs: Any, input_grad: bool
-    ) -> tuple[tuple[Any, ...], Sequence[bool]]:
-        """The positional inputs of a stage, and which of their tensors want a gradient."""
+    ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[CallReport, ...]]:
+        """The positional inputs of a stage, which of their tensors want a gradient, and the reports they came with."""
         if source is None:
-            return inputs, [input_grad and trees.is_differentiable(t) for t in trees.flatten(inputs)[1]]
-        message, _ = await self._fetch(source)
+            return inputs, [input_grad and trees.is_differentiable(t) for t in trees.flatten(inputs)[1]], ()
+        message, report = await self._fetch(source)
         computed = decode(message.body, Computed)
-        return (trees.unflatten(computed.structure, list(message.tensors)),), computed.flags
+        return (trees.unflatten(computed.structure, list(message.tensors)),), computed.flags, _reports(report)
 
     # ------------------------------------------------------------------ backward
 
@@ -214,9 +214,9 @@ class Calls:
         key, mode = request.key, request.mode
         gradients, rest = trees.placed(request.present, tensors)
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
-        later: tuple[CallReport, ...] = ()
+        after: tuple[CallReport, ...] = ()
         if request.source is not None:
-            gradients, later = await self._gradients(request.source, stage, key, kept)
+            gradients, after = await self._gradients(request.source, stage, key, kept)
         receipt = False
 
         def compute() -> list[Tensor | None]:
@@ -234,7 +234,7 @@ class Calls:
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         computed = Computed(structure=None, flags=[gradient is not None for gradient in found])
-        own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, later=later)
+        own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
         stage.load.note(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
         present = tuple(gradient.cpu() for gradient in found if gradient is not None)
         self._tickets.fulfil(name, Message(encode(computed), present), encode(own), once=True)
@@ -262,7 +262,7 @@ class Calls:
         if request.recompute is None:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
         inputs, extras = _input_tree(request.recompute.structure, tensors, request.recompute.source)
-        inputs, wants_grad = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
+        inputs, wants_grad, _ = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
         seed = self._seed(key, stage)
         return Kept(inputs, extras, wants_grad, request.mode, seed)
 
@@ -367,9 +367,9 @@ def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None
 
 
 def _reports(report: bytes) -> tuple[CallReport, ...]:
-    """Of a backward, and of those that its own came with."""
+    """Of a call, and of those that its own input came with."""
     first = decode(report, CallReport)
-    return (replace(first, later=()), *first.later)
+    return (replace(first, others=()), *first.others)
 
 
 def _num_samples(inputs: tuple[Any, ...]) -> int:

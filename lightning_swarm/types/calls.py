@@ -141,7 +141,7 @@ class CallReport(Wire, frozen=True):
     busy_s: float  # the compute thread's time for this microbatch so far, its forward included
     queued: int  # jobs that wait for the compute thread
     receipt: bool = False  # the gradient is in the step's sum, by this call or an earlier one
-    later: tuple[CallReport, ...] = ()  # of a backward: those of the stages after it, which have none
+    others: tuple[CallReport, ...] = ()  # of the stages that its input came through, the nearest first; they have none
 
 
 class CancelRequest(Wire, frozen=True):

@@ -59,6 +59,37 @@ def test_microbatches_under_way_count_already() -> None:
     assert taken[B] == pytest.approx(30, abs=2)
 
 
+def test_forwards_tell_before_any_backward_is_done() -> None:
+    """A batch's forwards come first: nothing is settled before the last of them."""
+    made = router(A, B)
+    forwards = {A: 1.0, B: 1 / 9}
+    shares: Counter[PeerId] = Counter()
+    for _ in range(100):
+        charge = made.choose(4, now_s=0.0)
+        shares[charge.peer] += 1
+        made.note_forward(charge, busy_s=forwards[charge.peer])
+    assert shares[B] == pytest.approx(90, abs=2)
+
+
+def test_what_a_forward_let_expect_is_replaced_by_what_was_measured() -> None:
+    made = router(A)
+    charge = made.note_forward(made.choose(4, now_s=0.0), busy_s=1.0)
+    assert made.peers[A].assigned_s == pytest.approx(3.0)
+    made.settle(charge, busy_s=5.0, queued=0)
+    assert made.peers[A].assigned_s == pytest.approx(5.0)
+    assert made.note_forward(made.choose(4, now_s=0.0), busy_s=1.0).expected_s == pytest.approx(5.0), "it is learnt"
+
+
+@pytest.mark.parametrize("busy_s", [0.0, -1.0, math.nan, math.inf, 1e-300])
+def test_an_impossible_time_of_a_forward_changes_nothing(busy_s: float) -> None:
+    made = router(A)
+    charge = made.choose(4, now_s=0.0)
+    before = made.peers[A].assigned_s
+    assert made.note_forward(charge, busy_s=busy_s) == charge
+    assert made.peers[A].assigned_s == before
+    assert made.peers[A].samples_per_s is None
+
+
 def test_large_microbatches_cost_more() -> None:
     made = router(A, B)
     first = made.choose(30, now_s=0.0)

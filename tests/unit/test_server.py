@@ -92,9 +92,9 @@ def test_a_stage_reports_those_after_it(make_swarm: MakeSwarm) -> None:
     output = swarm.run(swarm.forward(key(), x))
     first, second, third = swarm.run(swarm.backward(key(), output))
     assert first.receipt
-    assert first.later == (replaced(second, later=()), third)
-    assert second.later == (third,)
-    assert third.later == ()
+    assert first.others == (replaced(second, others=()), third)
+    assert second.others == (third,)
+    assert third.others == ()
 
 
 def test_at_most_one_addition_per_key(make_swarm: MakeSwarm) -> None:
