@@ -101,9 +101,10 @@ class Peer:
 
     def serve(self, model: Model, *, trains: bool = False) -> None:
         """Hold stages from now on, as soon as a run wants this peer. `trains`: it has data for the run, too."""
-        self.runtime.run(self._serve(model, trains=trains))
+        self.runtime.run(self.begin_to_serve(model, trains=trains))
 
-    async def _serve(self, model: Model, *, trains: bool) -> None:
+    async def begin_to_serve(self, model: Model, *, trains: bool = False) -> None:
+        """As `serve`, on the loop."""
         await self._start_server(model)
         self._announced = True
         await membership.announce(
@@ -165,7 +166,7 @@ class Peer:
         self.runtime.run(self.stay(say))
 
     async def stay(self, say: Callable[[str], None] = _log.info) -> None:
-        """Enter a run, and return when it is over, or when it has let this peer go. See `Stay.last`."""
+        """On the loop: enter a run, and return when it is over, or when it has let this peer go. See `Stay.last`."""
         assert self._stay is not None
         await self._stay.last(say)
 

@@ -387,9 +387,13 @@ class SwarmHooks(ResumingHooks):
 
     def serve_module(self, peer: Peer, module: LightningModule) -> None:
         """Let a peer hold stages of a module that is as its user wants it."""
+        peer.serve(self.served_model(module))
+
+    def served_model(self, module: LightningModule) -> Model:
+        """What a peer holds stages of."""
         self.precision_plugin.convert_module(module)
         module.to(self.root_device)
-        peer.serve(self._model_of(module, keep=False))
+        return self._model_of(module, keep=False)
 
     def _model_of(self, module: LightningModule, *, keep: bool) -> Model:
         """A peer's copy of the model, `keep` as in `Model`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.config import Rebalancing
-from lightning_swarm.simulator import report
+from lightning_swarm.simulator import microbatches, report
 from lightning_swarm.simulator.fluid import Span, simulate
 from lightning_swarm.simulator.scenario import Runs
 
@@ -34,6 +34,17 @@ The file says what there is, for example:
     move_s: 30             # for how long who moves computes nothing: download and start
     join_s: 30             # likewise for who comes
     seeds: 3               # how often, each time by other chances
+
+With `microbatches` they are simulated one by one, by the code of real swarms: for hundreds of peers and minutes. Who
+moves or comes then downloads its stage, and `move_s` and `join_s` mean nothing.
+
+    microbatches:
+      per_step: 256
+      size: 1                # samples of each
+      boundary_mb: 0.5       # of a sample, from a stage to the next
+      stage_mb: 2            # of a stage's weights; its optimizer has twice as many
+      mbit: [20, 200]        # of the slowest line and the fastest, each way; or one number; 0: no limit
+      latency_ms: 10         # of each line
 
 Instead of `peers`, `trace: file.csv` has what happened, in lines of `seconds,peer,samples_per_s`: from then on a peer
 does so much, and 0 is one that is gone. The table's percentages are of what the best assignment of the peers alive at
@@ -62,5 +73,6 @@ def simulated(runs: Runs) -> dict[Rebalancing, list[Sequence[Span]]]:
     found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
     for seed in range(runs.plan.seeds):
         for rule, scenario in runs.of_seed(seed):
-            found[rule].append(simulate(scenario))
+            work = runs.work(seed)
+            found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
     return found

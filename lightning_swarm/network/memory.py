@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from lightning_swarm.clock import now_s
@@ -19,6 +20,7 @@ from lightning_swarm.network.announcements import check_record
 from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap
 from lightning_swarm.network.exchange import Channel, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Kind, decode
+from lightning_swarm.network.line import PIECE_BYTES, Line
 
 _PIPE_BYTES: Final = 1 << 20
 
@@ -39,13 +41,20 @@ class MemoryNetwork:
     Args:
         latency_s: How long each request and each answer is on its way.
         silence_s: How long a peer may be silent in the eyes of the others.
-
+        lines: Of single peers, beside that latency.
     """
 
-    def __init__(self, *, latency_s: float = 0.0, silence_s: float = SILENCE_S) -> None:
+    def __init__(
+        self,
+        *,
+        latency_s: float = 0.0,
+        silence_s: float = SILENCE_S,
+        lines: Mapping[PeerId, Line] = MappingProxyType({}),
+    ) -> None:
         self._tap: WireTap | None = None
         self.silence_s = silence_s
         self._latency_s = latency_s
+        self._lines = lines
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
@@ -118,9 +127,10 @@ class MemoryNetwork:
             raise Unreachable(f"No connection to {peer}: there is no such peer.")
         return self._peers[peer]
 
-    async def depart(self, _sender: PeerId, _receiver: PeerId) -> None:
+    async def depart(self, sender: PeerId, receiver: PeerId) -> None:
         """Hold a message back for as long as it takes to get from one peer to the other."""
-        await asyncio.sleep(self._latency_s)
+        lines = [self._lines[peer] for peer in {sender, receiver} & self._lines.keys()]
+        await asyncio.sleep(self._latency_s + sum(line.latency_s for line in lines))
 
     async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
         """Take one buffer across. All bytes between peers come through here: the place for faults.
@@ -130,10 +140,24 @@ class MemoryNetwork:
         """
         while held := self._held(sender, receiver):
             await held.wait()
+        await self._cross(sender, receiver, len(buffer))
         for peer in (sender, receiver):
             if peer not in self._peers:
                 raise ConnectionResetError(f"{peer} is gone")
         return bytes(buffer)
+
+    async def _cross(self, sender: PeerId, receiver: PeerId, num_bytes: int) -> None:
+        """Let some bytes pass both lines, a piece after the other: others' pieces come in between."""
+        one, other = self._lines.get(sender), self._lines.get(receiver)
+        if (one is None and other is None) or sender == receiver:
+            return
+        for at in range(0, num_bytes, PIECE_BYTES):
+            piece, at_s = min(PIECE_BYTES, num_bytes - at), now_s()
+            until_s = max(
+                at_s if one is None else one.up.take(piece, at_s),
+                at_s if other is None else other.down.take(piece, at_s),
+            )
+            await asyncio.sleep(until_s - at_s)
 
     def _held(self, sender: PeerId, receiver: PeerId) -> asyncio.Event | None:
         """What must happen before anything gets from one to the other."""

@@ -3,7 +3,8 @@
 The peer whose assigned busy time is smallest is taken, and the time that the microbatch is expected to take is added
 to it. When its forward is done the expectation follows that, and when all is done it is replaced by what was measured.
 A peer that failed is banned for a while, longer each time until it finishes something; nobody is banned where all are.
-Accounts are kept sorted, so that none of this walks over all peers: a stage may have thousands, and each microbatch asks.
+Accounts are kept sorted, so that none of this walks over all peers: a stage may have thousands, and each microbatch
+asks.
 
 Source: SWARM, arXiv:2301.11913, appendix C.
 """

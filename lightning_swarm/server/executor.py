@@ -109,10 +109,11 @@ class PacedExecutor(InlineExecutor):
     """As `InlineExecutor`, but microbatches take time on the loop's clock, as on a machine of that speed.
 
     Args:
-        microbatch_s: Seconds for a microbatch at a stage: a third for its forward, the rest for its backward.
+        microbatch_s: Asked for the seconds of a microbatch at a stage: a third for its forward, the rest for its
+            backward.
     """
 
-    def __init__(self, microbatch_s: float) -> None:
+    def __init__(self, microbatch_s: Callable[[], float]) -> None:
         super().__init__()
         self._microbatch_s = microbatch_s
         self._busy = False
@@ -123,7 +124,7 @@ class PacedExecutor(InlineExecutor):
             job = heapq.heappop(self._heap)
             if job.future.cancelled():
                 continue
-            took_s = 0.0 if job.priority == FIRST else self._microbatch_s * (1, 2)[job.priority[0] == 0] / 3
+            took_s = 0.0 if job.priority == FIRST else self._microbatch_s() * (1, 2)[job.priority[0] == 0] / 3
             if took_s:
                 self._busy = True
                 asyncio.get_running_loop().call_later(took_s, self._end, job, took_s)

@@ -71,6 +71,8 @@ class Span:
         num_moves: That began with it.
         fewest: Peers that serve some stage.
         most: Likewise.
+        queued: Jobs that wait at a peer, on the average. None: not simulated.
+        sent_bytes: By all peers. None: not simulated.
     """
 
     begin_s: float
@@ -80,6 +82,13 @@ class Span:
     num_moves: int
     fewest: int
     most: int
+    queued: float | None = None
+    sent_bytes: int | None = None
+
+    @property
+    def sent_mb_per_s(self) -> float | None:
+        """By all peers."""
+        return None if self.sent_bytes is None else self.sent_bytes / (self.end_s - self.begin_s) / 1e6
 
 
 def simulate(scenario: Scenario) -> list[Span]:
@@ -103,6 +112,11 @@ def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: floa
         done += length_s * span.samples_per_s
         best += length_s * span.best
     return done / best if best else math.nan
+
+
+def best_of(rates: Iterable[float], num_stages: int) -> float:
+    """Of the slowest stage, if peers of these rates were assigned as well as can be."""
+    return _best_rate(tuple(sorted(rates)), num_stages)
 
 
 @functools.lru_cache(maxsize=1024)  # rules are compared on the same peers
@@ -151,7 +165,7 @@ class _Swarm:
         if changed:
             self._pace.note_change(now_s)
             self._forget_what_was_left()
-            self.best = _best_rate(tuple(sorted(self._alive.values())), self._scenario.num_stages)
+            self.best = best_of(self._alive.values(), self._scenario.num_stages)
         looks = now_s >= self._look_s
         if looks:
             self._look_s = now_s + self._scenario.interval_s
@@ -188,10 +202,15 @@ class _Swarm:
         self._alive[peer] = change.samples_per_s
         if there is not None:
             self._stages.put(peer, there, change.samples_per_s, arrived=peer not in self._arrivals)
-        elif change.at_s == self._begin_s:
-            self._stages.put(peer, stage_for(self._stages), change.samples_per_s)
+        elif change.at_s == self._begin_s:  # dealt out, from the last stage on: nobody's rate is known yet
+            self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
-            self._send(peer, stage_for(self._stages), change.at_s + self._scenario.join_s)
+            self._send(peer, self._stage_for_newcomer(), change.at_s + self._scenario.join_s)
+
+    def _stage_for_newcomer(self) -> int:
+        if self._scenario.rule == "none":  # where nobody moves, rates are not asked for
+            return min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
+        return stage_for(self._stages)
 
     def _send(self, peer: PeerId, stage: int, arrives_s: float) -> None:
         self._stages.put(peer, stage, self._alive[peer], arrived=False)

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from lightning_swarm.config import Rebalancing
@@ -17,6 +18,9 @@ _POINTS: Final = 400
 """Of a curve: each is an average."""
 
 _HEAD: Final = ("rule", "samples/s", "% of best", "first hour", "last hour", "moves/hour", "hours below half of best")
+_HEAD_OF_MICROBATCHES: Final = ("queued", "MB a sample")
+_OF_MICROBATCHES: Final = MappingProxyType({"queued": "jobs that wait\nat a peer", "sent_mb_per_s": "MB/s sent"})
+"""Curves, and what they are called."""
 
 
 def table(found: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
@@ -25,7 +29,10 @@ def table(found: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
     Args:
         found: By rule, of each seed the spans.
     """
-    rows = [_HEAD, *((rule, *_cells(runs)) for rule, runs in found.items())]
+    rows: list[tuple[str, ...]] = [_HEAD, *((rule, *_cells(runs)) for rule, runs in found.items())]
+    if all(span.sent_bytes is not None for runs in found.values() for spans in runs for span in spans):
+        more = [_HEAD_OF_MICROBATCHES, *map(_cells_of_microbatches, found.values())]
+        rows = [row + cells for row, cells in zip(rows, more, strict=True)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     return "\n".join(
         "  ".join(
@@ -34,6 +41,13 @@ def table(found: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
         )
         for row in rows
     )
+
+
+def _cells_of_microbatches(runs: Sequence[Sequence[Span]]) -> tuple[str, ...]:
+    spans = [span for spans in runs for span in spans]
+    num_samples = sum((span.end_s - span.begin_s) * span.samples_per_s for span in spans)
+    queued = statistics.fmean(span.queued or 0.0 for span in spans)
+    return f"{queued:.1f}", f"{sum(span.sent_bytes or 0 for span in spans) / num_samples / 1e6:.3g}"
 
 
 def _cells(runs: Sequence[Sequence[Span]]) -> list[str]:
@@ -64,6 +78,8 @@ def _cells(runs: Sequence[Sequence[Span]]) -> list[str]:
 def draw(found: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> None:
     """Samples/s beside the best, how many peers serve a stage, and moves, over the hours of the first seed.
 
+    Where microbatches were simulated, how many wait at a peer, and what all send, too.
+
     Raises:
         ConfigError: Matplotlib is missing, or the file cannot be written.
     """
@@ -76,17 +92,21 @@ def draw(found: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> N
         raise ConfigError(
             "A picture needs matplotlib, which is not installed. Install it: pip install 'lightning-swarm[demo]'"
         ) from error
-    figure, panels = plt.subplots(3, len(found), figsize=(6 * len(found), 7), sharex=True, sharey="row", squeeze=False)
-    for (rule, runs), (rate, peers, moves) in zip(found.items(), panels.T, strict=True):
-        spans = runs[0]
-        hours, lines = curves(spans)
+    drawn = [curves(runs[0]) for runs in found.values()]
+    more = [name for name in _OF_MICROBATCHES if all(name in lines for _, lines in drawn)]
+    size = (6 * len(found), 7 + 2 * len(more))
+    figure, panels = plt.subplots(3 + len(more), len(found), figsize=size, sharex=True, sharey="row", squeeze=False)
+    for rule, (hours, lines), (rate, peers, moves, *others) in zip(found, drawn, panels.T, strict=True):
         rate.set_title(f"rule: {rule}")
         rate.plot(hours, lines["best"], color="tab:gray", label="best assignment")
         rate.plot(hours, lines["samples_per_s"], color="tab:blue", label="swarm")
         peers.fill_between(hours, lines["fewest"], lines["most"], step="mid", color="tab:blue", alpha=0.4)
         moves.plot(hours, lines["moves"], color="tab:blue")
-        moves.set_xlabel("hours")
-    for axes, label in zip(panels[:, 0], ("samples/s", "peers a stage,\nfewest to most", "moves so far"), strict=True):
+        for axes, name in zip(others, more, strict=True):
+            axes.plot(hours, lines[name], color="tab:blue")
+        panels[-1, 0].set_xlabel("hours")
+    labels = ["samples/s", "peers a stage,\nfewest to most", "moves so far", *map(_OF_MICROBATCHES.__getitem__, more)]
+    for axes, label in zip(panels[:, 0], labels, strict=True):
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0.0)
     panels[0, 0].legend(loc="lower left")
@@ -103,7 +123,10 @@ def draw(found: Mapping[Rebalancing, Sequence[Sequence[Span]]], path: Path) -> N
 def curves(spans: Sequence[Span]) -> tuple[list[float], dict[str, list[float]]]:
     """Averages over equal parts of the time, and moves up to each part's end."""
     begin_s, part_s = spans[0].begin_s, (spans[-1].end_s - spans[0].begin_s) / _POINTS
-    sums = {name: [0.0] * _POINTS for name in ("best", "samples_per_s", "fewest", "most")}
+    names = ["best", "samples_per_s", "fewest", "most"]
+    if spans[0].sent_bytes is not None:
+        names += _OF_MICROBATCHES
+    sums = {name: [0.0] * _POINTS for name in names}
     moves = [0.0] * _POINTS
     for span in spans:
         first = min(int((span.begin_s - begin_s) / part_s), _POINTS - 1)

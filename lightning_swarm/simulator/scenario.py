@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias, get_args
 
@@ -15,12 +15,16 @@ import yaml
 from lightning_swarm.config import Rebalancing
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.line import Direction, Line
 from lightning_swarm.simulator.fluid import Change, Scenario
+from lightning_swarm.simulator.microbatches import Work
 
 _HOUR_S: Final = 3600.0
 _MOST: Final = 1e12
 
 _Range: TypeAlias = float | tuple[float, float]
+_MB: Final = 1e6
+_BITS_PER_MBIT: Final = 1e6
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,6 +43,27 @@ class Peers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     back_minutes: float = 10.0
 
 
+class Microbatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What peers compute and send, where that is simulated one by one.
+
+    Args:
+        per_step: Of a step.
+        size: Samples of each.
+        boundary_mb: Of a sample, from a stage to the next.
+        stage_mb: Of a stage's weights; its optimizer has twice as many.
+        mbit: Of each peer's line, in Mb/s and each way; 0: no limit. Or of the slowest and the fastest, and the others
+            anywhere between, in ratio.
+        latency_ms: Of each peer's line.
+    """
+
+    per_step: int
+    size: int = 1
+    boundary_mb: float = 0.004
+    stage_mb: float = 0.004
+    mbit: _Range = 0.0
+    latency_ms: float = 0.0
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a scenario's file says.
 
@@ -53,6 +78,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         move_s: For how long who moves computes nothing.
         join_s: Likewise for who comes.
         seeds: How often, each time by other chances.
+        microbatches: They are simulated one by one, and who moves or comes downloads its stage, so that `move_s` and
+            `join_s` mean nothing. None: the swarm is simulated as rates.
     """
 
     stages: int
@@ -64,6 +91,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     move_s: float = 30.0
     join_s: float = 30.0
     seeds: int = 3
+    microbatches: Microbatches | None = None
 
 
 class Runs:
@@ -92,6 +120,22 @@ class Runs:
                 Scenario(plan.stages, changes, end_s, rule, plan.interval_s, offset_s, plan.move_s, plan.join_s),
             )
 
+    def work(self, seed: int) -> Work | None:
+        """What the peers do. None: they are rates."""
+        told = self.plan.microbatches
+        if told is None:
+            return None
+        rng = random.Random(seed)
+        changes = self._trace or _made_up(self.plan.peers, self.plan.hours, seed)
+        lines = {peer: _line(told, rng) for peer in dict.fromkeys(change.peer for change in changes)}
+        return Work(told.per_step, told.size, int(told.boundary_mb * _MB), int(told.stage_mb * _MB), lines)
+
+
+def _line(told: Microbatches, rng: random.Random) -> Callable[[], Line]:
+    mbit = _between(told.mbit, rng)
+    bytes_per_s = mbit * _BITS_PER_MBIT / 8 if mbit else math.inf
+    return lambda: Line(Direction(bytes_per_s), Direction(bytes_per_s), told.latency_ms / 1e3)
+
 
 def _read(path: Path) -> Plan:
     try:
@@ -103,9 +147,10 @@ def _read(path: Path) -> Plan:
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         fields = ", ".join(Plan.__struct_fields__)
-        of_peers = ", ".join(Peers.__struct_fields__)
+        of_peers, of_microbatches = (", ".join(kind.__struct_fields__) for kind in (Peers, Microbatches))
         raise ConfigError(
-            f"{path} is no scenario: {error}. It is YAML and has {fields}; `peers` has {of_peers}."
+            f"{path} is no scenario: {error}. It is YAML and has {fields}; `peers` has {of_peers}; `microbatches` has "
+            f"{of_microbatches}."
         ) from error
     _check(plan, path)
     return plan
@@ -126,7 +171,7 @@ def _check(plan: Plan, path: Path) -> None:
         ("join_s", plan.join_s, 0.0),
     ]
     if plan.peers is not None:
-        slowest, fastest = _range(plan.peers)
+        slowest, fastest = _range(plan.peers.samples_per_s)
         limits += [
             ("peers.number", plan.peers.number, plan.stages),
             ("peers.samples_per_s", slowest, 1e-6),
@@ -134,27 +179,41 @@ def _check(plan: Plan, path: Path) -> None:
             ("peers.stay_hours", plan.peers.stay_hours, 0.0),
             ("peers.back_minutes", plan.peers.back_minutes, 0.01),
         ]
+    if plan.microbatches is not None:
+        slowest, fastest = _range(plan.microbatches.mbit)
+        limits += [
+            ("microbatches.per_step", plan.microbatches.per_step, 1),
+            ("microbatches.size", plan.microbatches.size, 1),
+            ("microbatches.boundary_mb", plan.microbatches.boundary_mb, 0.0),
+            ("microbatches.stage_mb", plan.microbatches.stage_mb, 0.0),
+            ("microbatches.mbit", slowest, 0.0 if slowest == fastest == 0.0 else 1e-3),
+            ("microbatches.mbit[1]", fastest, slowest),
+            ("microbatches.latency_ms", plan.microbatches.latency_ms, 0.0),
+        ]
     for name, value, least in limits:
         if not least <= value <= _MOST:
             rule = f"at most {_MOST:g}" if least <= value < math.inf else f"{least:g} or more"
             raise ConfigError(f"{path}: `{name}` must be {rule}, got {value:g}. Change it in the file.")
 
 
-def _range(peers: Peers) -> tuple[float, float]:
-    rate = peers.samples_per_s
-    return rate if isinstance(rate, tuple) else (rate, rate)
+def _range(told: _Range) -> tuple[float, float]:
+    return told if isinstance(told, tuple) else (told, told)
+
+
+def _between(told: _Range, rng: random.Random) -> float:
+    slowest, fastest = _range(told)
+    return slowest * (fastest / slowest) ** rng.random() if slowest else 0.0
 
 
 def _made_up(peers: Peers | None, hours: float, seed: int) -> list[Change]:
     assert peers is not None
     rng = random.Random(seed)
-    slowest, fastest = _range(peers)
     changes: list[Change] = []
     for _ in range(peers.number):
         comes_s = 0.0
         while comes_s < hours * _HOUR_S:
             peer = PeerId(f"peer-{len(changes)}")
-            changes.append(Change(comes_s, peer, slowest * (fastest / slowest) ** rng.random()))
+            changes.append(Change(comes_s, peer, _between(peers.samples_per_s, rng)))
             if not peers.stay_hours:
                 break
             goes_s = comes_s + rng.expovariate(1.0 / (peers.stay_hours * _HOUR_S))

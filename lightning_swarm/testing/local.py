@@ -21,6 +21,7 @@ from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.launcher import arguments_of, run_through
 from lightning_swarm.network import PeerId
+from lightning_swarm.network.line import Line
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.runtime import InlineRuntime
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
@@ -51,6 +52,7 @@ class InMemoryHooks(_SwarmHooks):
             peer that tries again to join, waits until there is nothing else to do.
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
             ones take as long as the last. Without any, computing takes no time.
+        lines: Of each peer to the others; further ones are without limits.
         faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
         kwargs: Those of `SwarmStrategy`. Here nobody moves by default, for in this thread nothing is gained by it.
     """
@@ -63,11 +65,13 @@ class InMemoryHooks(_SwarmHooks):
         seed: int = 0,
         latency_s: float = 0.0,
         microbatch_s: Sequence[float] = (),
+        lines: Sequence[Line] = (),
         faults: FaultPlan | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"rebalancing": "none", **kwargs})
-        self._microbatch_s = microbatch_s
+        self.microbatch_s = list(microbatch_s)
+        self._lines = {_name(number): line for number, line in enumerate(lines)}
         self._faults = faults
         self._rng = random.Random(seed)
         self._latency_s = latency_s
@@ -85,6 +89,12 @@ class InMemoryHooks(_SwarmHooks):
         """All servers of the last run, in the order of their peers. They can be looked at after its end."""
         return self._servers
 
+    @property
+    def virtual_loop(self) -> VirtualLoop:
+        """On which all peers run, from when the run begins to its end."""
+        assert self._loop_of_all is not None
+        return self._loop_of_all
+
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
@@ -93,7 +103,9 @@ class InMemoryHooks(_SwarmHooks):
     def prepare(self) -> None:
         """Make the network, this peer, and a copy of the model for every other one."""
         self._loop_of_all = VirtualLoop()
-        self.network = MemoryNetwork(latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout)
+        self.network = MemoryNetwork(
+            latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout, lines=self._lines
+        )
         if self._faults is not None:
             sabotage(self.network, self._faults, killed=self._bury)
         self._servers: list[Server] = []
@@ -112,7 +124,7 @@ class InMemoryHooks(_SwarmHooks):
     ) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run went back, and it serves already
-                self._serve_copy(peer, module, trainer)
+                peer.serve(self._copied_model(module, trainer))
                 if self.config.rebalancing != "none":  # who is sent to another stage has to go there
                     peer.runtime.run(self._spawn(self._stay(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
@@ -125,15 +137,46 @@ class InMemoryHooks(_SwarmHooks):
         Args:
             module: What it builds; None: the run's own model.
         """
-        assert self._untouched is not None
-        assert self.lightning_module is not None
-        peer = self._peer(len(self.peers))
-        self.peers.append(peer)
-        self._serve_copy(peer, _copy(module or self._untouched), self.lightning_module.trainer)
+        peer, model = self._newcomer(module)
+        peer.serve(model)
         assert peer.server is not None
         self._servers.append(peer.server)
         peer.runtime.run(self._spawn(self._stay(peer)))
         return peer.server
+
+    async def come(self, microbatch_s: float, line: Line) -> PeerId:
+        """As `join`, on the loop. Returns who comes."""
+        self._lines[_name(len(self.peers))] = line
+        peer, model = self._newcomer()
+        self.set_pace(peer.transport.peer_id, microbatch_s)
+        await peer.begin_to_serve(model)
+        assert peer.server is not None
+        self._servers.append(peer.server)
+        self._joining.spawn(self._stay(peer))
+        return peer.transport.peer_id
+
+    def set_pace(self, peer_id: PeerId, microbatch_s: float) -> None:
+        """Have a peer's microbatches take another time from now on."""
+        number = [peer.transport.peer_id for peer in self.peers].index(peer_id)
+        self.microbatch_s += self.microbatch_s[-1:] * (len(self.peers) - len(self.microbatch_s))
+        self.microbatch_s[number] = microbatch_s
+
+    def go(self, peer_id: PeerId) -> None:
+        """On the loop: end a peer as `kill -9` does."""
+        assert self.network is not None
+        self.network.kill(peer_id)
+        self._bury(peer_id)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """On the loop: have something happen beside the run. It ends with it."""
+        self._joining.spawn(work)
+
+    def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, Model]:
+        assert self._untouched is not None
+        assert self.lightning_module is not None
+        peer = self._peer(len(self.peers))
+        self.peers.append(peer)
+        return peer, self._copied_model(_copy(module or self._untouched), self.lightning_module.trainer)
 
     async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._joining.spawn(work)
@@ -150,14 +193,14 @@ class InMemoryHooks(_SwarmHooks):
         if server is not None:
             self._burials.append(asyncio.get_running_loop().create_task(_end(server)))
 
-    def _serve_copy(self, peer: Peer, module: LightningModule, trainer: Trainer) -> None:
+    def _copied_model(self, module: LightningModule, trainer: Trainer) -> Model:
         module.trainer = trainer
         # Other processes would draw from generators of their own.
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
         _poison(module)
-        self.serve_module(peer, module)
+        return self.served_model(module)
 
     @override
     def leave(self) -> None:
@@ -177,16 +220,18 @@ class InMemoryHooks(_SwarmHooks):
         assert self.network is not None
         assert self._loop_of_all is not None
         runtime = InlineRuntime(self._loop_of_all)
-        transport = self.network.transport(f"peer-{number}")
-        takes_s = self._microbatch_s[min(number, len(self._microbatch_s) - 1)] if self._microbatch_s else 0.0
+        transport = self.network.transport(_name(number))
         return Peer(
             runtime,
             transport,
             self.network.directory(transport),
-            executor=partial(PacedExecutor, takes_s) if takes_s else InlineExecutor,
+            executor=partial(PacedExecutor, partial(self._takes_s, number)) if self.microbatch_s else InlineExecutor,
             config=self.config,
             rng=self._rng,
         )
+
+    def _takes_s(self, number: int) -> float:
+        return self.microbatch_s[min(number, len(self.microbatch_s) - 1)]
 
 
 class InMemoryStrategy(InMemoryHooks, SwarmStrategy):  # noqa: D101 - see there
@@ -215,6 +260,10 @@ class _InlineLauncher(_Launcher):
     @override
     def kill(self, signum: int) -> None:
         """There is nobody to pass it on to."""
+
+
+def _name(number: int) -> PeerId:
+    return PeerId(f"peer-{number}")
 
 
 async def _end(server: Server) -> None:
