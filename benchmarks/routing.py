@@ -4,9 +4,10 @@ Trainers that know nothing of each other send microbatches to the servers of one
 all are through. Each figure is a share of what the servers could do together. A server works off its queue in order,
 and reports with each answer how much waits there, which is old when it comes.
 
-Drawing few servers, or those that were idle, does worse than the accounts in use unless many trainers share unequal
-servers. To go where a microbatch would be through first does better, by a trainer's own calls under way alone: accounts
-even servers out over many steps, and who waits for a step waits for its last microbatch.
+Drawing two servers, or those that were idle, does worse than the accounts in use, unless many trainers share unequal
+servers or some servers slow down. To go where a microbatch would be through first does better, or nearly as well, in
+all cases, and by a trainer's own calls under way alone: accounts even servers out over many steps, and who waits for a
+step waits for its last microbatch.
 
 Sources: power of two choices, Mitzenmacher, IEEE TPDS 12(10), 2001; join-idle-queue, Lu et al., Performance Evaluation
 68(11), 2011.
