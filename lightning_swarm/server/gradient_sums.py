@@ -50,9 +50,11 @@ class GradientSums:
 
     # ------------------------------------------------------------------ the run
 
-    def begin(self, run: RunState, stages: dict[int, Stage]) -> None:
+    def begin(self, run: RunState, stages: dict[int, Stage], *, now_s: float) -> None:
         """Enter the run with stages at its version."""
         self._run, self.stages = run, stages
+        for stage in stages.values():
+            stage.load.note_step(now_s=now_s)
         self.ledgers = {index: Ledger(run.version) for index in stages}
         self._begin_step()
 
@@ -167,12 +169,13 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closing
 
-    def freeze(self, request: FreezeRequest, term: Term) -> tuple[list[StageLedger], list[str]]:
+    def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
         """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
 
         Args:
             request: What for.
             term: Of the coordinator that asked.
+            now_s: On the loop's clock.
 
         Raises:
             NotCoordinator: Another one coordinates by now.
@@ -197,7 +200,7 @@ class GradientSums:
                     version_hash=stage.fingerprint(),
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
-                    busy_share=stage.load.busy_share,
+                    busy_share=stage.load.busy_share(now_s=now_s),
                 )
             )
         return reports, stale

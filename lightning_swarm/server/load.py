@@ -31,9 +31,9 @@ class StageLoad:
         self._busy_in_step_s += busy_s
 
     def note_step(self, *, now_s: float) -> None:
-        """A step is over, with all that belongs to it; the next one begins."""
-        if self._step_began_s is not None and now_s > self._step_began_s:
-            self._busy_share.measure(min(self._busy_in_step_s / (now_s - self._step_began_s), 1.0))
+        """A step is over, with all that belongs to it, and the next one begins; or the first one does."""
+        if (share := self._so_far(now_s)) is not None:
+            self._busy_share.measure(share)
         self._step_began_s, self._busy_in_step_s = now_s, 0.0
 
     @property
@@ -47,7 +47,11 @@ class StageLoad:
         """Jobs that waited when these were done."""
         return self._queued.value or 0.0
 
-    @property
-    def busy_share(self) -> float | None:
-        """Of the last steps' time, the part in which it computed; None before the first whole step."""
-        return self._busy_share.value
+    def busy_share(self, *, now_s: float) -> float | None:
+        """Of the last steps' time, the part in which it computed; in the first step, of that so far."""
+        return self._busy_share.value if self._busy_share.value is not None else self._so_far(now_s)
+
+    def _so_far(self, now_s: float) -> float | None:
+        """Likewise of the open step; None: it has only begun."""
+        began_s = self._step_began_s
+        return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None

@@ -78,7 +78,7 @@ class Stepping:
         """Enter the run with stages at its version."""
         self.began_s = time.monotonic()
         self.rounds.forget()
-        self.sums.begin(run, stages)
+        self.sums.begin(run, stages, now_s=now_s())
 
     async def step_out(self) -> list[Stage]:
         """Be in no run. Returns the stages that were held."""
@@ -210,7 +210,8 @@ class Stepping:
         request = decode(body, FreezeRequest)
         self.sums.check(caller, request.generation, request.step, request.attempt)
         term = self.sums.run.term
-        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term))
+        at_s = now_s()
+        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers, noted=self._events.report()))

@@ -89,7 +89,7 @@ class StageLedger(Wire, frozen=True):
     version_hash: int  # of weights and optimizer state before the step
     samples_per_s: Positive | None = None  # forward and backward, as measured; None: not yet
     queued: NotNegative = 0.0  # jobs that wait here, on the average
-    busy_share: NotNegative | None = None  # of the last steps' time, the part in which it computed; None: not yet known
+    busy_share: NotNegative | None = None  # of the last steps' time, the part in which it computed; None: not known yet
 
 
 class FreezeReply(Wire, frozen=True):

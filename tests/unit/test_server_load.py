@@ -7,20 +7,20 @@ import pytest
 from lightning_swarm.server.load import StageLoad
 
 
-def test_the_busy_share_is_of_whole_steps() -> None:
+def test_the_busy_share_is_of_whole_steps_as_soon_as_there_are_some() -> None:
     load = StageLoad()
-    load.note(4, busy_s=5.0, queued=0)
-    assert load.busy_share is None
-    load.note_step(now_s=100.0)  # it came in the middle of this one
-    assert load.busy_share is None
+    load.note_step(now_s=100.0)
+    assert load.busy_share(now_s=100.0) is None
     for _ in range(3):
         load.note(4, busy_s=1.0, queued=0)
+    assert load.busy_share(now_s=105.0) == pytest.approx(0.6)
     load.note_step(now_s=110.0)
-    assert load.busy_share == pytest.approx(0.3)
+    load.note(4, busy_s=8.0, queued=0)
+    assert load.busy_share(now_s=118.0) == pytest.approx(0.3)
     for step in range(1, 100):
         load.note(4, busy_s=8.0, queued=0)
         load.note_step(now_s=110.0 + 10.0 * step)
-    assert load.busy_share == pytest.approx(0.8)
+    assert load.busy_share(now_s=2000.0) == pytest.approx(0.8)
 
 
 def test_nobody_is_busier_than_always() -> None:
@@ -30,4 +30,4 @@ def test_nobody_is_busier_than_always() -> None:
     load.note_step(now_s=0.0)
     load.note(1, busy_s=10.0, queued=0)
     load.note_step(now_s=1.0)
-    assert load.busy_share == 1.0
+    assert load.busy_share(now_s=1.0) == 1.0
