@@ -20,7 +20,7 @@ from lightning_swarm.config import Rebalancing
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.pace import Pace
-from lightning_swarm.rebalancing.policy import SCATTER, Costs, Move, Stages, plan, plan_as_paper, stage_for
+from lightning_swarm.rebalancing.policy import SCATTER, Costs, Move, Stages, mean_rate, plan, plan_as_paper, stage_for
 from lightning_swarm.rebalancing.said import Load, Rate
 from lightning_swarm.rebalancing.shedding import Shed, plan_shedding
 
@@ -33,6 +33,9 @@ _LEAST_BUSY: Final = 1 / 3
 _LOST_S: Final = 100.0
 """A stage that dies with its only server is waited for, and then the run goes back to a snapshot, which takes minutes.
 But most of what changes a swarm are newcomers, and servers that leave in order."""
+
+_HANDED_OVER: Final = 1.25
+"""So many times as fast the pipeline is to be by a move of who coordinates: its successor has to learn all anew."""
 
 _FIRST_BYTES_PER_S: Final = 12.5e6
 """Until a download was seen."""
@@ -130,14 +133,16 @@ class Balance:
         *,
         fixed: Collection[PeerId],
         joining: Mapping[PeerId, int],
+        leader: PeerId | None = None,
         now_s: float,
     ) -> list[Move]:
         """Who is to move now.
 
         Args:
             rosters: Of each stage.
-            fixed: Members that can't move: who coordinates, say, or is leaving.
+            fixed: Members that can't move: who is leaving, say.
             joining: Who is on its way into which stage.
+            leader: Who coordinates: it is to move only if that gains much more than moves of the others.
             now_s: On the caller's clock.
         """
         if self._rule == "none":
@@ -160,7 +165,7 @@ class Balance:
         if self._rule == "gain" and not self._computing_limits(rosters):
             return []
         self._seen, self._decided_s = there, now_s
-        return self._bounded(rosters, self._plan(rosters, fixed, joining, now_s))
+        return self._bounded(rosters, self._plan(rosters, fixed, joining, leader, now_s))
 
     def sheds(
         self, rosters: Sequence[Sequence[PeerId]], *, leaving: Collection[PeerId], joining: Mapping[PeerId, int]
@@ -232,13 +237,18 @@ class Balance:
         rosters: Sequence[Sequence[PeerId]],
         fixed: Collection[PeerId],
         joining: Mapping[PeerId, int],
+        leader: PeerId | None,
         now_s: float,
     ) -> list[Move]:
-        stages = self._stages(rosters, fixed, joining)
+        stages = self._stages(rosters, fixed if leader is None else {*fixed, leader}, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
             costs = Costs(move_s, self._pace.horizon_s(now_s), _LOST_S)
-            return plan(stages, costs)
+            moves = plan(stages, costs)
+            all_free = self._stages(rosters, fixed, joining)
+            others = plan(all_free, costs)
+            gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
+            return others if gains else moves
         queues = [
             {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
             for index in range(len(rosters))

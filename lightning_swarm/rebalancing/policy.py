@@ -152,9 +152,13 @@ class Stages:
         """Where a peer is, or is going."""
         return self._where[peer].stage if peer in self._where else None
 
+    def rate(self, peer: PeerId) -> float:
+        """Of a peer, at a stage of work 1."""
+        return self._where[peer].samples_per_s
+
     def error(self, peer: PeerId | None) -> float:
-        """By how much a peer's rate may be off, at a stage of work 1."""
-        return 0.0 if peer is None else self._where[peer].samples_per_s * self._where[peer].scatter
+        """By how much that may be off; of nobody by nothing."""
+        return 0.0 if peer is None else self.rate(peer) * self._where[peer].scatter
 
     def stays_ahead(self, move: Move) -> bool:
         """Whether the stage that gives a peer is ahead of the other still without it: else they but change places."""
@@ -196,6 +200,14 @@ def plan(stages: Stages, costs: Costs) -> list[Move]:
         if rate >= best_rate * (1.0 - _ROUNDING):
             best, best_rate = list(draft.moves.values()), rate
     return best
+
+
+def mean_rate(stages: Stages, costs: Costs, moves: Sequence[Move]) -> float:
+    """Of the pipeline with these moves, as long as the swarm stays as it is."""
+    draft = _Draft(stages, costs)
+    for move in moves:
+        draft.make(move, stages.rate(move.peer))
+    return draft.mean_rate()
 
 
 class _Draft:

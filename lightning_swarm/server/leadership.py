@@ -138,6 +138,15 @@ class Leadership:
                 return
         raise Busy(f"none of {others} came to coordinate in place of {self._me.peer_id}")
 
+    def _step_aside(self) -> None:
+        self._tasks.spawn(self._try_to_abdicate())
+
+    async def _try_to_abdicate(self) -> None:
+        try:
+            await self.abdicate()
+        except SwarmError as error:
+            _log.info("This peer goes on to coordinate, and does not move: %s", error)
+
     async def close(self) -> None:
         """The run is over. Raises what a task of the coordinator raised."""
         await self._tasks.close()
@@ -360,6 +369,7 @@ class Leadership:
             limits=self._limits,
             events=self._events,
             on_deposed=self._notify,
+            step_aside=self._step_aside,
             books=books,
         )
         await coordinator.start()

@@ -41,6 +41,7 @@ class Coordinator:
         limits: Bounds.
         events: Of this peer.
         on_deposed: Called when another peer coordinates.
+        step_aside: Called when another one should, for this one is to move.
         books: To go on from; None: the run begins.
 
     Attributes:
@@ -59,6 +60,7 @@ class Coordinator:
         limits: Limits,
         events: EventLog,
         on_deposed: Callable[[], None],
+        step_aside: Callable[[], None],
         books: Books | None,
     ) -> None:
         timeout = limits.call_timeout
@@ -95,7 +97,7 @@ class Coordinator:
             self.gate,
             proposer,
             self._snapshots,
-            Moves(run, self.gate, self._balance, events),
+            Moves(run, self.gate, self._balance, events, step_aside=step_aside),
             lead_asks=self.trainers.lead.asks_for,
             fence=self._watch.fence,
             limits=limits,

@@ -1,13 +1,14 @@
 """The coordinator's side of rebalancing: who is let go by a record, to join another stage.
 
 A mover leaves as a peer leaves that asked to, and joins as one that was never there: the steps between do without it.
+Who coordinates hands that over first, and is moved by its successor.
 Who holds several stages gives one up by a record that names it there no more, and in the others as before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import torch
@@ -45,13 +46,18 @@ class Moves:
         gate: Who joins, and who leaves anyway.
         balance: Of the run.
         events: Of the coordinator.
+        step_aside: Has another server coordinate, for this one is of more use at another stage.
     """
 
-    def __init__(self, run: RunState, gate: Gate, balance: Balance, events: EventLog) -> None:
+    def __init__(
+        self, run: RunState, gate: Gate, balance: Balance, events: EventLog, *, step_aside: Callable[[], None]
+    ) -> None:
         self._run = run
         self._gate = gate
         self._balance = balance
         self._events = events
+        self._step_aside = step_aside
+        self._steps_aside = False
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
         """What the servers said as the open step closed."""
@@ -76,15 +82,21 @@ class Moves:
             return [], sheds  # who moves is decided on what that leaves
         moves = self._balance.moves(
             rosters,
-            # Who coordinates would have to be followed by another first.
-            fixed={run.coordinator, *leaving, *(one.peer_id for roster in on_trainers for one in roster)},
+            fixed={*leaving, *(one.peer_id for roster in on_trainers for one in roster)},
             joining=joining,
+            leader=run.coordinator,
             now_s=now_s(),
         )
+        if any(move.peer == run.coordinator for move in moves):
+            self._steps_aside = True  # with the others' moves: who coordinates next decides on them as well
+            return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
 
     def note(self, record: Record) -> None:
         """It is decided and applied."""
+        if self._steps_aside:
+            self._steps_aside = False
+            self._step_aside()
         at_s = now_s()
         for one in record.newcomers:
             self._balance.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)

@@ -204,3 +204,29 @@ def test_a_stage_is_given_up_or_not_though_the_coordinator_dies(phase: Phase) ->
     plan.check()
     assert_exact(run, plain(STEPS))
     assert all(timeline.rosters[-1])
+
+
+def led(*callbacks: L.Callback, **options: Any) -> SwarmRun:
+    """It helps most that peer-1 moves, which coordinates: from 2 and 10 to 1."""
+    settings = {"speeds": (1, 2, 1, 10), "num_servers": 3, "num_stages": 2, "microbatch_size": 4, "role": "trainer"}
+    return swarm(STEPS, *callbacks, **{**settings, **options})
+
+
+def test_who_coordinates_hands_that_over_and_moves() -> None:
+    timeline = Timeline()
+    run = led(timeline)
+    assert_exact(run, plain(STEPS))
+    assert timeline.rosters[0] == [{2}, {1, 3}]
+    assert timeline.rosters[-1] == [{1, 2}, {3}]
+    assert [peer for _, peer, _ in moved(run.records)] == ["peer-1"]
+    assert run.rerouted["replay"] == 0
+    assert run.rerouted["strike"] == 0
+
+
+@pytest.mark.parametrize(("peer", "phase"), [("peer-1", Phase.PREPARE_DONE), ("peer-3", Phase.PREPARE)])
+def test_a_death_while_coordination_is_handed_over_changes_nothing(peer: str, phase: Phase) -> None:
+    plan, timeline = FaultPlan().kill(peer, at=phase), Timeline()
+    run = led(timeline, faults=plan, num_servers=4, speeds=(1, 2, 1, 10, 0.5), num_gone=1)
+    plan.check()
+    assert_exact(run, plain(STEPS))
+    assert all(timeline.rosters[-1])

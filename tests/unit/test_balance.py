@@ -298,3 +298,22 @@ def test_who_asked_to_join_is_waited_for() -> None:
     balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
     held = rosters("a", "b")
     assert balance.stage_for(PeerId("x"), held, {PeerId("c"): 0}, now_s=1e4) == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "said", "leader", "movers"),
+    [
+        (rosters("ab", "cd"), loads(a0=6.0, b0=6.0, c1=1.0, d1=3.0), "a", "bc"),  # b is as fast
+        (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "b", "b"),  # 10 and 3; by the other's move 2 and 11
+        (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "c", "b"),
+        (rosters("ab", "cd"), loads(a0=8.0, b0=4.0, c1=1.0, d1=1.0), "b", "ad"),  # 5 and 9, where 6 and 8 could be
+    ],
+)
+def test_who_coordinates_moves_only_if_that_gains_clearly_more(
+    held: list[list[PeerId]], said: Any, leader: str, movers: str
+) -> None:
+    balance = made()
+    for _ in range(50):
+        balance.take_loads(said)
+    moves = balance.moves(held, fixed=[], joining={}, leader=PeerId(leader), now_s=INTERVAL_S)
+    assert sorted(move.peer for move in moves) == sorted(movers)
