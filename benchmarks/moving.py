@@ -69,7 +69,7 @@ def picture(runs: dict[str, Steps], best: float, interval_s: float) -> None:
 def main() -> None:
     """Train both ways, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=180.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--interval-s", type=float, default=4.0, help="between two decisions, at the latest")
     arguments = parser.parse_args()
     best = best_rate([speed for speeds in BEGIN for speed in speeds], len(BEGIN)) / MICROBATCH_S
