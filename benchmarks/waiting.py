@@ -17,16 +17,15 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks.train import Blocks, Clock, Noise
+from benchmarks.train import Clock
 from lightning_swarm import SwarmStrategy, environment
+from lightning_swarm.simulator.model import Block, Simulated, batches
 
 PACES = "BENCHMARK_PACES"
 """The folder where paces are taken from: files named by stage, a dash, and microbatches/s."""
 
-_WIDTH = 8
 _own: float | None = None
 
 
@@ -60,17 +59,17 @@ class _Wait(torch.autograd.Function):
 
 
 class Waiting(nn.Module):
-    """A stage of one block, that waits."""
+    """A stage that waits, too."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, block: Block) -> None:
         super().__init__()
         self._stage = stage
-        self.layer = nn.Linear(_WIDTH, _WIDTH)
+        self.block = block
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[batch, sequence, width]`` to the same."""
-        out: Tensor = _Wait.apply(self.layer(hidden), 1.0 / _pace(self._stage))
+        """As the block's."""
+        out: Tensor = _Wait.apply(self.block(hidden), 1.0 / _pace(self._stage))
         return out
 
 
@@ -88,16 +87,20 @@ def main() -> None:
     """Train; peers of the swarm run this, too."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--num-stages", type=int, required=True)
     parser.add_argument("--num-microbatches", type=int, required=True)
-    parser.add_argument("--rebalancing", required=True)
-    parser.add_argument("--rebalance-interval", type=float, required=True)
+    parser.add_argument("--rebalancing", default="none")
+    parser.add_argument("--rebalance-interval", type=float, default=300.0)
+    parser.add_argument("--boundary-bytes", type=int, default=1 << 10)
+    parser.add_argument("--stage-bytes", type=int, default=1 << 10)
+    parser.add_argument("--role", default="auto")
+    parser.add_argument("--listen", default="127.0.0.1")
+    parser.add_argument("--initial-peers", nargs="*", default=())
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    model = Blocks(_WIDTH, 1)
-    model.blocks = nn.Sequential(*(Waiting(stage) for stage in range(arguments.num_stages)))
+    model = Simulated(arguments.num_stages, arguments.boundary_bytes, arguments.stage_bytes, Waiting)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=arguments.devices,
@@ -106,6 +109,9 @@ def main() -> None:
             microbatch_size=1,
             rebalancing=arguments.rebalancing,
             rebalance_interval=arguments.rebalance_interval,
+            role=arguments.role,
+            listen=arguments.listen,
+            initial_peers=arguments.initial_peers,
         ),
         max_epochs=-1,
         callbacks=[Places(), Clock(arguments.seconds, None)],
@@ -114,8 +120,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = Noise(_WIDTH, 64 * arguments.num_microbatches, 1)
-    trainer.fit(model, DataLoader(data, batch_size=arguments.num_microbatches))
+    trainer.fit(model, batches(arguments.num_microbatches))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,8 @@ class _Events(L.Callback):
         took_s = self._now_s - self._at_s
         status = self._strategy.status()
         serving = [len(stage.peers) for stage in status.stages]
-        queued = [peer.queued for stage in status.stages for peer in stage.peers]
+        servers = [server for server in self._strategy.servers if server.admission.ready.is_set()]
+        queued = [stage.load.queued for server in servers for stage in server.stepping.sums.stages.values()]
         sent_bytes = sum(peer.transport.traffic.sent_bytes.total() for peer in self._strategy.peers)
         moves = sum(peer.events.counts["moves"] for peer in self._strategy.peers)
         self.spans.append(
@@ -192,7 +193,7 @@ class _Events(L.Callback):
                 moves - self._moves,
                 min(serving),
                 max(serving),
-                sum(queued) / len(queued),
+                sum(queued) / max(1, len(queued)),
                 sent_bytes - self._sent_bytes,
             )
         )

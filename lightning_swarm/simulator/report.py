@@ -33,7 +33,7 @@ def table(found: Mapping[Rebalancing, Sequence[Sequence[Span]]]) -> str:
     if all(span.sent_bytes is not None for runs in found.values() for spans in runs for span in spans):
         more = [_HEAD_OF_MICROBATCHES, *map(_cells_of_microbatches, found.values())]
         rows = [row + cells for row, cells in zip(rows, more, strict=True)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(
             cell.rjust(width) if column else cell.ljust(width)

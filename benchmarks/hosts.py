@@ -1,0 +1,122 @@
+"""Hosts on one machine: network namespaces on a switch, each by a line whose rate is limited (`tc`, tbf).
+
+Needs Linux, root and iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Self
+
+from benchmarks.runs import start
+
+DEVICE = "line"
+"""Each host's end of its line."""
+
+
+class Hosts:
+    """Some of them, all on one switch.
+
+    Args:
+        mbits: What each one's line carries each way, in Mb/s; 0: no limit.
+    """
+
+    def __init__(self, mbits: Sequence[float]) -> None:
+        self._mbits = mbits
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._switch, *self._names = (f"swarm-{os.getpid()}-{number}" for number in range(len(mbits) + 1))
+
+    @staticmethod
+    def missing() -> str:
+        """What it needs and this machine lacks."""
+        found = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
+        found += ["root"] if os.geteuid() != 0 else []
+        return ", ".join(found)
+
+    @staticmethod
+    def address(number: int) -> str:
+        """Of a host."""
+        return f"10.213.77.{number + 1}"
+
+    def on(self, number: int, *, core: int | None = None) -> Sequence[str]:
+        """What a command on a host begins with. With `core` it has one of the machine's for itself."""
+        pinned = [] if core is None else ["taskset", "--cpu-list", str(self._cores[core])]
+        return ["ip", "netns", "exec", self._names[number], *pinned]
+
+    def __enter__(self) -> Self:
+        try:
+            _run(f"ip netns add {self._switch}")
+            _run(f"ip -n {self._switch} link add switch type bridge")
+            _run(f"ip -n {self._switch} link set switch up")
+            for number, (name, mbit) in enumerate(zip(self._names, self._mbits, strict=True)):
+                _run(f"ip netns add {name}")
+                port = f"port{number}"
+                _run(f"ip link add {DEVICE} netns {name} type veth peer name {port} netns {self._switch}")
+                _run(f"ip -n {self._switch} link set {port} master switch up")
+                _run(f"ip -n {name} address add {self.address(number)}/24 dev {DEVICE}")
+                _run(f"ip -n {name} link set lo up")
+                _run(f"ip -n {name} link set {DEVICE} up")
+                if mbit:
+                    for namespace, device in ((name, DEVICE), (self._switch, port)):
+                        limit = f"tbf rate {mbit}mbit burst 128kb latency 200ms"
+                        _run(f"tc -n {namespace} qdisc add dev {device} root {limit}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in (self._switch, *self._names):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # it may not be there
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+@contextmanager
+def serving(
+    hosts: Hosts,
+    number: int,
+    module: str,
+    *options: object,
+    core: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[str]:
+    """A server on a host, which waits for a run. Yields where it is.
+
+    Args:
+        hosts: Of which one.
+        number: Which.
+        module: Whose LightningModule it serves.
+        options: Of that.
+        core: As `Hosts.on` has it.
+        environment: As `start` has it.
+    """
+    where = re.compile(rf"{re.escape(hosts.address(number))}:\d+/\w+")
+    serve = ("-m", "lightning_swarm", "serve", "--listen", hosts.address(number), "-m", module, *options)
+    before = hosts.on(number, core=core)
+    process = start(*serve, before=before, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            found = where.search(line)
+            if found:
+                break
+        else:
+            raise RuntimeError(f"the server ended before it said where it is:\n{''.join(said)}")
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # else it would wait for a reader
+        yield found[0]
+        process.wait(60.0)
+    finally:
+        process.kill()
+        process.wait()
