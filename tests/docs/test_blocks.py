@@ -8,6 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,9 +216,9 @@ def peers_can_join(block: Block) -> None:
         assert invitation(strategy.config, [address]) == line.replace("12D3KooW...", PEER_ID)
 
 
-def simulated(block: Block) -> None:
+def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
-    runs = Runs(ROOT / "examples/spot/scenario.yaml")
+    runs = Runs(ROOT / f"examples/spot/{name}.yaml")
     assert report.table(simulating.simulated(runs)) == block.text.rstrip("\n")
 
 
@@ -236,7 +237,8 @@ def planned(block: Block) -> None:
 SAID: Mapping[tuple[str, str], Callable[[Block], None]] = {
     ("docs/quickstart.md", "Peers of this machine only"): peers_can_join,
     ("docs/join.md", "Peers can join this run"): peers_can_join,
-    ("docs/simulate.md", "rule"): simulated,
+    ("docs/simulate.md", "rule   samples"): simulated,
+    ("docs/simulate.md", "rule  samples"): partial(simulated, name="microbatches"),
     ("docs/planning.md", "1416.5M parameters"): planned,
 }
 """For each block of text, by its page and its beginning, what compares it with the truth."""
