@@ -80,11 +80,10 @@ def predicted(swarm: Swarm, seconds: float) -> float:
         lines=lines,
         latency_s=_LATENCY_S,
     )
-    scenario = Scenario(len(swarm.stages), changes, seconds, rule="none")
-    spans = simulate(scenario, work)[1:]
-    return sum((span.end_s - span.begin_s) * span.samples_per_s for span in spans) / (
-        spans[-1].end_s - spans[0].begin_s
-    )
+    first, *others = simulate(Scenario(len(swarm.stages), changes, 2 * seconds, rule="none"), work)
+    spans = [span for span in others if span.begin_s < first.end_s + seconds]  # as long as the real ones train
+    num_samples = sum((span.end_s - span.begin_s) * span.samples_per_s for span in spans)
+    return num_samples / (spans[-1].end_s - first.end_s)
 
 
 def _line(mbit: float) -> Line:
