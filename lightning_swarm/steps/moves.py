@@ -72,6 +72,7 @@ class Moves:
         Args:
             gone: Who takes no part in the step any more.
         """
+        self._steps_aside = False  # what was chosen before may not have been decided: the run went back, say
         run = self._run
         num_stages = run.num_pipeline_stages
         pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
@@ -95,7 +96,6 @@ class Moves:
     def note(self, record: Record) -> None:
         """It is decided and applied."""
         if self._steps_aside:
-            self._steps_aside = False
             self._step_aside()
         at_s = now_s()
         for one in record.newcomers:

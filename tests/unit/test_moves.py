@@ -11,6 +11,8 @@ from typing_extensions import override
 
 from lightning_swarm.config import Limits
 from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.balance import Balance
+from lightning_swarm.rebalancing.policy import Move
 from lightning_swarm.rebalancing.shedding import Shed
 from lightning_swarm.server import staying
 from lightning_swarm.server.load import StageLoad
@@ -107,6 +109,27 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
         assert names(records[-1]) == ["a", "cb"]
         assert not swarm.servers[B].admission.moves.is_set()
         assert not b.task.done()
+
+    swarm.run(go())
+
+
+@pytest.mark.parametrize("sheds", [[], [Shed(B, 1)]], ids=["moves", "sheds"])
+def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
+    make_swarm: MakeSwarm, monkeypatch: Any, sheds: list[Shed]
+) -> None:
+    """The first one is never decided: the run goes back, say."""
+    swarm = make_swarm("a b", "b")
+    moves = swarm.coordinator._closer._moves
+    handed_over: list[None] = []
+    monkeypatch.setattr(moves, "_step_aside", lambda: handed_over.append(None))
+    planned = [[Move(A, 0, 1)]]
+    monkeypatch.setattr(Balance, "moves", lambda *_, **__: planned.pop() if planned else [])
+
+    async def go() -> None:
+        assert moves.choose([]) == ([], [])
+        monkeypatch.setattr(Balance, "sheds", lambda *_, **__: sheds)
+        await step(swarm, 0, among="a")
+        assert handed_over == []
 
     swarm.run(go())
 
