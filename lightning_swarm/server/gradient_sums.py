@@ -54,7 +54,7 @@ class GradientSums:
         """Enter the run with stages at its version."""
         self._run, self.stages = run, stages
         for stage in stages.values():
-            stage.load.note_step(now_s=now_s)
+            stage.load.begin(now_s=now_s)
         self.ledgers = {index: Ledger(run.version) for index in stages}
         self._begin_step()
 

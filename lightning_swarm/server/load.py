@@ -30,11 +30,15 @@ class StageLoad:
         self._queued.measure(queued)
         self._busy_in_step_s += busy_s
 
+    def begin(self, *, now_s: float) -> None:
+        """A step begins, the first one or the first after an absence, which counts as no step."""
+        self._step_began_s, self._busy_in_step_s = now_s, 0.0
+
     def note_step(self, *, now_s: float) -> None:
-        """A step is over, with all that belongs to it, and the next one begins; or the first one does."""
+        """A step is over, with all that belongs to it, and the next one begins."""
         if (share := self._so_far(now_s)) is not None:
             self._busy_share.measure(share)
-        self._step_began_s, self._busy_in_step_s = now_s, 0.0
+        self.begin(now_s=now_s)
 
     @property
     def samples_per_s(self) -> float | None:
