@@ -20,7 +20,7 @@ from lightning_swarm.pipeline.copies import Copy, Microbatch
 from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.recovery import BackwardRecovery, ForwardRecovery
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.calls import CallReport, Computed
+from lightning_swarm.types.calls import Computed, StageReport
 from lightning_swarm.types.wire import decode
 
 _FIRST_PAUSE_S = 0.05
@@ -54,6 +54,7 @@ class Passage:
         """
         calls, link = self._calls, self.link
         calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in link.routers]
+        began_s = now_s()
         sender = _Sender(link, calls, self.microbatch)
         recovery = ForwardRecovery(link, calls, self.microbatch)
         with link.passing():
@@ -66,18 +67,23 @@ class Passage:
                     if (
                         not recovery.num_failures and calls.end <= calls.last
                     ):  # else it is not sure whose reports these are
-                        self._learn([report, *report.others])
+                        self._learn([report, *report.others], took_s=now_s() - began_s)
                     return decode(message.body, Computed), message.tensors
                 except Failed as failure:
                     await recovery.mend(failure)
 
-    def _learn(self, reports: Sequence[CallReport]) -> None:
-        """By the forwards' times route those that come next: their backwards may come long after."""
+    def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
+        """By the forwards' times route those that come next: their backwards may come long after.
+
+        Of other stages these are hearsay: none is believed to have taken longer than all together, `took_s`.
+        """
         calls = self._calls
         if len(reports) != len(calls.route):
             return
         for stage, report in enumerate(reversed(reports)):
-            calls.route[stage] = self.link.routers[stage].note_forward(calls.route[stage], busy_s=report.busy_s)
+            calls.route[stage] = self.link.routers[stage].note_forward(
+                calls.route[stage], busy_s=min(report.busy_s, took_s)
+            )
 
     async def backward(
         self, gradients: Sequence[Tensor | None], *, sent: Callable[[], Awaitable[None]] = _nothing
@@ -317,6 +323,6 @@ class _WayBack:
         return trees.placed(decode(message.body, Computed).flags, message.tensors)[0]
 
 
-def _settle(link: Link, calls: Calls, stage: int, report: CallReport) -> None:
+def _settle(link: Link, calls: Calls, stage: int, report: StageReport) -> None:
     link.routers[stage].settle(calls.route[stage], busy_s=report.busy_s, queued=report.queued)
     link.heard(calls.peer(stage), step=calls.step)

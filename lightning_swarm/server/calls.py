@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm import trees
@@ -45,6 +44,7 @@ from lightning_swarm.types.calls import (
     CancelRequest,
     Computed,
     ForwardRequest,
+    StageReport,
     Ticket,
 )
 from lightning_swarm.types.steps import ReceiptsReply, ReceiptsRequest, StageReceipts
@@ -180,7 +180,7 @@ class Calls:
 
     async def _inputs(
         self, source: Ticket | None, inputs: Any, input_grad: bool
-    ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[CallReport, ...]]:
+    ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[StageReport, ...]]:
         """The positional inputs of a stage, which of their tensors want a gradient, and the reports they came with."""
         if source is None:
             return inputs, [input_grad and trees.is_differentiable(t) for t in trees.flatten(inputs)[1]], ()
@@ -214,7 +214,7 @@ class Calls:
         key, mode = request.key, request.mode
         gradients, rest = trees.placed(request.present, tensors)
         kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
-        after: tuple[CallReport, ...] = ()
+        after: tuple[StageReport, ...] = ()
         if request.source is not None:
             gradients, after = await self._gradients(request.source, stage, key, kept)
         receipt = False
@@ -241,7 +241,7 @@ class Calls:
 
     async def _gradients(
         self, source: Ticket, stage: Stage, key: CallKey, kept: Kept
-    ) -> tuple[list[Tensor | None], tuple[CallReport, ...]]:
+    ) -> tuple[list[Tensor | None], tuple[StageReport, ...]]:
         """What a backward begins with, and the reports that it came with; without it `kept` goes back to the cache."""
         try:
             message, report = await self._fetch(source, gradient=True)
@@ -366,10 +366,10 @@ def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None
     return tree
 
 
-def _reports(report: bytes) -> tuple[CallReport, ...]:
+def _reports(report: bytes) -> tuple[StageReport, ...]:
     """Of a call, and of those that its own input came with."""
     first = decode(report, CallReport)
-    return (replace(first, others=()), *first.others)
+    return (StageReport(busy_s=first.busy_s, queued=first.queued, receipt=first.receipt), *first.others)
 
 
 def _num_samples(inputs: tuple[Any, ...]) -> int:

@@ -135,13 +135,19 @@ class Computed(Wire, frozen=True):
     flags: list[bool]  # forward: which leaves require grad. backward: which input leaves have a gradient
 
 
-class CallReport(Wire, frozen=True):
-    """What a server tells of a finished call."""
+class StageReport(Wire, frozen=True):
+    """What a server tells of one stage's part in a finished call."""
 
     busy_s: float  # the compute thread's time for this microbatch so far, its forward included
     queued: int  # jobs that wait for the compute thread
     receipt: bool = False  # the gradient is in the step's sum, by this call or an earlier one
-    others: tuple[CallReport, ...] = ()  # of the stages that its input came through, the nearest first; they have none
+
+
+class CallReport(StageReport, frozen=True):
+    """Likewise, with what came with its input."""
+
+    # Of the stages that this came through, the nearest first.
+    others: Annotated[tuple[StageReport, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class CancelRequest(Wire, frozen=True):

@@ -14,7 +14,7 @@ import torch
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, StageError, Unreachable
 from lightning_swarm.events import EventLog
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.pipeline.copies import Microbatch
 from lightning_swarm.pipeline.link import Link
@@ -22,7 +22,9 @@ from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.server import FORWARD
 from lightning_swarm.tasks import gather
+from lightning_swarm.types.calls import CallReport, StageReport, Ticket
 from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, rows
 
@@ -54,6 +56,25 @@ def assert_sums(swarm: Swarm, inputs: list[torch.Tensor]) -> None:
         expected = torch.cat([p.grad.flatten() for p in swarm.module[index].parameters() if p.grad is not None])
         found = sum(swarm.servers[peer].stepping.stage(index).gradient_sum for peer in roster)
         torch.testing.assert_close(found, expected)
+
+
+def test_nobody_is_believed_to_have_taken_longer_than_the_whole_passage(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stage's server says of those before it may be a lie."""
+    swarm = make_swarm("ab", "c")
+    link = make_link(swarm)
+    fetch = swarm.tickets.fetch_reported
+
+    async def lying(ticket: Ticket, *, timeout: float) -> tuple[Message, bytes]:
+        message, report = await fetch(ticket, timeout=timeout)
+        others = (StageReport(busy_s=1e9, queued=0),)
+        return message, encode(msgspec.structs.replace(decode(report, CallReport), others=others))
+
+    monkeypatch.setattr(swarm.tickets, "fetch_reported", lying)
+    passage = make_passage(link, rows(1))
+    swarm.run(passage.forward())
+    assert 0.0 < max(load.assigned_s for load in link.routers[0].peers.values()) < 10.0
 
 
 @pytest.mark.parametrize("busy_stage", [0, 1, 2])

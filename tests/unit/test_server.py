@@ -29,7 +29,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LOAD, STATE
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from lightning_swarm.steps import LEAVE
-from lightning_swarm.types.calls import CancelRequest, ForwardRequest, Recompute, Ticket
+from lightning_swarm.types.calls import CallReport, CancelRequest, ForwardRequest, Recompute, StageReport, Ticket
 from lightning_swarm.types.runs import Member, StageManifest
 from lightning_swarm.types.state import StageState, StateRequest
 from lightning_swarm.types.wire import decode, encode
@@ -87,13 +87,27 @@ def test_the_data_goes_from_peer_to_peer_and_not_through_the_trainer(make_swarm:
     assert b_to(LEAD) < activation_bytes / 10
 
 
+def own(report: CallReport) -> StageReport:
+    return StageReport(busy_s=report.busy_s, queued=report.queued, receipt=report.receipt)
+
+
+def test_reports_hold_no_reports_and_are_not_many() -> None:
+    def report(*others: StageReport) -> CallReport:
+        return CallReport(busy_s=1.0, queued=0, others=others)
+
+    for hostile in (report(report(report())), report(*[own(report())] * 2000)):
+        with pytest.raises(ProtocolError):
+            decode(encode(hostile), CallReport)
+    assert decode(encode(report(own(report()))), CallReport) == report(own(report()))
+
+
 def test_a_stage_reports_those_after_it(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", "b", "c"), rows(1)
     output = swarm.run(swarm.forward(key(), x))
     first, second, third = swarm.run(swarm.backward(key(), output))
     assert first.receipt
-    assert first.others == (replaced(second, others=()), third)
-    assert second.others == (third,)
+    assert first.others == (own(second), own(third))
+    assert second.others == (own(third),)
     assert third.others == ()
 
 
