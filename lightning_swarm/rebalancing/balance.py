@@ -168,7 +168,12 @@ class Balance:
         return self._bounded(rosters, self._plan(rosters, fixed, joining, leader, now_s))
 
     def sheds(
-        self, rosters: Sequence[Sequence[PeerId]], *, leaving: Collection[PeerId], joining: Mapping[PeerId, int]
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        *,
+        leaving: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        now_s: float,
     ) -> list[Shed]:
         """Who is to give up one of several stages now. Not of a stage that somebody is being sent.
 
@@ -176,6 +181,7 @@ class Balance:
             rosters: Of each stage.
             leaving: Members that are to be let go.
             joining: Who is on its way into which stage.
+            now_s: On the caller's clock.
         """
         num_held = Counter(peer for roster in rosters for peer in roster)
         if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
@@ -187,7 +193,8 @@ class Balance:
                 if load is None or load.samples_per_s is None:
                     return []  # nothing was measured of it yet
                 rates[index][peer] = load.samples_per_s
-        return plan_shedding(rates, kept=set(joining.values()), leaving=leaving)
+        lone_costs = min(_LOST_S / (len(num_held) * self._pace.horizon_s(now_s)), 1.0)
+        return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
 
     def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
         looks = now_s >= self._decided_s + self._interval_s

@@ -79,7 +79,7 @@ class Moves:
         members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
         rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
         leaving, joining = self._gate.leaving, self._gate.targets
-        if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining):
+        if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
             return [], sheds  # who moves is decided on what that leaves
         moves = self._balance.moves(
             rosters,

@@ -37,6 +37,23 @@ def test_a_slow_newcomer_is_not_left_alone() -> None:
     assert planned({"a": 10, "b": 1, "c": 9}, {"a": 10}) == [("a", 0)]
 
 
+def test_a_stage_is_left_to_one_server_only_for_more_than_its_death_would_cost() -> None:
+    stages = rates({"a": 1, "b": 1}, {"a": 1})
+    assert plan_shedding(stages, lone_costs=0.2) == [Shed(PeerId("a"), 0)]
+    assert plan_shedding(stages, lone_costs=0.4) == []
+    assert plan_shedding(rates({"a": 1, "b": 1, "c": 1}, {"a": 1}), lone_costs=0.4) == [Shed(PeerId("a"), 0)]
+
+
+def test_in_a_swarm_that_changes_often_nobody_is_left_alone() -> None:
+    a, b = PeerId("a"), PeerId("b")
+    balance = Balance("gain", 60.0, [1, 1], now_s=0.0)
+    balance.take_loads({a: {0: Load(10.0, busy_share=0.5), 1: Load(10.0, busy_share=0.5)}, b: {0: Load(10.0)}})
+    assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=1.0) == [Shed(a, 0)]
+    for at_s in range(1, 100):  # somebody comes, or goes, all the time
+        balance.moves([[a, b], [a, PeerId("c")] if at_s % 2 else [a]], fixed=[], joining={}, now_s=float(at_s))
+    assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=100.0) == []
+
+
 @pytest.mark.parametrize("stages", [({"a": 1}, {"a": 1}), ({"a": 1, "b": 1}, {"c": 1})], ids=["alone", "one each"])
 def test_nobody_gives_up_its_only_stage_nor_the_only_copy(stages: Sequence[Mapping[str, float]]) -> None:
     assert planned(*stages) == []
@@ -66,6 +83,6 @@ def test_stages_are_given_up_where_computing_limits(rule: str, share: float, mea
         PeerId("b"): {0: of_b},
     })  # fmt: skip
     a, b = PeerId("a"), PeerId("b")
-    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={}) == sheds
-    assert balance.sheds([[a], [a], [a]], leaving=[], joining={}) == []
-    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={PeerId("c"): 0}) == []
+    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={}, now_s=1.0) == sheds
+    assert balance.sheds([[a], [a], [a]], leaving=[], joining={}, now_s=1.0) == []
+    assert balance.sheds([[a, b], [a], [a]], leaving=[], joining={PeerId("c"): 0}, now_s=1.0) == []
