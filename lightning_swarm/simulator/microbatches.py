@@ -51,7 +51,7 @@ class Work:
 
 
 def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
-    """What comes of it: a span for each step.
+    """What comes of it: a span for each step; those that a run goes back on are there, too.
 
     A trainer that holds no stage, and whose line is without limits, has all data. `Scenario.move_s` and `join_s` mean
     nothing here: who moves or comes downloads its stage.
@@ -118,7 +118,7 @@ class _Events(L.Callback):
         self._strategy = strategy
         self._scenario = scenario
         self._work = work
-        self._began_s = 0.0  # on the loop's clock: when the scenario's first changes are past
+        self._began_s: float | None = None  # on the loop's clock: when the scenario's first changes are past
         self._at_s = scenario.changes[0].at_s  # in the scenario: up to then spans are written
         self._names: dict[PeerId, PeerId] = {}  # here, by their names in the scenario
         self._alive: dict[PeerId, float] = {}
@@ -131,11 +131,13 @@ class _Events(L.Callback):
     @property
     def _now_s(self) -> float:
         """In the scenario."""
-        loop = self._strategy.virtual_loop
-        return loop.time() - self._began_s + self._scenario.changes[0].at_s
+        assert self._began_s is not None
+        return self._strategy.virtual_loop.time() - self._began_s + self._scenario.changes[0].at_s
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._began_s is not None:
+            return  # the run went back, and time did not
         loop = self._strategy.virtual_loop
         self._began_s = loop.time()
         for change in self._scenario.changes:

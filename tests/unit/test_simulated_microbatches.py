@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -94,6 +95,17 @@ def test_servers_move_to_where_they_are_needed() -> None:
     assert sum(span.num_moves for span in spans) >= 1
     assert spans[0].samples_per_s < 2.5
     assert spans[-1].samples_per_s > 0.9 * spans[-1].best
+
+
+def test_time_goes_on_when_a_stage_is_lost_and_the_run_goes_back() -> None:
+    rows = [*there(10.0, 10.0), (20.0, "p1", 0.0), (60.0, "p2", 10.0)]
+    spans = run(Work(16), *rows, end_s=120.0)
+    assert all(span.end_s > span.begin_s for span in spans)
+    assert all(after.begin_s == before.end_s for before, after in itertools.pairwise(spans))
+    assert max(span.end_s - span.begin_s for span in spans) > 35.0, "nobody had the stage"
+    assert spans[-1].samples_per_s > 6.0
+    assert spans[-1].end_s >= 120.0
+    assert spans[-1].best == 10.0
 
 
 def test_a_seed_repeats_a_run() -> None:
