@@ -58,6 +58,7 @@ class Moves:
         self._events = events
         self._step_aside = step_aside
         self._steps_aside = False
+        self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
         """What the servers said as the open step closed."""
@@ -81,9 +82,12 @@ class Moves:
         leaving, joining = self._gate.leaving, self._gate.targets
         if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
             return [], sheds  # who moves is decided on what that leaves
+        fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
+        if self._stays_among == members.keys():
+            fixed.add(run.coordinator)  # nobody took over: others move meanwhile
         moves = self._balance.moves(
             rosters,
-            fixed={*leaving, *(one.peer_id for roster in on_trainers for one in roster)},
+            fixed=fixed,
             joining=joining,
             leader=run.coordinator,
             now_s=now_s(),
@@ -96,6 +100,8 @@ class Moves:
     def note(self, record: Record) -> None:
         """It is decided and applied."""
         if self._steps_aside:
+            num_stages = self._run.num_pipeline_stages
+            self._stays_among = {one.peer_id for roster in self._run.rosters[:num_stages] for one in roster}
             self._step_aside()
         at_s = now_s()
         for one in record.newcomers:

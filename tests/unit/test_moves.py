@@ -10,13 +10,14 @@ import pytest
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
+from lightning_swarm.errors import Busy
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.balance import Balance
 from lightning_swarm.rebalancing.policy import Move
 from lightning_swarm.rebalancing.shedding import Shed
 from lightning_swarm.server import staying
 from lightning_swarm.server.load import StageLoad
-from lightning_swarm.steps import APPLY, closing
+from lightning_swarm.steps import APPLY, TAKE_OVER, closing
 from lightning_swarm.steps.moves import Moves
 from lightning_swarm.types.steps import Departure, Record
 from tests.unit.conftest import MakeSwarm
@@ -130,6 +131,58 @@ def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
         monkeypatch.setattr(Balance, "sheds", lambda *_, **__: sheds)
         await step(swarm, 0, among="a")
         assert handed_over == []
+
+    swarm.run(go())
+
+
+class Measured(StageLoad):
+    """Always computing, at one rate."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self._rate = rate
+
+    @property
+    @override
+    def samples_per_s(self) -> float:
+        return self._rate
+
+    @override
+    def busy_share(self, *, now_s: float) -> float:
+        return 1.0
+
+
+def measure(swarm: Swarm, **rates: float) -> None:
+    """Have servers say how fast they are; by names."""
+    for name, rate in rates.items():
+        sums = swarm.servers[PeerId(name)].stepping.sums
+        for stage in sums.stages.values():
+            stage.load = Measured(rate)
+
+
+def test_where_nobody_takes_over_who_coordinates_stays_and_another_one_moves(make_swarm: MakeSwarm) -> None:
+    """It helps most that b moves, which coordinates: from 12 and 1 to 10 and 3. With a it would be 2 and 11."""
+    swarm = make_swarm("b a", "c")
+    asked: list[PeerId] = []
+    for name in (A, C):
+
+        async def refuses(caller: PeerId, body: bytes) -> bytes:
+            asked.append(caller)
+            raise Busy("not now")
+
+        swarm.network.find(name)._call_handlers[TAKE_OVER] = refuses
+    Staying(swarm, A)
+    balance = swarm.coordinator._balance
+    balance._rule, balance._interval_s = "gain", 60.0
+
+    async def go() -> None:
+        measure(swarm, a=10.0, b=2.0, c=1.0)
+        records: list[Record] = []
+        while len(records) < 100 and not (records and records[-1].departures):
+            records += await steps(swarm, len(records), len(records) + 1, among="b")
+        assert asked == [B, B], "each of the others, once"
+        assert [(one.member.peer_id, one.stage_index) for one in records[-1].departures] == [(A, 1)]
+        assert_plain(swarm, *([number] for number in range(len(records))))
 
     swarm.run(go())
 
