@@ -196,14 +196,22 @@ def test_a_death_while_a_stage_is_given_up_changes_nothing(phase: Phase, step: i
     assert 3 in timeline.rosters[-1][0]
 
 
-@pytest.mark.parametrize("phase", [Phase.DECIDE, Phase.APPLY])
-def test_a_stage_is_given_up_or_not_though_the_coordinator_dies(phase: Phase) -> None:
-    """It is who gives it up."""
+@pytest.mark.parametrize(
+    ("phase", "after"),
+    [
+        (Phase.DECIDE, [{2, 4}, {3}]),  # its successor's record lets it go from both
+        (Phase.APPLY, [{2, 4}, {1, 3}]),  # its own, which its successor finishes
+    ],
+)
+def test_a_stage_is_given_up_or_not_though_the_coordinator_dies(phase: Phase, after: list[set[int]]) -> None:
+    """It is who gives it up. Dead it has none in the end, and those who came hold one each."""
     plan, timeline = FaultPlan().kill("peer-1", at=phase, step=SHED), Timeline()
     run = begun_alone(timeline, num_joiners=3, num_stages=2, role="trainer", faults=plan, num_gone=1)
     plan.check()
     assert_exact(run, plain(STEPS))
-    assert all(timeline.rosters[-1])
+    assert timeline.rosters[SHED - 1] == [{1, 2, 4}, {1, 3}]
+    assert timeline.rosters[SHED] == after
+    assert timeline.rosters[-1] == [{2, 4}, {3}]
 
 
 def led(*callbacks: L.Callback, **options: Any) -> SwarmRun:
