@@ -61,15 +61,14 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
         work: What they do.
         seed: Wires the pipelines.
     """
-    begin_s = scenario.changes[0].at_s
-    first = [change for change in scenario.changes if change.at_s == begin_s]
+    first = _first(scenario)
     strategy = InMemoryStrategy(
         seed=seed,
         num_stages=scenario.num_stages,
         role="trainer",
         microbatch_size=work.size,
-        microbatch_s=[1.0, *(work.size / change.samples_per_s for change in first)],
-        lines=[Line(), *(work.line(change.peer) for change in first)],
+        microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
+        lines=[Line(), *map(work.line, first)],
         latency_s=work.latency_s,
         rebalancing=scenario.rule,
         rebalance_interval=scenario.interval_s,
@@ -92,6 +91,13 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
             Simulated(scenario.num_stages, work.boundary_bytes, work.stage_bytes), batches(work.per_step * work.size)
         )
     return events.spans
+
+
+def _first(scenario: Scenario) -> dict[PeerId, float]:
+    """Who is there as it begins, and what they do."""
+    begin_s = scenario.changes[0].at_s
+    rates = {change.peer: change.samples_per_s for change in scenario.changes if change.at_s == begin_s}
+    return {peer: samples_per_s for peer, samples_per_s in rates.items() if samples_per_s}
 
 
 @contextmanager
@@ -140,10 +146,9 @@ class _Events(L.Callback):
             return  # the run went back, and time did not
         loop = self._strategy.virtual_loop
         self._began_s = loop.time()
-        for change in self._scenario.changes:
-            if change.at_s == self._at_s:
-                self._names[change.peer] = self._strategy.peers[len(self._names) + 1].transport.peer_id
-                self._alive[change.peer] = change.samples_per_s
+        self._alive = _first(self._scenario)
+        servers = self._strategy.peers[1:]
+        self._names = {name: peer.transport.peer_id for name, peer in zip(self._alive, servers, strict=True)}
         self._best = best_of(self._alive.values(), self._scenario.num_stages)
         loop.run_until_complete(self._begin())
 

@@ -108,6 +108,11 @@ def test_time_goes_on_when_a_stage_is_lost_and_the_run_goes_back() -> None:
     assert spans[-1].best == 10.0
 
 
+def test_who_is_gone_as_it_begins_is_not_there() -> None:
+    spans = run(Work(8), *there(5.0, 7.0, 3.0), (0.0, "p2", 0.0), (0.0, "p9", 0.0), end_s=2.0)
+    assert (spans[-1].best, spans[-1].most) == (5.0, 1)
+
+
 def test_a_seed_repeats_a_run() -> None:
     one, other = (run(Work(16), *there(5.0, 7.0, 3.0), end_s=5.0) for _ in range(2))
     assert one == other
