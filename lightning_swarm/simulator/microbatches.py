@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
@@ -75,7 +77,8 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
         limits=Limits(max_in_flight=max(64, 4 * len(first))),
     )
     events = _Events(strategy, scenario, work)
-    with _quiet():
+    with _quiet(), isolate_rng():
+        torch.manual_seed(seed)  # of which a run's manifest tells, so that messages are as long every time
         trainer = L.Trainer(
             accelerator="cpu",
             devices=len(first) + 1,

@@ -27,7 +27,7 @@ from lightning_swarm.tasks import gather
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.phases import Phase
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.types.calls import CallReport, Mode, Receipt
+from lightning_swarm.types.calls import Mode, Receipt, StageReport
 from lightning_swarm.types.steps import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
@@ -398,7 +398,7 @@ def test_receipts_that_do_not_come_at_once_are_asked_for_one_by_one(
 ) -> None:
     route = Route(make_swarm("a", "b", "c", limits=LIMITS))
     asked = counted(route, monkeypatch)
-    told = (CallReport(busy_s=1.0, queued=0, receipt=True),) * num_told
+    told = (StageReport(busy_s=1.0, queued=0, receipt=True),) * num_told
     monkeypatch.setattr(server_calls, "_reports", lambda _: told)
     route.run()
     route.assert_sums()
