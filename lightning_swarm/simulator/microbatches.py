@@ -153,10 +153,7 @@ class _Events(L.Callback):
         servers = self._strategy.peers[1:]
         self._names = {name: peer.transport.peer_id for name, peer in zip(self._alive, servers, strict=True)}
         self._best = best_of(self._alive.values(), self._scenario.num_stages)
-        loop.run_until_complete(self._begin())
-
-    async def _begin(self) -> None:
-        self._strategy.spawn(self._happen())
+        loop.run_until_complete(self._strategy.spawn(self._happen()))
 
     async def _happen(self) -> None:
         for change in self._scenario.changes:

@@ -126,7 +126,7 @@ class InMemoryHooks(_SwarmHooks):
             if peer.server is None:  # else the run went back, and it serves already
                 peer.serve(self._copied_model(module, trainer))
                 if self.config.rebalancing != "none":  # who is sent to another stage has to go there
-                    peer.runtime.run(self._spawn(self._stay(peer)))
+                    peer.runtime.run(self.spawn(self._stay(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
@@ -138,21 +138,14 @@ class InMemoryHooks(_SwarmHooks):
             module: What it builds; None: the run's own model.
         """
         peer, model = self._newcomer(module)
-        peer.serve(model)
-        assert peer.server is not None
-        self._servers.append(peer.server)
-        peer.runtime.run(self._spawn(self._stay(peer)))
-        return peer.server
+        return peer.runtime.run(self._enter(peer, model))
 
     async def come(self, microbatch_s: float, line: Line) -> PeerId:
         """As `join`, on the loop. Returns who comes."""
         self._lines[_name(len(self.peers))] = line
         peer, model = self._newcomer()
         self.set_pace(peer.transport.peer_id, microbatch_s)
-        await peer.begin_to_serve(model)
-        assert peer.server is not None
-        self._servers.append(peer.server)
-        self._joining.spawn(self._stay(peer))
+        await self._enter(peer, model)
         return peer.transport.peer_id
 
     def set_pace(self, peer_id: PeerId, microbatch_s: float) -> None:
@@ -167,9 +160,16 @@ class InMemoryHooks(_SwarmHooks):
         self.network.kill(peer_id)
         self._bury(peer_id)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """On the loop: have something happen beside the run. It ends with it."""
+    async def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have something happen beside the run. It ends with it."""
         self._joining.spawn(work)
+
+    async def _enter(self, peer: Peer, model: Model) -> Server:
+        await peer.begin_to_serve(model)
+        assert peer.server is not None
+        self._servers.append(peer.server)
+        await self.spawn(self._stay(peer))
+        return peer.server
 
     def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, Model]:
         assert self._untouched is not None
@@ -177,9 +177,6 @@ class InMemoryHooks(_SwarmHooks):
         peer = self._peer(len(self.peers))
         self.peers.append(peer)
         return peer, self._copied_model(_copy(module or self._untouched), self.lightning_module.trainer)
-
-    async def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._joining.spawn(work)
 
     async def _stay(self, peer: Peer) -> None:
         try:
