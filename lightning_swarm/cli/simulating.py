@@ -72,7 +72,7 @@ def simulated(runs: Runs) -> dict[Rebalancing, list[Sequence[Span]]]:
     """By each rule, of each seed."""
     found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
     for seed in range(runs.plan.seeds):
+        work = runs.work(seed)
         for rule, scenario in runs.of_seed(seed):
-            work = runs.work(seed)
             found[rule].append(simulate(scenario) if work is None else microbatches.simulate(scenario, work, seed=seed))
     return found

@@ -64,9 +64,8 @@ class Passage:
                     message, report = await calls.fetch(calls.last, "forward")
                     for charge in calls.route:
                         link.heard(charge.peer, step=calls.step)
-                    if (
-                        not recovery.num_failures and calls.end <= calls.last
-                    ):  # else it is not sure whose reports these are
+                    # After a failure it is not sure whose reports these are.
+                    if not recovery.num_failures and calls.end <= calls.last:
                         self._learn([report, *report.others], took_s=now_s() - began_s)
                     return decode(message.body, Computed), message.tensors
                 except Failed as failure:

@@ -111,7 +111,7 @@ class Runs:
     def of_seed(self, seed: int) -> Iterator[tuple[Rebalancing, Scenario]]:
         """By each rule, on the same peers."""
         plan = self.plan
-        changes = self._trace or _made_up(plan.peers, plan.hours, seed)
+        changes = self._changes(seed)
         end_s = changes[0].at_s + plan.hours * _HOUR_S if plan.hours else changes[-1].at_s
         offset_s = random.Random(seed).uniform(0.0, plan.interval_s)
         for rule in plan.rules:
@@ -126,9 +126,11 @@ class Runs:
         if told is None:
             return None
         rng = random.Random(seed)
-        changes = self._trace or _made_up(self.plan.peers, self.plan.hours, seed)
-        lines = {peer: _line(told, rng) for peer in dict.fromkeys(change.peer for change in changes)}
+        lines = {peer: _line(told, rng) for peer in dict.fromkeys(change.peer for change in self._changes(seed))}
         return Work(told.per_step, told.size, int(told.boundary_mb * _MB), int(told.stage_mb * _MB), lines)
+
+    def _changes(self, seed: int) -> Sequence[Change]:
+        return self._trace or _made_up(self.plan.peers, self.plan.hours, seed)
 
 
 def _line(told: Microbatches, rng: random.Random) -> Callable[[], Line]:
