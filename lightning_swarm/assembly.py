@@ -21,6 +21,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.lead import Lead
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
+from lightning_swarm.network.links import Carried, Link
 from lightning_swarm.partition import StageModule
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.run_state import RunState
@@ -36,7 +37,7 @@ from lightning_swarm.starting import RunSpec
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.training import Training
-from lightning_swarm.types.reports import PeerReport
+from lightning_swarm.types.reports import CarriedReport, LinkReport, PeerReport
 from lightning_swarm.types.runs import Member
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class Peer:
             sent_bytes=traffic.sent_bytes.total(),
             received_bytes=traffic.received_bytes.total(),
             server=self.server.report() if self.server is not None else None,
+            links=[_link(peer, link) for peer, link in self.transport.links.items()],
         )
 
     def serve(self, model: Model, *, trains: bool = False) -> None:
@@ -398,3 +400,10 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     return Peer(
         runtime, transport, directory, executor=ThreadExecutor, config=config, rng=random.Random(secrets.randbits(64))
     )
+
+
+def _link(peer: str, link: Link) -> LinkReport:
+    def said(one: Carried | None) -> CarriedReport | None:
+        return CarriedReport(num_bytes=one.num_bytes, took_s=one.took_s) if one is not None else None
+
+    return LinkReport(peer_id=peer, round_trip_s=link.round_trip_s, sent=said(link.sent), received=said(link.received))

@@ -30,6 +30,7 @@ Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
     lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
     lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
     lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
     lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
 
 With -v before the command, more of what happens is said on stderr; with -vv, all.

@@ -6,29 +6,30 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.cli import pytorch_lightning, swarm_cli
+from lightning_swarm.cli import live, pytorch_lightning, swarm_cli
 from lightning_swarm.cli.choosing import choose_framework
 from lightning_swarm.cli.trainer import require_jsonargparse
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import LIGHTNING
 from lightning_swarm.planner.choice import LARGEST_BATCH, make_plan
 from lightning_swarm.planner.files import read_machines
-from lightning_swarm.planner.records import Machine, Model, Plan
+from lightning_swarm.planner.records import Machine, Model
 from lightning_swarm.planner.transformer import transformer
 from lightning_swarm.planner.words import describe
 from lightning_swarm.strategy import SwarmHooks
 
 DESCRIPTION: Final = """\
-{what} Nothing is started, and no other machine is asked.
+{what} Nothing is started, and no other machine is asked but by --swarm.
 
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
     lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
     lightning-swarm plan machines.yaml --config run.yaml --measure  for machines whose rate is `here`
     lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --picture law.png
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          for a swarm that runs: would others do better?
 
 The file lists the machines. The first one starts the run: it trains, and holds a stage.
 
@@ -67,7 +68,9 @@ class _Subject:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `plan` can be told."""
-    parser.add_argument("machines", type=Path, metavar="MACHINES.yaml", help="the list of machines, as above")
+    parser.add_argument(
+        "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a file of `fit`, with the model in it")
     numbers = parser.add_argument_group("or a transformer, by its measures")
     numbers.add_argument("--layers", type=int, help="its blocks")
@@ -89,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
+    live.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
 
@@ -98,6 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: What was given cannot be.
     """
+    _check_numbers(arguments)
+    if arguments.swarm:
+        return live.run(arguments)
     _check(arguments)
     subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
     measure = subject.measure if arguments.measure else None
@@ -108,13 +115,18 @@ def run(arguments: argparse.Namespace) -> int:
         target_batch_size=arguments.target_batch_size,
         largest_batch_size=arguments.largest_batch_size,
     )
-    print(json.dumps(_as_json(plan)) if arguments.json else describe(subject.model, plan))  # noqa: T201 - a command
+    print(json.dumps(plan.as_json()) if arguments.json else describe(subject.model, plan))  # noqa: T201 - a command
     if arguments.picture:
         _draw(arguments.picture, machines[0], subject)
-    return 1 if plan.best is None and plan.alone is None else 0
+    return 0 if plan.possible else 1
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.machines is None:
+        raise ConfigError(
+            "`plan` must be told the machines: by a file that lists them, or by --swarm HOST:PORT/ID of a peer of a "
+            "swarm that runs; got neither. Give the one or the other."
+        )
     measures = {name: getattr(arguments, name) for name in ("layers", "width", "sequence")}
     given = [name for name, value in measures.items() if value is not None]
     if bool(arguments.config) == bool(given) or (given and len(given) < len(measures)):
@@ -123,6 +135,9 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{' and '.join(f'--{name}' for name in [*(['config'] if arguments.config else []), *given]) or 'none'}."
             " Give the one or the others."
         )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("layers", "width", "sequence", "target_batch_size", "largest_batch_size"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -172,7 +187,3 @@ def _draw(path: Path, machine: Machine, subject: _Subject) -> None:
     from lightning_swarm.planner.picture import draw
 
     draw(path, machine, subject.sequence, subject.width)
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    return {**asdict(plan), "gain": plan.gain, "worth_it": plan.worth_it}

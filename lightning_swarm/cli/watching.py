@@ -19,7 +19,16 @@ _START_TIMEOUT_S: Final = 30.0
 
 
 def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[Picture]:
-    """Look at the swarm of a peer.
+    """Look at the swarm of a peer. See `looks`."""
+    before: Sequence[Sighting] = ()
+    with contextlib.closing(looks(address, every_s=every_s, timeout=timeout)) as found:
+        for now in found:
+            yield picture(now, before)
+            before = now
+
+
+def looks(address: Address, *, every_s: float | None, timeout: float) -> Generator[Sequence[Sighting]]:
+    """What the peers of a swarm say, whom one of them knows.
 
     Args:
         address: The peer's.
@@ -41,7 +50,6 @@ def watch(address: Address, *, every_s: float | None, timeout: float) -> Generat
     with contextlib.closing(ThreadRuntime("status")) as runtime:
         transport, directory = runtime.run(hivemind.start(startup_timeout=_START_TIMEOUT_S))
         try:
-            before: Sequence[Sighting] = ()
             while True:
                 try:
                     runtime.run(transport.connect([address.maddr]))
@@ -54,10 +62,9 @@ def watch(address: Address, *, every_s: float | None, timeout: float) -> Generat
                         f"{address} does not answer: {error} Ask another peer of the run, or find out what is in the "
                         f"way: lightning-swarm doctor --peer {address}"
                     ) from error
-                yield picture(now, before)
+                yield now
                 if every_s is None:
                     return
-                before = now
                 threading.Event().wait(every_s)
         finally:
             runtime.run(directory.close())

@@ -14,6 +14,8 @@ from typing import NewType
 
 from torch import Tensor
 
+from lightning_swarm.network.links import Links
+
 PeerId = NewType("PeerId", str)
 """A peer's identity: the base58 text of its public key's hash."""
 
@@ -70,6 +72,7 @@ class Transport(ABC):
     """
 
     traffic: Traffic
+    links: Links
 
     @property
     @abstractmethod

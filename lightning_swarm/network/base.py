@@ -41,6 +41,7 @@ from lightning_swarm.network.framing import (
     exchange_id_of,
     take_tensors,
 )
+from lightning_swarm.network.links import Links
 from lightning_swarm.network.liveness import Exchange, Liveness
 
 _T = TypeVar("_T")
@@ -76,6 +77,7 @@ class BaseTransport(Transport):
 
     def __init__(self, peer_id: PeerId, *, silence_s: float) -> None:
         self.traffic = Traffic()
+        self.links = Links()
         self.tap: Tap | None = None
         self._peer_id = peer_id
         self._closed = False
@@ -125,8 +127,15 @@ class BaseTransport(Transport):
                 return await self._ask_self(Kind.STREAM, method, message, max_bytes)
             if max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES:
                 return await self._ask_small(peer, Kind.STREAM, method, message, max_bytes)
+            began_s = now_s()
             answer = await self._send_stream(peer, method, message, max_bytes)
             self._liveness.heard(peer)
+            self.links.note(
+                peer,
+                sent_bytes=message.num_tensor_bytes,
+                received_bytes=answer.num_tensor_bytes,
+                took_s=now_s() - began_s,
+            )
             return answer
 
     async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
@@ -134,8 +143,10 @@ class BaseTransport(Transport):
         exchange_id = next(self._exchange_ids)
         request = b"".join(encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
+        began_s = now_s()
         data = await self._send_call(peer, method, request)
         self._liveness.heard(peer)
+        self.links.note(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
         self.traffic.received_bytes[peer, method] += len(data)
         head = decode(data)
         check_answer(head, exchange_id, method)

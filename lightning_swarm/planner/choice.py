@@ -54,6 +54,19 @@ def make_plan(
     )
 
 
+def predict(model: Model, machines: Sequence[Machine], setting: Setting, limits: Limits | None = None) -> float | None:
+    """Samples/s with a given setting, or None if no machines can do it.
+
+    Args:
+        model: What is trained.
+        machines: Each of them, the starter first.
+        setting: At most as many stages as there are blocks.
+        limits: Of the servers.
+    """
+    predictor = Predictor(model, machines, setting.num_stages, limits or Limits())
+    return predictor.predict(setting).samples_per_s if predictor.possible else None
+
+
 def _powers(largest: int) -> Iterable[int]:
     size = 1
     while size <= largest:

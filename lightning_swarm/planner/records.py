@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, TypeAlias
 
 Processor: TypeAlias = Literal["cpu", "accelerator"]
 """What computes. On a CPU, sending and receiving take time from it."""
@@ -207,6 +207,28 @@ class Alone:
     offloads: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """What a live swarm does, beside a plan for it.
+
+    Args:
+        setting: With what; None: it has decided no step yet.
+        samples_per_s: That go through all stages.
+        sent_bytes_per_s: Of all peers together.
+        predicted_samples_per_s: What the planner says of that setting; None: that its machines cannot do it, or that
+            there is no setting yet.
+        unmeasured: Peers that the plan leaves out, for nobody knows yet what they compute.
+        assumed_lines: Peers that it has, but whose lines were not measured.
+    """
+
+    setting: Setting | None
+    samples_per_s: float
+    sent_bytes_per_s: float
+    predicted_samples_per_s: float | None
+    unmeasured: tuple[str, ...]
+    assumed_lines: tuple[str, ...]
+
+
 ENOUGH: Final = 1.3
 """Times as fast as one machine: as much as predictions have been off, `docs/planning.md`."""
 
@@ -231,6 +253,15 @@ class Plan:
         if self.best is None or self.alone is None:
             return None
         return self.best.samples_per_s / self.alone.samples_per_s
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything can train the model."""
+        return self.best is not None or self.alone is not None
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        return {**asdict(self), "gain": self.gain, "worth_it": self.worth_it}
 
     @property
     def worth_it(self) -> bool:

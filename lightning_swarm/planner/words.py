@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_swarm.planner.records import Model, Plan, Prediction
+from lightning_swarm.planner.records import Model, Now, Plan, Prediction
 
 _HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
@@ -20,6 +20,54 @@ def describe(model: Model, plan: Plan) -> str:
     parts = [head, _verdict(plan)]
     parts += [_too_large(model)] if best is None else [_settings(best), _figures(best), _reasons(plan, best)]
     return "\n".join(_wrapped(line) for line in "\n\n".join(parts).splitlines())
+
+
+def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
+    """What a live swarm does beside the plan for it, in lines.
+
+    Args:
+        plan: The one.
+        now: The other.
+        line_bytes_per_s: What was assumed of lines that were not measured.
+    """
+    parts = ["Now", *_settings_now(now), *_figures_now(now)]
+    if plan.best is not None and now.samples_per_s > 0.0:
+        parts.append(f"  the plan is {plan.best.samples_per_s / now.samples_per_s:.2f} times as fast")
+    said = []
+    if now.unmeasured:
+        said.append(f"Not in the plan, for too little is measured of what they compute: {', '.join(now.unmeasured)}.")
+    if now.assumed_lines:
+        said.append(
+            f"Nothing long enough to tell has gone over the lines of {', '.join(now.assumed_lines)}; they are taken "
+            f"for {line_bytes_per_s * 8 / 1e6:.4g} Mb/s. If that is wrong, say so with --line-mbit."
+        )
+    return "\n".join(_wrapped(line) for line in "\n".join([*parts, *(["", *said] if said else [])]).splitlines())
+
+
+def _settings_now(now: Now) -> list[str]:
+    if now.setting is None:
+        return ["  no step was decided yet"]
+    chosen = now.setting
+    return [
+        f"  num_stages         {chosen.num_stages}",
+        f"  microbatch_size    {chosen.microbatch_size}",
+        f"  target_batch_size  {chosen.target_batch_size}   samples of the newest step",
+        f"  batch_size         {chosen.batch_size}   of the DataLoader",
+    ]
+
+
+def _figures_now(now: Now) -> list[str]:
+    measured, predicted = now.samples_per_s, now.predicted_samples_per_s
+    lines = [
+        f"  samples/s          {measured:.3g}, measured",
+        f"  all machines send  {now.sent_bytes_per_s * _HOUR_S / 1e9:,.4g} GB an hour, measured",
+    ]
+    if predicted is not None and measured > 0.0:
+        lines.append(
+            f"  of these settings the planner says {predicted:.3g} samples/s, {predicted / measured:.2f} times what is "
+            "measured: so far off it may be with the others, too"
+        )
+    return lines
 
 
 def _wrapped(line: str) -> str:

@@ -19,7 +19,9 @@ from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule, computing
 from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom
 from lightning_swarm.server import mode as modes
+from lightning_swarm.server.costs import Flops, Saved, of_sample
 from lightning_swarm.types.calls import Mode
+from lightning_swarm.types.reports import SampleCosts
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,20 @@ class Computation:
 
     Attributes:
         trainable: The parameters that backward gives gradients of.
+        costs: Of a sample, seen in the first forward that keeps a graph; None: there was none yet.
     """
 
     def __init__(self, module: StageModule, device: torch.device) -> None:
         self._module = module
         self._device = device
         self._random = KeyedOnDemand(device)
-        self._graph_bytes_per_row: float | None = None
+        self.costs: SampleCosts | None = None
         self.trainable: list[nn.Parameter] = []
 
     def train(self, trainable: list[nn.Parameter]) -> None:
         """Give gradients of these parameters from now on."""
         self.trainable = trainable
-        self._graph_bytes_per_row = None  # of a graph that begins elsewhere now
+        self.costs = None  # of a graph that begins elsewhere now
 
     def forward(
         self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
@@ -112,12 +115,17 @@ class Computation:
         # Copied and cloned: a block may work in place, but both are kept for a recomputation, and what is shared
         # by all microbatches must reach each as it was sent.
         shared = [tensor.to(self._device, copy=True) for tensor in extra_tensors]
-        with self._measured(mode, leaves) as graph_bytes:
-            output = self._module(
-                trees.unflatten(structure, [leaf.clone() for leaf in leaves]),
-                trees.unflatten(extra_structure, shared),
-            )
-        return output, graph_bytes()
+        run = partial(
+            self._module,
+            trees.unflatten(structure, [leaf.clone() for leaf in leaves]),
+            trees.unflatten(extra_structure, shared),
+        )
+        if mode.grad and self.costs is None:
+            output, self.costs = self._measured(run, leaves, shared)
+        else:
+            output = run()
+        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
+        return output, num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
 
     def backward(
         self, graph: Graph, gradients: Sequence[Tensor | None], mode: Mode
@@ -173,25 +181,16 @@ class Computation:
                 "come to differ. Blocks may change nothing but their output: keep running statistics in training_step."
             )
 
-    @contextlib.contextmanager
-    def _measured(self, mode: Mode, leaves: Sequence[Tensor]) -> Iterator[Callable[[], int]]:
-        """Bytes that the graph of the forward inside keeps alive: measured once, then in proportion to the rows."""
-        num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
-        if not mode.grad or self._graph_bytes_per_row is not None:
-            yield lambda: round((self._graph_bytes_per_row or 0.0) * num_rows) if mode.grad else 0
-            return
-        own = {parameter.untyped_storage().data_ptr() for _, parameter in self._module.named_stage_parameters()}
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # a saved output would otherwise hold itself alive through its own graph
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield lambda: sum(saved.values())
-        self._graph_bytes_per_row = sum(saved.values()) / max(num_rows, 1)
+    def _measured(
+        self, run: Callable[[], Any], inputs: Sequence[Tensor], extras: Sequence[Tensor]
+    ) -> tuple[Any, SampleCosts]:
+        """What `run` gives, and what it costs a sample; that of others is in proportion to their rows."""
+        own = [parameter for _, parameter in self._module.named_stage_parameters()]
+        saved, flops = Saved(own), Flops()
+        with saved.hooks(), flops:
+            output = run()
+        outputs = trees.flatten(output)[1]
+        return output, of_sample(inputs, extras, outputs, forward_flop=flops.flop, graph_bytes=saved.num_bytes)
 
 
 def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -47,6 +47,11 @@ class StageLoad:
         return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _FEW else None
 
     @property
+    def microbatch_size(self) -> float | None:
+        """Samples, of the last ones; None: there was none."""
+        return self._num_samples.value
+
+    @property
     def queued(self) -> float:
         """Jobs that waited when these were done."""
         return self._queued.value or 0.0

@@ -50,7 +50,7 @@ class Model:
         self._module = module
         self.blocks = blocks
         self._optimizer = optimizer
-        self._device = device
+        self.device = device
         self._keep = keep
         self._compiler = compiler
 
@@ -139,7 +139,7 @@ class Model:
         return Stage(
             module,
             optimizer,
-            self._device,
+            self.device,
             version=manifest.first_step,
             clip_value=manifest.gradient_clip_value,
             selection=manifest.selection,
@@ -172,7 +172,7 @@ class Model:
                 if parameter is not None and parameter.is_meta and id(parameter) in own:
                     if id(parameter) not in replaced:
                         nothing = float("nan") if parameter.is_floating_point() else 0
-                        empty = torch.full_like(parameter, nothing, device=self._device)
+                        empty = torch.full_like(parameter, nothing, device=self.device)
                         replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                     module._parameters[name] = replaced[id(parameter)]
 

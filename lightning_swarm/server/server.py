@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_swarm.config import Limits
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.server import RELEASE, RESTART
+from lightning_swarm.server import RELEASE, RESTART, machine, reporting
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.calls import Calls
 from lightning_swarm.server.donor import Donor
@@ -139,6 +139,10 @@ class Server:
             age_s=time.monotonic() - self.stepping.began_s,
             num_samples=self.calls.num_samples // max(1, num_pipelined),
             queued=self._executor.queued,
+            held=reporting.held(self.stepping.sums.stages.values(), run.stages),
+            around_parameters=reporting.num_parameters(run.stages[around]) if around is not None else 0,
+            machine=machine.describe(self.admission.model.device),
+            newest=reporting.newest(self.admission.run.newest),
         )
 
     # ------------------------------------------------------------------ going back, and out

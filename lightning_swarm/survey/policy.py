@@ -180,7 +180,9 @@ def table(seen: Picture) -> str:
         if not peers:
             lines.append(f"stage {index}: nobody who answers holds it")
     lines += [
-        f"{_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}" for peer in seen.peers if peer.problem
+        f"{short_name(peer.peer_id)} at {peer.place} does not answer: {peer.problem}"
+        for peer in seen.peers
+        if peer.problem
     ]
     return "\n".join([_headline(seen), "", *(line.rstrip() for line in lines)])
 
@@ -199,7 +201,7 @@ def _headline(seen: Picture) -> str:
 def _row(index: int | None, peer: PeerPicture, *, is_trainers: bool = False) -> tuple[str, ...]:
     stage = "-" if index is None else f"{index} trainers'" if is_trainers else str(index)
     roles = "".join((" lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
-    name = f"{_name(peer.peer_id)}{roles}"
+    name = f"{short_name(peer.peer_id)}{roles}"
     if peer.problem is not None:
         return (stage, name, peer.place, *("?" for _ in _HEADS[3:]))
     return (
@@ -215,7 +217,7 @@ def _row(index: int | None, peer: PeerPicture, *, is_trainers: bool = False) -> 
     )
 
 
-def _name(peer_id: str) -> str:
+def short_name(peer_id: str) -> str:
     """The end of an id: they all begin alike."""
     return f"…{peer_id[-6:]}" if len(peer_id) > 12 else peer_id
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
-from lightning_swarm.types.wire import Count, Seconds, ShortText, SmallCount, Wire
+from lightning_swarm.types.wire import Count, NumSamples, Seconds, ShortText, SmallCount, Wire
+
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+"""What somebody plans with: so bounded that no sum of them overflows."""
+
+Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e15)]
+"""Of something a second, likewise."""
+
+ShortSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Greeting(Wire, frozen=True):
@@ -15,6 +23,60 @@ class Greeting(Wire, frozen=True):
     protocol_version: int
     versions: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=16)]  # of Python and of what matters here
     unix_time_s: Seconds
+
+
+class SampleCosts(Wire, frozen=True):
+    """What a sample costs a stage: seen once, in a forward of a training step."""
+
+    flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]  # forward and backward; 0: compiled code does not show it
+    input_bytes: Bytes  # without extras
+    extra_bytes: Bytes  # that a trainer sends beside
+    gradient_bytes: Bytes  # that go back
+    output_bytes: Bytes
+    graph_bytes: Bytes  # what its backward needs of its forward
+
+
+class HeldStage(Wire, frozen=True):
+    """A stage on a server that microbatches go through."""
+
+    index: SmallCount
+    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    num_parameters: Bytes
+    weight_bytes: Annotated[int, msgspec.Meta(ge=1, le=16)]  # of one parameter, the widest of them
+    samples_per_s: Rate | None = None  # while it computes, forward and backward; None: not measured yet
+    microbatch_size: Rate | None = None  # of late, on average
+    costs: SampleCosts | None = None  # None: none has gone through yet
+
+
+class MachineReport(Wire, frozen=True):
+    """What a server computes on. None: it cannot tell."""
+
+    processor: Literal["cpu", "accelerator"]
+    memory_bytes: Bytes | None = None  # of the device
+    host_memory_bytes: Bytes | None = None  # beside the device's
+
+
+class StepReport(Wire, frozen=True):
+    """What the newest step was made of."""
+
+    num_samples: NumSamples
+    num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # of all trainers
+
+
+class CarriedReport(Wire, frozen=True):
+    """A long message, and the seconds of its exchange: the way there and back, and its own."""
+
+    num_bytes: Bytes
+    took_s: ShortSeconds
+
+
+class LinkReport(Wire, frozen=True):
+    """The way to another peer, at its best. None: not measured yet."""
+
+    peer_id: ShortText
+    round_trip_s: ShortSeconds | None = None
+    sent: CarriedReport | None = None
+    received: CarriedReport | None = None
 
 
 class ServerReport(Wire, frozen=True):
@@ -30,6 +92,10 @@ class ServerReport(Wire, frozen=True):
     age_s: Seconds
     num_samples: Count  # that went forward through each of its stages but that one
     queued: Count  # jobs that wait for its compute thread
+    held: Annotated[list[HeldStage], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
+    around_parameters: Bytes = 0  # of what stands around the pipeline
+    machine: MachineReport | None = None
+    newest: StepReport | None = None  # None: no step was decided yet, or it was skipped
 
 
 class PeerReport(Wire, frozen=True):
@@ -40,6 +106,7 @@ class PeerReport(Wire, frozen=True):
     sent_bytes: Count
     received_bytes: Count
     server: ServerReport | None  # None: it is in no run, or holds no stage
+    links: Annotated[list[LinkReport], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
 
 
 class OtherPeer(Wire, frozen=True):

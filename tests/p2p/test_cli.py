@@ -135,6 +135,8 @@ def test_a_run_from_a_file_is_joined_and_watched_and_left_and_leaves_an_ordinary
     assert left["step"] >= seen["step"]
     watch_until(onlooker, lambda seen: seen["step"] > left["step"])  # without it
 
+    assert_planned(command, pasted[2])
+
     onlooker.interrupt()
     assert onlooker.wait() == 0, "".join(onlooker.output)
     (tmp_path / "enough").touch()
@@ -154,6 +156,27 @@ def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
         seen = json.loads(onlooker.wait_for('{"run_id"'))
         if wanted(seen):
             return seen
+
+
+def assert_planned(command: Command, address: str) -> None:
+    """From what it measured, the live swarm is told which settings are best, beside those that it has."""
+    planning = command("plan", "--swarm", address, "--json", "--over", 0.5, "--largest-batch-size", 64)
+    said = json.loads(planning.wait_for('{"best"'))
+    assert planning.wait() == 0, "".join(planning.output)
+    now, best = said["now"], said["best"]
+    assert now["setting"] == {"num_stages": 2, "microbatch_size": 1, "batch_size": 8, "target_batch_size": 8}
+    assert now["samples_per_s"] > 0
+    assert now["sent_bytes_per_s"] > 0
+    assert now["predicted_samples_per_s"] > 0
+    assert now["unmeasured"] == []
+    assert address.partition("/")[2] in now["assumed_lines"]  # nothing of 64 kB has gone over them
+    assert best["samples_per_s"] > 0
+    assert best["setting"]["target_batch_size"] <= 64
+    assert said["worth_it"] is False  # so small a model is faster on one machine
+    nobody = command("plan", "--swarm", f"127.0.0.1:1/{address.partition('/')[2]}", "--timeout", 5)
+    assert nobody.wait() == 1, "".join(nobody.output)
+    assert "127.0.0.1:1/" in "".join(nobody.output)
+    assert "cannot be reached: " in "".join(nobody.output)
 
 
 def assert_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

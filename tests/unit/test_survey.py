@@ -18,7 +18,18 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.survey import Sighting
 from lightning_swarm.survey.policy import picture, table
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.types.reports import OtherPeer, OtherPeers, PeerReport, ServerReport
+from lightning_swarm.types.reports import (
+    CarriedReport,
+    HeldStage,
+    LinkReport,
+    MachineReport,
+    OtherPeer,
+    OtherPeers,
+    PeerReport,
+    SampleCosts,
+    ServerReport,
+    StepReport,
+)
 from lightning_swarm.types.wire import encode
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
@@ -36,6 +47,9 @@ SERVING = ServerReport(
     queued=3,
 )
 REPORT = PeerReport(run_id="x", age_s=3600.0, sent_bytes=2_000_000_000, received_bytes=500_000_000, server=SERVING)
+
+COSTS = SampleCosts(flop=1e9, input_bytes=1, extra_bytes=0, gradient_bytes=0, output_bytes=1, graph_bytes=1)
+HELD = HeldStage(index=0, num_blocks=1, num_parameters=1, weight_bytes=4, costs=COSTS)
 
 
 def said(report: Any, **changes: Any) -> Any:
@@ -229,6 +243,23 @@ LIES = {
     "absurd": encode(said(REPORT, server=said(SERVING, num_stages=1 << 60))),
     "no such stage": encode(said(REPORT, server=said(SERVING, stages=[1 << 59]))),
     "many stages": encode(said(REPORT, server=said(SERVING, stages=[0] * 1025))),
+    "many held": encode(said(REPORT, server=said(SERVING, held=[HELD] * 1025))),
+    "no blocks": encode(said(REPORT, server=said(SERVING, held=[said(HELD, num_blocks=0)]))),
+    "wide weights": encode(said(REPORT, server=said(SERVING, held=[said(HELD, weight_bytes=1 << 20)]))),
+    "no rate": encode(said(REPORT, server=said(SERVING, held=[said(HELD, samples_per_s=0.0)]))),
+    "endless work": encode(said(REPORT, server=said(SERVING, held=[said(HELD, costs=said(COSTS, flop=1e300))]))),
+    "long output": encode(
+        said(REPORT, server=said(SERVING, held=[said(HELD, costs=said(COSTS, output_bytes=1 << 60))]))
+    ),
+    "huge memory": encode(
+        said(REPORT, server=said(SERVING, machine=MachineReport(processor="cpu", memory_bytes=1 << 60)))
+    ),
+    "an empty step": encode(said(REPORT, server=said(SERVING, newest=StepReport(num_samples=0, num_batches=1)))),
+    "many links": encode(said(REPORT, links=[LinkReport(peer_id="x")] * 1025)),
+    "a way back in time": encode(said(REPORT, links=[LinkReport(peer_id="x", round_trip_s=-1.0)])),
+    "an endless message": encode(
+        said(REPORT, links=[LinkReport(peer_id="x", sent=CarriedReport(num_bytes=1 << 60, took_s=1.0))])
+    ),
 }
 
 
