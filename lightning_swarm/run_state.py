@@ -8,10 +8,12 @@ from msgspec import structs
 
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, StepError
 from lightning_swarm.network import PeerId
-from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Term
+from lightning_swarm.types.many import to_ranges
+from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Seats, Term
 from lightning_swarm.types.steps import Record
 
 _MAX_REMEMBERED = 1024
+_MAX_NAMED = 10
 
 
 class RunState:
@@ -24,6 +26,7 @@ class RunState:
 
     Attributes:
         term: The highest by which somebody has come to coordinate, as far as it is known here.
+        seats_before: Who was in the run before the newest record.
         newest: The record that was applied last, if one was.
         selection: What trains since then; of a run that was only `seen`, what trained at its beginning.
     """
@@ -33,9 +36,9 @@ class RunState:
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
-        self.trainers = list(manifest.trainers)
+        self.seats_before = self.seats
         self.term: Term = (1, manifest.coordinator, _boot_id(manifest))
-        self._counted: dict[int, frozenset[int]] = {}  # the places of the batches that each of the last records counts
+        self._counted: dict[int, tuple[range, ...]] = {}  # the places of the batches that the last records count
         self.newest: Record | None = None
         self.selection = manifest.selection
 
@@ -44,17 +47,51 @@ class RunState:
         """What another peer said of the run, taken for what holds at `version`."""
         run = cls(view.manifest)
         run.version = version
-        run.rosters, run.voters, run.trainers = view.rosters, view.voters, view.trainers
+        run.sit(view.seats)
         run.term = view.term
         return run
 
-    def apply(self, record: Record) -> None:
-        """Go on to the version after `record`. A trainer may pass over some: each names all who are in the run."""
+    @property
+    def trainers(self) -> list[PeerId]:
+        """Who may ask for places, computations and state."""
+        return self.manifest.trainers
+
+    @property
+    def seats(self) -> Seats:
+        """Who is in the run."""
+        return Seats(rosters=self.rosters, voters=self.voters)
+
+    def sit(self, seats: Seats) -> None:
+        """Know who is in the run, without the records that made it so."""
+        self.rosters, self.voters = seats.rosters, seats.voters
+
+    def after(self, record: Record) -> Seats:
+        """Who is in the run after a record of the open step."""
+        left = {(one.stage_index, one.member) for one in record.left}
+        rosters = [
+            [
+                *(member for member in roster if (index, member) not in left),
+                *(one.member for one in record.newcomers if one.stage_index == index),
+            ]
+            for index, roster in enumerate(self.rosters)
+        ]
+        return Seats(rosters=rosters, voters=self.voters if record.next_voters is None else record.next_voters)
+
+    def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
+        """For each stage, the members that take part in a round."""
+        return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
+
+    def apply(self, record: Record, seats: Seats | None = None) -> None:
+        """Go on to the version after `record`.
+
+        Args:
+            record: Of the open step; with `seats` it may be a later one, for a trainer may pass over some.
+            seats: After it.
+        """
+        self.seats_before = self.seats
+        self.sit(seats or self.after(record))
         self.version = record.step + 1
-        self.rosters = [list(roster) for roster in record.next_roster]
-        self.voters = list(record.next_voters)
-        self.trainers = list(record.next_trainers)
-        self._counted[record.step] = frozenset(first for first, _, _ in record.closing.batches)
+        self._counted[record.step] = to_ranges(record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
             del self._counted[next(iter(self._counted))]
         self.newest = record
@@ -106,16 +143,23 @@ class RunState:
         if generation != self.manifest.generation:
             raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
-    def check(self, record: Record) -> None:
+    def check(self, record: Record, seats: Seats | None = None) -> None:
         """Refuse a record that would empty a stage, or is of a run with another number of them.
+
+        Args:
+            record: As in `apply`.
+            seats: Likewise.
 
         Raises:
             ProtocolError: It can be no record of this run.
         """
-        if len(record.next_roster) != len(self.rosters) or not all(record.next_roster):
+        rosters = (seats or self.after(record)).rosters
+        changed = [one.stage_index for one in record.left] + [one.stage_index for one in record.newcomers]
+        highest = max(changed, default=0)
+        if len(rosters) != len(self.rosters) or not all(rosters) or highest >= len(rosters):
             raise ProtocolError(
                 f"record {record.step} must name at least one server for each of {len(self.rosters)} stages, got "
-                f"{[len(roster) for roster in record.next_roster][:100]}"
+                f"{[len(roster) for roster in rosters][:100]}, and changes of stage {highest}"
             )
 
     def view(self) -> RunView:
@@ -123,9 +167,7 @@ class RunState:
         return RunView(
             manifest=self.manifest,
             version=self.version,
-            rosters=self.rosters,
-            voters=self.voters,
-            trainers=self.trainers,
+            seats=self.seats,
             term=self.term,
         )
 
@@ -151,12 +193,13 @@ class RunState:
                 f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "
                 "that was away for so long cannot go on. Start it again."
             )
-        if first not in self._counted[step]:
+        if not self.counts(step, [first]):
             raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def counts(self, step: int, firsts: Collection[int]) -> bool:
         """Whether the record of a step was applied here, and counts the batches at these places."""
-        return step in self._counted and self._counted[step].issuperset(firsts)
+        runs = self._counted.get(step)
+        return runs is not None and all(any(first in places for places in runs) for first in firsts)
 
     def check_trainer(self, caller: PeerId) -> None:
         """Refuse a caller that does not train in this run.
@@ -166,7 +209,8 @@ class RunState:
         """
         if caller not in self.trainers:
             raise ProtocolError(
-                f"{caller} is no trainer of run {self.manifest.run_id!r}; its trainers are {self.trainers}"
+                f"{caller} is none of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, of which "
+                f"the first are {self.trainers[:_MAX_NAMED]}"
             )
 
     def check_holds(self, member: Member, stage_index: int) -> None:

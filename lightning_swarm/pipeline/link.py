@@ -20,6 +20,7 @@ from lightning_swarm.pipeline.policy import Charge, StageRouter, deadline_s
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Candidate, Record
 from lightning_swarm.types.wire import Wire, encode
 
@@ -74,14 +75,14 @@ class Link:
     def __post_init__(self) -> None:
         self._vigil = Vigil(self.events, stage_timeout=self.stage_timeout)
 
-    async def follow(self, record: Record) -> None:
+    async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
         """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
 
         A trainer that passes over records finds in the roster who joined by them. The lead passes over none; every
         other one serves, too, and a server met all of them before they came in.
         """
         await self.copies.release(record.step)
-        rosters = [[member.peer_id for member in roster] for roster in record.next_roster]
+        rosters = [[member.peer_id for member in roster] for roster in members]
         self._hear(rosters, step=record.step + 1)
         again = self._due_again(rosters)
         await gather(

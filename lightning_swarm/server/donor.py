@@ -21,6 +21,7 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import MEET
 from lightning_swarm.types.joining import FollowRequest, NextReply, NextRequest, PieceRequest
+from lightning_swarm.types.runs import Seats
 from lightning_swarm.types.steps import Candidate, Record
 from lightning_swarm.types.wire import decode, encode
 
@@ -80,7 +81,7 @@ class Donor:
         self._throttle = Throttle(limits.max_upload)
         self._noted_s = 0.0  # when the newest record was applied
         self._interval_s = 0.0  # between it and the one before
-        self._kept: dict[int, tuple[Record, Mapping[int, Tensor]]] = {}  # by step
+        self._kept: dict[int, tuple[Record, Mapping[int, Tensor], Seats]] = {}  # by step, with who was in before
         transport.handle_call(MEET, self._handle_meet)
         transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
         transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
@@ -98,7 +99,7 @@ class Donor:
             if peer in self._followers:
                 self._followers[peer].entered = True
         if self._followers:
-            self._kept[record.step] = (record, gradients)
+            self._kept[record.step] = (record, gradients, self._admission.run.seats_before)
         self._drop_needless()
         self._give_up_idle()
         self._notify()
@@ -202,18 +203,19 @@ class Donor:
         await self._stepping.passed(request.version, within_s=min(request.hold_s, _HOLD_S))
         self._check_generation(request.generation)  # it may have changed meanwhile
         if request.version >= self._stepping.version:
-            return Message(encode(NextReply(record=None)))
+            known = request.seated or request.version > self._stepping.version
+            return Message(encode(NextReply(record=None, seats=None if known else self._admission.run.seats)))
         if request.version not in self._kept:
             self._followers.pop(caller, None)
             raise TicketGone(f"record {request.version} is not kept here (any more); the joiner has to begin again")
-        record, gradients = self._kept[request.version]
+        record, gradients, seats = self._kept[request.version]
         gradient = gradients[stage.index].cpu()
         self._throttle.charge(gradient.nbytes)  # before any download: who falls behind begins that again
         if request.version + 1 < self._stepping.version:
             # Many records one right after the other would fill the line before activations.
             at_most_s = min(self._interval_s / _CATCH_UP, self._limits.call_timeout / _CATCH_UP)
             await asyncio.sleep(min(gradient.nbytes / self._limits.max_upload, at_most_s))
-        return Message(encode(NextReply(record=record)), (gradient,))
+        return Message(encode(NextReply(record=record, seats=None if request.seated else seats)), (gradient,))
 
     async def _place(self, caller: PeerId, *, helps: bool, within_s: float) -> None:
         """Wait until the stage may be sent once more. Each has one download under way, and few join by this server.
@@ -286,7 +288,7 @@ class Donor:
         while True:
             first = min((one.version for one in followers.values()), default=None)
             kept = {step: one for step, one in self._kept.items() if first is not None and step >= first}
-            num_bytes = sum(tensor.nbytes for _, gradients in kept.values() for tensor in gradients.values())
+            num_bytes = sum(tensor.nbytes for _, gradients, _ in kept.values() for tensor in gradients.values())
             if num_bytes <= self._limits.join_bytes:
                 break
             followers = {peer: one for peer, one in followers.items() if one.version != first}

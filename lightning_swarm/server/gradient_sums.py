@@ -17,8 +17,9 @@ from lightning_swarm.selection import check_selection
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.types.calls import CallKey, Receipt
+from lightning_swarm.types.many import pack, unpack
 from lightning_swarm.types.runs import NO_TERM, Member, Selection, Term
-from lightning_swarm.types.steps import Closing, FreezeRequest, Named, Record, StageClosing, StageLedger
+from lightning_swarm.types.steps import AverageRequest, Closing, FreezeRequest, Named, Record, StageLedger
 from lightning_swarm.types.wire import from_bitmap, to_bitmap
 
 _NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
@@ -184,18 +185,16 @@ class GradientSums:
         if term != self.run.term:
             raise NotCoordinator(f"the run is led under the term {self.run.term} by now, not {term}")
         self._check_round(request)
-        named = self._named(request)
+        named = {} if request.named is None else self._named(request.named)
         self.round = request.round
         self._frozen_under = term
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
             stale += self._bound(stage, named.get(index), request)
-            held, num_unnamed = self.ledgers[index].bitmap(self._expected(index, request))
             reports.append(
                 StageLedger(
                     stage_index=index,
-                    held=held,
-                    num_unnamed=num_unnamed,
+                    held=pack(self.ledgers[index].held),
                     touched=to_bitmap(stage.touched),
                     version_hash=stage.fingerprint(),
                     samples_per_s=stage.load.samples_per_s,
@@ -211,43 +210,26 @@ class GradientSums:
             asked = (request.step, request.attempt, request.round)
             raise ProtocolError(f"step, attempt, round are {here} here, got a request to freeze of {asked}")
 
-    def _named(self, request: FreezeRequest) -> dict[int, list[Receipt]]:
-        """By stage, what the sums here shall hold, if the request says so."""
-        if request.named is None:
-            return {}
-        if sorted(one.stage_index for one in request.named) != sorted(self.stages):
-            raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {request.named}")
+    def _named(self, named: Sequence[Named]) -> dict[int, set[Receipt]]:
+        """By stage, what the sums here shall hold."""
+        indices = [one.stage_index for one in named]
+        if sorted(indices) != sorted(self.stages):
+            raise ProtocolError(f"what is named must be of the stages {sorted(self.stages)}, got {indices[:100]}")
+        return {one.stage_index: unpack(one.receipts) for one in named}
 
-        def receipts(one: Named) -> list[Receipt]:
-            expected = self._expected(one.stage_index, request)
-            flags = from_bitmap(one.receipts, len(expected))
-            return [receipt for receipt, flag in zip(expected, flags, strict=True) if flag]
-
-        return {one.stage_index: receipts(one) for one in request.named}
-
-    def _bound(self, stage: Stage, named: list[Receipt] | None, request: FreezeRequest) -> list[str]:
+    def _bound(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
         """Say what may be added to a stage's sum from now on; returns tickets of earlier results, now stale."""
-        if request.reopens:
-            self._bounded(stage, self._expected(stage.index, request)).thaw()
-            return []
-        if named is None:
-            self.ledgers[stage.index].freeze(())
-            return []
-        ledger = self._bounded(stage, named)
-        ledger.freeze(named)
-        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in ledger.lacks(named)]
-
-    def _bounded(self, stage: Stage, named: Sequence[Receipt]) -> Ledger:
-        """A stage's ledger, begun anew with its sum if that holds more than what is named."""
         ledger = self.ledgers[stage.index]
-        if ledger.goes_beyond(named):
+        struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
+        if struck or (named is not None and ledger.goes_beyond(named)):
             stage.zero_sum()
             ledger = self.ledgers[stage.index] = Ledger(ledger.step, ledger.attempt)
-        return ledger
-
-    def _expected(self, index: int, closing: FreezeRequest | Closing) -> list[Receipt]:
-        """The receipts that stage `index` shall have, all replicas together."""
-        return closing.batches if self.run.manifest.stages[index].on_trainers else closing.counted
+        if request.struck is not None:
+            ledger.thaw()
+            return []
+        ledger.freeze(named or ())
+        lacking = [] if named is None else ledger.lacks(named)
+        return [CallKey.of(request, receipt).name(stage.index, "backward") for receipt in lacking]
 
     def reopen(self) -> None:
         """Another peer coordinates: what the one before it froze takes gradients again, until it is frozen anew."""
@@ -258,27 +240,32 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closed
 
-    def bind(self, closing: Closing, me: Member) -> dict[int, int]:
-        """Check that the frozen sums are what the closing names here.
+    def bind(self, request: AverageRequest, rosters: Sequence[Sequence[Member]], me: Member) -> dict[int, int]:
+        """Check that the frozen sums are what is named here.
+
+        Args:
+            request: Which round.
+            rosters: Of the round.
+            me: This server.
 
         Returns:
             This server's place in the roster of each of its stages.
         """
+        closing = request.closing
         self.run.check_generation(closing.generation)
         self.check_frozen(closing)
         self.check_stages(closing)
-        places = {index: _place(closing.stages[index], me) for index in self.stages}
-        for index, place in places.items():
-            holders, touched = closing.stages[index].holders[place], closing.stages[index].touched
-            from_bitmap(touched, len(self.stages[index].trainable))
+        named = self._named(request.named)
+        places = {index: _place(rosters[index], me) for index in self.stages}
+        for index in places:
+            from_bitmap(closing.touched[index], len(self.stages[index].trainable))
             ledger = self.ledgers[index]
             if not ledger.final:
                 raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
-            held, num_unnamed = ledger.bitmap(self._expected(index, closing))
-            if held != holders or num_unnamed:
+            if ledger.held != named[index]:
                 raise ProtocolError(
-                    f"the sum of stage {index} on {me.peer_id} is not what the closing of step "
-                    f"{closing.step} names: it holds {num_unnamed} others, or lacks some"
+                    f"the sum of stage {index} on {me.peer_id} is not what is named for step {closing.step}: it holds "
+                    f"{len(ledger.held - named[index])} others, and lacks {len(named[index] - ledger.held)}"
                 )
         return places
 
@@ -291,8 +278,8 @@ class GradientSums:
 
     def check_stages(self, closing: Closing) -> None:
         """Refuse a closing of another number of stages than the run has."""
-        if len(closing.stages) != len(self.run.rosters):
-            raise ProtocolError(f"a closing of {len(closing.stages)} stages; there are {len(self.run.rosters)}")
+        if len(closing.touched) != len(self.run.rosters):
+            raise ProtocolError(f"a closing of {len(closing.touched)} stages; there are {len(self.run.rosters)}")
 
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record to the stages, all or none; told twice, once."""
@@ -303,7 +290,7 @@ class GradientSums:
         for stage in self.stages.values():
             stage.check_applies(record)
         for index, stage in self.stages.items():
-            touched = from_bitmap(record.closing.stages[index].touched, len(stage.trainable))
+            touched = from_bitmap(record.closing.touched[index], len(stage.trainable))
             stage.apply(record, gradients[index], touched)
             self.ledgers[index] = Ledger(record.step + 1)
 
@@ -320,9 +307,7 @@ class GradientSums:
         self._begin_step()
 
 
-def _place(closing: StageClosing, me: Member) -> int:
-    if me not in closing.roster:
-        raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the closing's roster")
-    if len(closing.holders) != len(closing.roster):
-        raise ProtocolError(f"a roster of {len(closing.roster)} came with the receipts of {len(closing.holders)}")
-    return closing.roster.index(me)
+def _place(roster: Sequence[Member], me: Member) -> int:
+    if me not in roster:
+        raise ProtocolError(f"peer {me.peer_id} with boot id {me.boot_id} is not in the round's roster")
+    return roster.index(me)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm import hello
@@ -34,7 +35,7 @@ from lightning_swarm.types.joining import (
     NextRequest,
     ReadyRequest,
 )
-from lightning_swarm.types.runs import RunView
+from lightning_swarm.types.runs import RunView, Seats
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
 _log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Joiner:
         self._stepping = stepping
         self._limits = limits
         self._stage: Stage | None = None
+        self._joined_at = 0  # the version of the run then
         self._wish: int | None = None  # which stage it was told to hold
         self._former: int | None = None  # which one it had before
         self._alone = False  # one member shall send everything
@@ -196,10 +198,11 @@ class Joiner:
         if self._stage is None:
             stages, _ = await self._executor.submit(FIRST, lambda: self.model.build(view.manifest, [reply.stage_index]))
             self._stage = stages[reply.stage_index]
-        roster = [member.peer_id for member in reply.view.rosters[self._stage.index]]
+        roster = [member.peer_id for member in reply.view.seats.rosters[self._stage.index]]
         # Joiners of one stage go round its members, and so do the attempts of one: a member may be gone.
         first = (self._admission.me.boot_id + attempt) % len(roster)
         donor, version = await self._download([*roster[first:], *roster[:first]], self._stage)
+        self._joined_at = reply.view.version
         await self._admission.follow(RunState.seen(reply.view, version), self._stage)
         await self._follow(donor, self._stage)
 
@@ -231,11 +234,13 @@ class Joiner:
 
     async def _follow(self, donor: PeerId, stage: Stage) -> None:
         """Apply the records that come, until one of them makes this server a member."""
-        hold_s = 0.0
+        hold_s, seated = 0.0, False
         generation = self._admission.run.manifest.generation
         while not self._done:
             version = self._stepping.version
-            request = NextRequest(generation=generation, stage_index=stage.index, version=version, hold_s=hold_s)
+            request = NextRequest(
+                generation=generation, stage_index=stage.index, version=version, hold_s=hold_s, seated=seated
+            )
             message = await self._transport.stream(
                 donor,
                 NEXT,
@@ -243,7 +248,11 @@ class Joiner:
                 timeout=hold_s + self._limits.call_timeout,  # a donor that froze is not waited for like a download
                 max_bytes=self._limits.max_message_bytes,
             )
-            record = decode(message.body, NextReply).record
+            reply = decode(message.body, NextReply)
+            record = reply.record
+            if not seated and reply.seats is not None and version == self._stepping.version:
+                self._sit(reply.seats, version)
+                seated = True
             if record is None:
                 coordinator = self._admission.run.coordinator
                 ready = encode(ReadyRequest(generation=generation, version=version))
@@ -258,6 +267,13 @@ class Joiner:
                 await self._stepping.commit(record, {stage.index: _gradient(message, stage)})
             hold_s = 0.0
 
+    def _sit(self, seats: Seats, version: int) -> None:
+        """Know who is in the run at this version. This peer was out when it joined, whoever named it before."""
+        rosters = seats.rosters
+        if version <= self._joined_at:
+            rosters = [[member for member in roster if member != self._admission.me] for roster in rosters]
+        self._admission.run.sit(replace(seats, rosters=rosters))
+
     # ------------------------------------------------------------------ a round
 
     async def _handle_listen(self, caller: PeerId, body: bytes) -> bytes:
@@ -270,15 +286,15 @@ class Joiner:
         await self._stepping.reached(closing.step)
         self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
         self._stepping.sums.check_stages(closing)
-        round_of_stage = closing.stages[stage.index]
-        if not round_of_stage.roster:
+        roster = self._admission.run.present(closing.absent)[stage.index]
+        if not roster:
             raise ProtocolError(f"a round of stage {stage.index} must have members")
         held = self._stepping.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
             await self._stepping.reselect(closing.step, request.selection)
             mean = await collect(
                 stage.gradient_sum,
-                roster=[member.peer_id for member in round_of_stage.roster],
+                roster=[member.peer_id for member in roster],
                 prefix=round_name(closing, stage.index),
                 tickets=self._tickets,
                 timeout=self._limits.call_timeout,

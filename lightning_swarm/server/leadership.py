@@ -405,8 +405,8 @@ class Leadership:
             except SwarmError as error:
                 _log.info("Server %s did not apply record %d: %s", peer, record.step, error)
 
-        rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
-        await self._to_all({member.peer_id for roster in rosters for member in roster}, tell)
+        peers = {member.peer_id for roster in run.present(record.closing.absent) for member in roster}
+        await self._to_all(peers | {one.member.peer_id for one in record.newcomers}, tell)
         await self._take(run, record)  # last: who is left out cannot, and then another one coordinates those who can
 
     async def _to_all(self, peers: set[PeerId], tell: Callable[[PeerId], Coroutine[Any, Any, None]]) -> None:

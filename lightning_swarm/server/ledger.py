@@ -5,11 +5,10 @@ It is what makes a repeated call harmless: a receipt is entered before the gradi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 from lightning_swarm.errors import LeaseRevoked
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.wire import to_bitmap
 
 
 class Ledger:
@@ -71,7 +70,11 @@ class Ledger:
         """What `named` holds and the sum does not, in order."""
         return sorted(set(named) - self._receipts)
 
-    def bitmap(self, counted: Sequence[Receipt]) -> tuple[bytes, int]:
-        """The receipts as a bitmap over `counted`, and how many are in the sum but not in `counted`."""
-        held = to_bitmap(receipt in self._receipts for receipt in counted)
-        return held, len(self._receipts - set(counted))
+    @property
+    def held(self) -> frozenset[Receipt]:
+        """All that is in the sum."""
+        return frozenset(self._receipts)
+
+    def holds_any(self, batches: Collection[int]) -> bool:
+        """Whether a microbatch of these batches, by their places, is in the sum."""
+        return any(first in batches for first, _, _ in self._receipts)

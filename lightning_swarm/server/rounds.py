@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from lightning_swarm.steps import AVERAGE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.runs import Member
-from lightning_swarm.types.steps import AverageReply, Closing, PartNorm, Record
+from lightning_swarm.types.steps import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
 
 
@@ -82,15 +82,19 @@ class Rounds:
         return self._averaged.gradients
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
-        closing = decode(body, Closing)
+        request = decode(body, AverageRequest)
+        closing = request.closing
         sums = self._sums
         sums.check(caller, closing.generation, closing.step, closing.attempt)
         run = sums.run
+        rosters = run.present(closing.absent)
         try:
-            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(closing, self._me))
-            averages = await gather(self._average(closing, index, place) for index, place in places.items())
+            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters, self._me))
+            averages = await gather(
+                self._average(closing, index, rosters[index], place) for index, place in places.items()
+            )
         except BaseException as error:  # a cancellation, too
-            self._refuse(closing, f"the round failed: {error!r}")
+            self._refuse(closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, RoundFailed):
                 raise
             missed = [error.missed] if error.missed is not None else []
@@ -103,18 +107,20 @@ class Rounds:
         self.hold(closing, {index: mean for index, (mean, _) in zip(places, averages, strict=True)})
         return encode(AverageReply(parts=[norm for _, norm in averages]))
 
-    def _refuse(self, closing: Closing, reason: str) -> None:
-        for index, stage in enumerate(closing.stages):
-            if self._me in stage.roster:
-                roster = [member.peer_id for member in stage.roster]
-                place, prefix = stage.roster.index(self._me), round_name(closing, index)
+    def _refuse(self, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
+        for index, members in enumerate(rosters):
+            if self._me in members:
+                roster = [member.peer_id for member in members]
+                place, prefix = members.index(self._me), round_name(closing, index)
                 refuse(roster, place, prefix=prefix, tickets=self._tickets, reason=reason)
 
-    async def _average(self, closing: Closing, index: int, place: int) -> tuple[Tensor, PartNorm]:
+    async def _average(
+        self, closing: Closing, index: int, roster: Sequence[Member], place: int
+    ) -> tuple[Tensor, PartNorm]:
         mean, squared_norm = await average(
             self._sums.stages[index].gradient_sum,
             closing.total_weight,
-            roster=[member.peer_id for member in closing.stages[index].roster],
+            roster=[member.peer_id for member in roster],
             place=place,
             prefix=round_name(closing, index),
             tickets=self._tickets,

@@ -214,7 +214,8 @@ class Snapshots:
         order = _Order(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
-        first = {index for index, roster in enumerate(record.next_roster) if roster[0] == self._admission.me}
+        rosters = self._admission.run.rosters  # after the record
+        first = {index for index, roster in enumerate(rosters) if roster[0] == self._admission.me}
         return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
 
     async def _take(self, order: _Order, stages: Sequence[Stage], first: Collection[int]) -> None:

@@ -269,7 +269,7 @@ class Stay:
         if (newest.manifest.generation, newest.version) <= (run.manifest.generation, run.version):
             return False
         self._seen = newest
-        return not any(self._server.admission.me in roster for roster in newest.rosters)
+        return not any(self._server.admission.me in roster for roster in newest.seats.rosters)
 
     async def _views(self, peers: Sequence[PeerId]) -> list[RunView]:
         async def ask(peer: PeerId) -> RunView | None:

@@ -53,7 +53,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.runs import RestartRequest, Selection
+from lightning_swarm.types.runs import Member, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
@@ -86,7 +86,7 @@ class StepClient:
         run: The run as this trainer knows it.
         timeout: Seconds for the coordinator to answer.
         patience_s: Seconds to look for one that answers.
-        on_record: Takes note of a record, before anything is sent for the step after it.
+        on_record: Takes note of a record and of the rosters after it, before anything is sent for the next step.
         events: Of this trainer. Who coordinates is told how many; the lead is told here of all peers'.
         alone_s: At the lead: seconds without an answer of any other peer, when the others have ended the run.
 
@@ -106,7 +106,7 @@ class StepClient:
         *,
         timeout: float,
         patience_s: float,
-        on_record: Callable[[Record], Awaitable[None]],
+        on_record: Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]],
         events: EventLog,
         alone_s: float | None = None,
     ) -> None:
@@ -294,7 +294,12 @@ class StepClient:
         """
         while True:
             hyperparameters = self.hyperparameters() if self.hyperparameters is not None else None
-            request = RecordRequest(step=step, generation=self.run.manifest.generation, hyperparameters=hyperparameters)
+            request = RecordRequest(
+                step=step,
+                generation=self.run.manifest.generation,
+                version=self.version,
+                hyperparameters=hyperparameters,
+            )
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
             reply = decode(await self._coordinator.call(RECORD, encode(request)), RecordReply)
             if reply.record is not None:
@@ -309,17 +314,22 @@ class StepClient:
 
     async def _learn(self, record: Record, reply: RecordReply) -> None:
         """Take a record in, and what came with it."""
-        self.run.check(record)
-        await self._on_record(record)
-        self.run.apply(record)
+        if reply.seats is None and record.step != self.version:
+            raise ProtocolError(f"record {record.step} came without who is in the run, and {self.version} is open here")
+        self.run.check(record, reply.seats)
+        seats = reply.seats or self.run.after(record)
+        await self._on_record(record, seats.rosters)
+        self.run.apply(record, seats)
+        self.events.learn(reply.noted)  # once: it is not told again to who knows of the record
         metrics: list[Metrics] = []
         self.heard.append(Heard(record, reply.logs, metrics))  # whatever becomes of the rest
-        lost, unknown = self._journal.decided(record.step, {first for first, _, _ in record.closing.batches})
+        counted = {entry.grant.first for entry in self._journal.through(record.step)}
+        counted = {first for first in counted if record.closing.counts(first)}
+        lost, unknown = self._journal.decided(record.step, counted)
         for entry in lost:
             self._journal.withdrawn(record.step, entry.grant.lease)
             self.lost.append(entry.grant.lease)
         await self._confirm(unknown)
-        self.events.learn(reply.noted)
         for first in reply.measured:
             metrics += await self._take_metrics(record.step, first)
 

@@ -25,10 +25,10 @@ from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.rosters import choose_voters, next_rosters
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshot_orders import SnapshotOrders
-from lightning_swarm.steps.sums import Sums
+from lightning_swarm.steps.sums import Closed, Sums
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.types.runs import Selection
-from lightning_swarm.types.steps import AverageReply, Candidate, Closing, Record
+from lightning_swarm.types.steps import AverageReply, Candidate, Closing, Record, Vacancy
 
 
 class Closer:
@@ -95,8 +95,8 @@ class Closer:
             closed = await sums.close()
             if closed is None:
                 return None
-            closing, version_hashes = closed
-            squared_norm = await self._average(sums, closing, version_hashes, reselected)
+            closing = closed.closing
+            squared_norm = await self._average(sums, closed, reselected)
         hyperparameters = await self._lead_asks(step)
         newcomers = await self._gate.newcomers(closing)
         self._moves.take_loads(sums.loads)
@@ -124,6 +124,7 @@ class Closer:
         staying = {member for roster in next_roster for member in roster}
         snapshot = await self._snapshots.order(closing.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
+        voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
         return Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
@@ -131,10 +132,14 @@ class Closer:
             clip_factor=clip_factor(squared_norm, manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
             selection=reselected,
-            next_roster=next_roster,
-            next_voters=choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts),
-            next_trainers=self._run.trainers,
+            left=[
+                Vacancy(member=member, stage_index=index)
+                for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
+                for member in before
+                if member not in after
+            ],
             newcomers=list(newcomers),
+            next_voters=None if voters == self._run.voters else voters,
             departures=[one for one in movers if one.member not in staying],
             snapshot=snapshot,
         )
@@ -158,13 +163,11 @@ class Closer:
             )
         return self._sums
 
-    async def _average(
-        self, sums: Sums, closing: Closing, version_hashes: list[int], reselected: Selection | None
-    ) -> float | None:
+    async def _average(self, sums: Sums, closed: Closed, reselected: Selection | None) -> float | None:
         """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
-        begin_s = now_s()
-        hearing = self._gate.listen(closing, reselected, version_hashes)
-        replies = await self._servers.average(closing)
+        begin_s, closing = now_s(), closed.closing
+        hearing = self._gate.listen(closing, reselected, closed.version_hashes)
+        replies = await self._servers.average(closing, closed.named)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in heard.values()):
@@ -179,7 +182,7 @@ class Closer:
         reason = "; ".join(filter(None, [*map(str, failed.values()), *(reply.failure for reply in heard.values())]))
         self._events.note("round_repeated", step=closing.step, reason=reason)
         unreached = {peer: reply.unreached for peer, reply in heard.items()}
-        rosters = [[member.peer_id for member in stage.roster] for stage in closing.stages]
+        rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
             sums.attendance.note_blameless(reason)

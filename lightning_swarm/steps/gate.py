@@ -302,11 +302,12 @@ class Gate:
             A task for each.
         """
         round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
+        rosters = self._run.present(closing.absent)
         hearing = []
         num_asked = Counter[int]()
         for one in self._waiting.values():
             index = one.candidate.stage_index
-            most = max(_MIN_ENTERING, len(closing.stages[index].roster))
+            most = max(_MIN_ENTERING, len(rosters[index]))
             if one.ready and one.refusal is None and num_asked[index] < most:
                 num_asked[index] += 1
                 one.asked = round_

@@ -108,11 +108,10 @@ class Moves:
             self._balance.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
         for departure in record.departures:
             peer, target = departure.member.peer_id, departure.stage_index
-            (source,) = (i for i, stage in enumerate(record.closing.stages) if departure.member in stage.roster)
+            (source,) = (one.stage_index for one in record.left if one.member == departure.member)
             self._balance.note_left(peer, source, target, now_s=at_s)
             self._events.note("moves", peer=peer, stage=target, step=record.step)
-        staying = {member for roster in record.next_roster for member in roster}
-        for index, (stage, roster) in enumerate(zip(record.closing.stages, record.next_roster, strict=True)):
-            for member in stage.roster:
-                if member in staying and member not in roster:
-                    self._events.note("sheds", peer=member.peer_id, stage=index, step=record.step)
+        staying = {member for roster in self._run.rosters for member in roster}
+        for vacancy in record.left:
+            if vacancy.member in staying:
+                self._events.note("sheds", peer=vacancy.member.peer_id, stage=vacancy.stage_index, step=record.step)

@@ -15,9 +15,11 @@ from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Leading, Term
 from lightning_swarm.types.steps import (
     AverageReply,
+    AverageRequest,
     Closing,
     FreezeReply,
     FreezeRequest,
+    Named,
     Record,
     ReplayReply,
     ReplayRequest,
@@ -107,12 +109,12 @@ class Servers:
 
         return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
 
-    async def average(self, closing: Closing) -> dict[PeerId, AverageReply | SwarmError]:
+    async def average(
+        self, closing: Closing, named: Mapping[PeerId, list[Named]]
+    ) -> dict[PeerId, AverageReply | SwarmError]:
         """A round. Where all went well, every server of its rosters holds its stages' means then."""
-        body = encode(closing)
-        peers = sorted({member.peer_id for stage in closing.stages for member in stage.roster})
-        timeout = _ROUND_TIMEOUTS * self._timeout
-        return await self._ask_all(AVERAGE, dict.fromkeys(peers, body), _average_reply, timeout=timeout)
+        bodies = {peer: encode(AverageRequest(closing=closing, named=held)) for peer, held in sorted(named.items())}
+        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
 
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
         """Have a trainer send microbatches again.
@@ -132,7 +134,7 @@ class Servers:
         self._behind.clear()
         self.unsettled.clear()
         # Also whom it lets go: until they know of it they stay.
-        rosters = [*(stage.roster for stage in record.closing.stages), *record.next_roster]
+        rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
         peers = sorted({member.peer_id for roster in rosters for member in roster})
         replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)
         late = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lightning_swarm.clock import now_s
@@ -30,21 +31,43 @@ from lightning_swarm.steps.replays import Replays
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.many import pack, to_runs, unpack
 from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import (
     Closing,
     FreezeReply,
     FreezeRequest,
     Named,
-    StageClosing,
     StageLedger,
 )
-from lightning_swarm.types.wire import from_bitmap, to_bitmap, union
+from lightning_swarm.types.wire import union
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
 
-Ledgers = list[dict[Member, StageLedger]]
+
+@dataclass(frozen=True)
+class Closed:
+    """The sums are what the step counts.
+
+    Args:
+        closing: What that is.
+        named: What each server holds of it, for each of its stages.
+        version_hashes: For each stage, of the weights that its replicas agree on.
+    """
+
+    closing: Closing
+    named: Mapping[PeerId, list[Named]]
+    version_hashes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Ledger:
+    said: StageLedger
+    held: set[Receipt]
+
+
+Ledgers = list[dict[Member, _Ledger]]
 """For each stage, those of its roster that are there, in its order."""
 
 
@@ -95,12 +118,11 @@ class Sums:
         """Whether these are the sums of this step, and not of one of an earlier generation, say."""
         return self._step is step
 
-    async def close(self) -> tuple[Closing, list[int]] | None:
+    async def close(self) -> Closed | None:
         """Freeze the sums, have done what is missing, and freeze them again.
 
         Returns:
-            The closing, and for each stage the hash of the weights that its replicas agree on. None: batches were
-            struck, and the step takes others.
+            None: batches were struck, and the step takes others.
 
         Raises:
             StepError: A stage has nobody left, or its replicas are not alike.
@@ -113,36 +135,29 @@ class Sums:
                 continue
             self._vigil.end(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
-            hashes = [self._version_hash(index, list(stage.values())) for index, stage in enumerate(ledgers)]
+            hashes = [self._version_hash(index, stage.values()) for index, stage in enumerate(ledgers)]
             plan = self._plan(ledgers)
             if plan.done:
                 self.loads = _loads(ledgers)
-                return self._closing(ledgers, round_), hashes
+                return Closed(self._closing(ledgers, round_), _held(ledgers), hashes)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
-            if lost and await self._strike(self._with_their_sums(lost, ledgers)):
+            if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
                 return None
 
     # ------------------------------------------------------------------ freezing
 
     def _request(
-        self,
-        round_: int,
-        *,
-        named: list[Named] | None = None,
-        reopens: bool = False,
-        without: Collection[int] = (),
+        self, round_: int, *, named: list[Named] | None = None, struck: list[int] | None = None
     ) -> FreezeRequest:
         return FreezeRequest(
             generation=self._run.manifest.generation,
             step=self._step.step,
             attempt=0,
-            counted=[receipt for receipt in self._step.counted if receipt[0] not in without],
-            batches=[receipt for receipt in self._step.batches if receipt[0] not in without],
             round=round_,
             named=named,
-            reopens=reopens,
+            struck=struck,
         )
 
     async def _frozen(self, round_: int) -> Ledgers:
@@ -154,7 +169,7 @@ class Sums:
         for index, roster in enumerate(there.rosters):
             for member in roster:
                 try:
-                    found[index][member] = self._checked(replies[member.peer_id], member, index)
+                    found[index][member] = _checked(replies[member.peer_id], member, index)
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
@@ -169,21 +184,12 @@ class Sums:
                 self._events.learn({peer: reply.noted})
         return replies
 
-    def _checked(self, reply: FreezeReply, member: Member, stage_index: int) -> StageLedger:
-        if reply.boot_id != member.boot_id:
-            raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
-        for ledger in reply.ledgers:
-            if ledger.stage_index == stage_index:
-                from_bitmap(ledger.held, len(self._expected(stage_index)))
-                return ledger
-        raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
-
     def _expected(self, stage_index: int) -> list[Receipt]:
         """The receipts that count in a stage."""
         return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
 
-    def _version_hash(self, stage_index: int, ledgers: Sequence[StageLedger]) -> int:
-        hashes = {ledger.version_hash for ledger in ledgers}
+    def _version_hash(self, stage_index: int, ledgers: Collection[_Ledger]) -> int:
+        hashes = {ledger.said.version_hash for ledger in ledgers}
         if len(hashes) != 1:
             raise StepError(
                 f"step {self._step.step}: the replicas of stage {stage_index} have different weights: {hashes}"
@@ -197,18 +203,11 @@ class Sums:
             step=step.step,
             attempt=0,
             round=round_,
-            counted=step.counted,
-            batches=step.batches,
+            batches=to_runs([first for first, _, _ in step.batches]),
             num_samples=step.num_granted,
             total_weight=step.total_weight,
-            stages=[
-                StageClosing(
-                    roster=list(stage),
-                    holders=[ledger.held for ledger in stage.values()],
-                    touched=_touched(stage.values()),
-                )
-                for stage in ledgers
-            ],
+            absent=sorted(self.attendance.gone),
+            touched=[_touched(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
 
@@ -218,7 +217,7 @@ class Sums:
         expected = [self._expected(index) for index in range(len(ledgers))]
         sums = [
             {
-                member.peer_id: Sum(from_bitmap(one.held, len(receipts)), one.num_unnamed)
+                member.peer_id: Sum([receipt in one.held for receipt in receipts], len(one.held.difference(receipts)))
                 for member, one in stage.items()
             }
             for receipts, stage in zip(expected, ledgers, strict=True)
@@ -240,7 +239,8 @@ class Sums:
         """
         trainer = self._step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
-            if member.peer_id == trainer and not ledger.num_unnamed and first not in self._batches_in(ledger):
+            added = self._batches_in(ledger)
+            if member.peer_id == trainer and not added - self._places and first not in added:
                 raise StepError(
                     f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
                     f"batch at {first} was added not at all"
@@ -254,11 +254,12 @@ class Sums:
         concerned = {peer for peers in plan.discards for peer in peers}
         concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
         round_ = next(self._rounds)
+        expected = [self._expected(index) for index in range(len(plan.named))]
         requests = {
             peer: self._request(
                 round_,
                 named=[
-                    Named(stage_index=index, receipts=to_bitmap(stage[peer]))
+                    Named(stage_index=index, receipts=pack(itertools.compress(expected[index], stage[peer])))
                     for index, stage in enumerate(plan.named)
                     if peer in stage
                 ],
@@ -271,21 +272,25 @@ class Sums:
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
         """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
-        held = [self._batches_in(ledger) for _, _, ledger in self._on_trainers(ledgers)]
+        held = [self._batches_in(ledger) & self._places for _, _, ledger in self._on_trainers(ledgers)]
         return lost.union(*(batches for batches in held if batches & lost))
 
-    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, StageLedger]]:
+    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, _Ledger]]:
         """The ledgers of what trainers hold, with their stages."""
         for index, (stage, ledgers_of) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
             if stage.on_trainers:
                 yield from ((index, member, ledger) for member, ledger in ledgers_of.items())
 
-    def _batches_in(self, ledger: StageLedger) -> set[int]:
-        """The places of the batches that a trainer's sum holds."""
-        flags = from_bitmap(ledger.held, len(self._step.batches))
-        return {first for (first, _, _), flag in zip(self._step.batches, flags, strict=True) if flag}
+    @property
+    def _places(self) -> set[int]:
+        """Of the batches that the step counts."""
+        return {first for first, _, _ in self._step.batches}
 
-    async def _strike(self, firsts: set[int]) -> bool:
+    def _batches_in(self, ledger: _Ledger) -> set[int]:
+        """The places of the batches of which a sum holds something."""
+        return {first for first, _, _ in ledger.held}
+
+    async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
         """Batches count nowhere; whether the step takes others."""
         for first in sorted(firsts):
             reason = f"the batch at {first} cannot be computed again"
@@ -293,7 +298,8 @@ class Sums:
         reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
             # Before a place is free: what is granted must find open sums.
-            request = self._request(next(self._rounds), reopens=True, without=firsts)
+            added = set[int]().union(*(self._batches_in(one) for stage in ledgers for one in stage.values()))
+            request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.attendance.peers, request))
             self._step.reopen()
         self._step.strike(firsts)
@@ -327,18 +333,34 @@ class Sums:
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
+def _checked(reply: FreezeReply, member: Member, stage_index: int) -> _Ledger:
+    if reply.boot_id != member.boot_id:
+        raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
+    for ledger in reply.ledgers:
+        if ledger.stage_index == stage_index:
+            return _Ledger(ledger, unpack(ledger.held))
+    raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
+
+
+def _held(ledgers: Ledgers) -> dict[PeerId, list[Named]]:
+    found: dict[PeerId, list[Named]] = {}
+    for index, stage in enumerate(ledgers):
+        for member, ledger in stage.items():
+            found.setdefault(member.peer_id, []).append(Named(stage_index=index, receipts=ledger.said.held))
+    return found
+
+
 def _loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
     found: dict[PeerId, dict[int, Load]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            found.setdefault(member.peer_id, {})[index] = Load.said(
-                ledger.samples_per_s, ledger.queued, ledger.busy_share
-            )
+            said = ledger.said
+            found.setdefault(member.peer_id, {})[index] = Load.said(said.samples_per_s, said.queued, said.busy_share)
     return found
 
 
-def _touched(ledgers: Iterable[StageLedger]) -> bytes:
-    bitmaps = [ledger.touched for ledger in ledgers]
+def _touched(ledgers: Iterable[_Ledger]) -> bytes:
+    bitmaps = [ledger.said.touched for ledger in ledgers]
     if len(set(map(len, bitmaps))) != 1:
         raise StepError("the replicas of a stage disagree on its number of parameters")
     return union(bitmaps)

@@ -145,11 +145,10 @@ def _outcome(
     record = run.newest
     if record is None:
         return Outcome()
-    counted = {first for first, _, _ in record.closing.batches}
     others = [
         lease
         for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first)
-        if trainer != run.manifest.lead and lease.grant.step == record.step and lease.grant.first in counted
+        if trainer != run.manifest.lead and lease.grant.step == record.step and record.closing.counts(lease.grant.first)
     ]
     found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
     logs = fold(log for lease in others for log in lease.logs)

@@ -19,6 +19,7 @@ from lightning_swarm.steps.places import Places
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.takeover import fetch_metrics
+from lightning_swarm.steps.told import Told
 from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.types.batches import (
     BatchArmed,
@@ -82,6 +83,7 @@ class Trainers:
         self._events = events
         self._limits = limits
         self._settling = asyncio.Lock()
+        self._told = Told()  # to the lead
         self.changes = Changes(limits.call_timeout)
         self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
         self.places = Places(run, first_lease, self._on_grant)
@@ -254,21 +256,25 @@ class Trainers:
         await self.changes.until(lambda: books.open.step > request.step or not books.open.closing)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if books.open.step > request.step:
-            return encode(self._outcome_for(caller))
+            return encode(self._outcome_for(caller, request.version))
         await self._check_overdue(step)
         if is_lead and not step.closing:
             self.lead.go_on()
         return encode(RecordReply(record=None, closing=step.closing))
 
-    def _outcome_for(self, trainer: PeerId) -> RecordReply:
+    def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
+        """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
         outcome = self._books.outcome
+        follows = outcome.record is None or version == outcome.step
+        seats = None if follows else self._run.seats
         if trainer != self._run.manifest.lead:
-            return RecordReply(record=outcome.record, closing=False)
+            return RecordReply(record=outcome.record, closing=False, seats=seats)
         return RecordReply(
             record=outcome.record,
             closing=False,
+            seats=seats,
             logs=outcome.logs,
-            noted=self._events.learnt(self._servers.own),
+            noted=self._told.news(self._events.learnt(self._servers.own), version=version),
             measured=sorted(outcome.metrics),
         )
 

@@ -9,7 +9,7 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.events import Noted
-from lightning_swarm.types.runs import Selection, Term
+from lightning_swarm.types.runs import Seats, Selection, Term
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import Count, NumSamples, Positive, SmallCount, Wire
 
@@ -144,6 +144,7 @@ class RecordRequest(Wire, frozen=True):
 
     step: int
     generation: Count
+    version: Count  # that the trainer knows
     hyperparameters: list[dict[str, Any]] | None = None  # from the lead: to step with; one dict a parameter group
 
 
@@ -158,9 +159,11 @@ class RecordReply(Wire, frozen=True):
 
     record: Record | None  # None: not decided yet
     closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
+    seats: Seats | None = None  # after the record, for a trainer that does not know those before it
     # To the lead: what other trainers logged of the batches that it counts, folded by name.
     logs: list[Logged] = msgspec.field(default_factory=list)
-    noted: dict[PeerId, Noted] = msgspec.field(default_factory=dict)  # to the lead: by all peers
+    # To the lead: by peers that noted more than it was told before; where many did, by the others later.
+    noted: dict[PeerId, Noted] = msgspec.field(default_factory=dict)
     # To the lead: batches of other trainers in it that came with `BatchMetrics`, by their first positions.
     measured: list[Count] = msgspec.field(default_factory=list)
 

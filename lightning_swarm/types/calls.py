@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.wire import Count, Positive, Wire
 
+MAX_MICROBATCHES: Final = 1 << 19
+"""Of a batch."""
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
 Direction = Literal["forward", "backward"]
 TicketName = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -42,7 +46,7 @@ class CallKey(Wire, frozen=True):
     step: Count  # also the weight version that forward and backward use
     attempt: Count  # 0, as long as nothing voids a step
     first: Count  # position in the step of the batch's first sample
-    index: Count  # which microbatch of the batch
+    index: Index  # which microbatch of the batch
     call: Count  # which call of the pipeline within the training_step
     evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
     weights: Count = 0  # of an evaluation: which lent ones it means; 0: those of the step
@@ -81,7 +85,7 @@ def batch_name(generation: int, step: int, attempt: int, first: int, kind: str =
     return f"g{generation}.s{step}.a{attempt}.{kind}{first}+"
 
 
-Receipt = tuple[Count, Count, Count]
+Receipt = tuple[Count, Index, Count]
 """``(first, index, call)`` of a microbatch whose gradient was added; the step and attempt are the ledger's."""
 
 

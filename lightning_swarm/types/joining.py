@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from lightning_swarm.types.runs import RunView, Selection
+from lightning_swarm.types.runs import RunView, Seats, Selection
 from lightning_swarm.types.snapshots import Snapshot
 from lightning_swarm.types.steps import Closing, Record
 from lightning_swarm.types.wire import Addresses, Count, Seconds, ShortText, Wire
@@ -66,12 +66,14 @@ class NextRequest(Wire, frozen=True):
     stage_index: Count
     version: Count
     hold_s: Seconds  # how long to wait for it
+    seated: bool = False  # it knows who is in the run at that version
 
 
 class NextReply(Wire, frozen=True):
     """With the stage's mean gradient of that record as the only tensor. None: nothing is newer, as yet."""
 
     record: Record | None
+    seats: Seats | None = None  # at the version that was asked from, for who does not know them
 
 
 class ReadyRequest(Wire, frozen=True):

@@ -69,14 +69,19 @@ class Manifest(Wire, frozen=True):
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
 
 
+class Seats(Wire, frozen=True):
+    """Who is in a run at a version: for those who have not followed all records until then."""
+
+    rosters: list[list[Member]]
+    voters: list[Member]
+
+
 class RunView(Wire, frozen=True):
     """A run at a version, for whoever asks: record 0, and what changed since."""
 
     manifest: Manifest
     version: Count  # records before it are applied; the step that is open
-    rosters: list[list[Member]]
-    voters: list[Member]
-    trainers: list[PeerId]
+    seats: Seats
     term: Term  # of who coordinates
 
 

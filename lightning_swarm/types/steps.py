@@ -9,6 +9,7 @@ import msgspec
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.events import Noted
+from lightning_swarm.types.many import Receipts, Run, to_ranges
 from lightning_swarm.types.runs import Member, Selection, Term
 from lightning_swarm.types.snapshots import SnapshotOrder
 from lightning_swarm.types.wire import Addresses, Count, NotNegative, Positive, Wire
@@ -24,10 +25,14 @@ class SettleRequest(Wire, frozen=True):
 
 
 class Named(Wire, frozen=True):
-    """What the sum of one stage on one server shall hold: a bitmap over the receipts that count in this stage."""
+    """What the sum of one stage on one server shall hold."""
 
     stage_index: Count
-    receipts: bytes
+    receipts: Receipts
+
+
+Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+"""By their first positions."""
 
 
 class FreezeRequest(Wire, frozen=True):
@@ -40,11 +45,9 @@ class FreezeRequest(Wire, frozen=True):
     generation: int
     step: int
     attempt: int
-    counted: list[Receipt]
-    batches: list[Receipt]  # as in `Closing`
     round: Count = 0  # rises with each request of a step: what comes late is refused
     named: list[Named] | None = None  # for each stage of this server
-    reopens: bool = False  # batches were struck, and the step takes others: sums that hold struck ones begin anew
+    struck: Batches | None = None  # the step takes others in their place: sums that hold any of them begin anew
 
 
 class FenceRequest(Wire, frozen=True):
@@ -53,7 +56,7 @@ class FenceRequest(Wire, frozen=True):
     generation: Count
     step: Count
     attempt: Count
-    batches: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]  # by their first positions
+    batches: Batches
 
 
 class ReceiptsRequest(Wire, frozen=True):
@@ -80,11 +83,10 @@ class ReceiptsReply(Wire, frozen=True):
 
 
 class StageLedger(Wire, frozen=True):
-    """A server's ledger of one stage, as a bitmap over the receipts that count in it."""
+    """A server's ledger of one stage."""
 
     stage_index: int
-    held: bytes
-    num_unnamed: int  # receipts beside those
+    held: Receipts
     touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
     version_hash: int  # of weights and optimizer state before the step
     samples_per_s: Positive | None = None  # forward and backward, as measured; None: not yet
@@ -124,27 +126,33 @@ class ReplayReply(Wire, frozen=True):
     unreached: list[PeerId]  # holders that did not do it, as seen from here
 
 
-class StageClosing(Wire, frozen=True):
-    """Who holds which receipt of one stage."""
-
-    roster: list[Member]
-    holders: list[bytes]  # for each member, its receipts: a bitmap over those that count in this stage
-    touched: bytes
-
-
 class Closing(Wire, frozen=True):
-    """Close(k): what counts, and who holds it. After it a server adds only what it names."""
+    """Close(k): what counts, for all alike. Who holds which microbatch is between each server and who coordinates.
+
+    The round says which sums are meant: no two closings of a step share one, whoever coordinates.
+    """
 
     generation: int
     step: int
     attempt: int
     round: Count  # of the freeze that it follows
-    counted: list[Receipt]  # microbatches
-    batches: list[Receipt]  # one for each batch: trainers add up by batch what they hold themselves
+    batches: list[Run]  # their places
     num_samples: Count
     total_weight: Positive
-    stages: list[StageClosing]
+    absent: list[PeerId]  # of the step's rosters, who takes no part in it any more
+    touched: list[bytes]  # for each stage, over its parameters: some counted microbatch gave it a gradient
     gradient_scale: Positive = 1.0  # the sums are gradients times this; the mean is not
+
+    def counts(self, first: int) -> bool:
+        """Whether the batch at this place counts."""
+        return any(first in places for places in to_ranges(self.batches))
+
+
+class AverageRequest(Wire, frozen=True):
+    """Average the frozen sums of a round, if they hold what is named here, and nothing else."""
+
+    closing: Closing
+    named: list[Named]  # for each stage of this server
 
 
 class PartNorm(Wire, frozen=True):
@@ -171,14 +179,24 @@ class Candidate(Wire, frozen=True):
 
 
 class Departure(Wire, frozen=True):
-    """A server that the next roster names no more: it is to join another stage."""
+    """A server that the next rosters name no more: it is to join another stage."""
+
+    member: Member
+    stage_index: Count
+
+
+class Vacancy(Wire, frozen=True):
+    """A server that the next roster of a stage names no more, for whatever reason."""
 
     member: Member
     stage_index: Count
 
 
 class Record(Wire, frozen=True):
-    """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``."""
+    """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``.
+
+    It says what changes of who is in the run, not who is: it goes to everyone.
+    """
 
     closing: Closing
     outcome: Literal["apply", "skip"]
@@ -186,10 +204,9 @@ class Record(Wire, frozen=True):
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
     hyperparameters: list[dict[str, Any]]
     selection: Selection | None  # of this step, if it is not that of the step before
-    next_roster: list[list[Member]]  # for each stage
-    next_voters: list[Member]
-    next_trainers: list[PeerId]
-    newcomers: list[Candidate]  # those of the next roster that no roster before had
+    left: list[Vacancy]
+    newcomers: list[Candidate]  # the rosters' new members, behind the others
+    next_voters: list[Member] | None  # None: as they are
     departures: list[Departure]  # those of this roster that move
     snapshot: SnapshotOrder | None  # of the version after it
 

@@ -40,8 +40,9 @@ from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
 from lightning_swarm.types.events import EventKind
+from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import encode, from_bitmap
+from lightning_swarm.types.wire import encode
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
 
 MODE = Mode(training=True, grad=True, default_dtype="float64")
@@ -111,6 +112,7 @@ class Books:
     def __init__(self) -> None:
         self.sent: dict[tuple[int, Receipt], Sent] = {}
         self.records: dict[int, Record] = {}
+        self.rosters: dict[int, Sequence[Sequence[Member]]] = {}  # after each record
         self.done: set[tuple[PeerId, int]] = set()  # batches that their trainers know to count
         self.begun = asyncio.Event()  # a record is decided
         self.decided_s: dict[int, float] = {}  # when the first one applied a step's record
@@ -172,9 +174,9 @@ class Trainer:
         self._through: dict[int, int] = {}  # batches by their leases
         self.num_revoked = 0
 
-    async def _follow(self, record: Record) -> None:
+    async def _follow(self, record: Record, rosters: Sequence[Sequence[Member]]) -> None:
         self._books.note(record)
-        await self.link.follow(record)
+        await self.link.follow(record, rosters)
 
     async def train(self) -> None:
         """Draw batches until the run is over."""
@@ -343,6 +345,8 @@ class FaultySwarm(Swarm):
 
         def applied(record: Record, gradients: dict[int, Tensor]) -> None:
             self.books.note(record)
+            rosters = server.admission.run.rosters
+            assert self.books.rosters.setdefault(record.step, rosters) == rosters, "who is in follows from the records"
             steps.append(record.step)
             apply(record, gradients)
 
@@ -462,7 +466,7 @@ class FaultySwarm(Swarm):
         """The living servers of the last record's rosters."""
         named = {peer for roster in self.rosters for peer in roster}
         if self.books.records:
-            named = {member.peer_id for roster in self.books.records[self.newest].next_roster for member in roster}
+            named = {member.peer_id for roster in self.books.rosters[self.newest] for member in roster}
         return {name: server for name, server in self.servers.items() if name in named - self.dead}
 
     def audit(self) -> None:
@@ -475,15 +479,13 @@ class FaultySwarm(Swarm):
         """No sample is missing and none counts twice."""
         counted: list[tuple[PeerId, int, int]] = []
         for step, record in sorted(self.books.records.items()):
-            closing = record.closing
-            for stage in closing.stages:
-                flags = [from_bitmap(held, len(closing.counted)) for held in stage.holders]
-                held = [sum(one) for one in zip(*flags, strict=True)]
-                assert held == [1] * len(closing.counted), f"step {step}: {held}"
-            for receipt in closing.counted:
+            closing, receipts = record.closing, self.counted(record)
+            for stage in self.held.by_stage(record):
+                assert sorted(one for held in stage.values() for one in held) == receipts, f"step {step}: {stage}"
+            for receipt in receipts:
                 sent = self.books.sent[step, receipt]
                 counted.append((sent.trainer, sent.number, receipt[1]))
-            assert closing.num_samples == closing.total_weight == ROWS * len(closing.counted)
+            assert closing.num_samples == closing.total_weight == ROWS * len(receipts)
         assert len(set(counted)) == len(counted)
         found = set(counted)
         open_ = {(one.trainer, one.number) for (step, _), one in self.books.sent.items() if step > self.newest}
@@ -510,7 +512,7 @@ class FaultySwarm(Swarm):
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
             optimizer.zero_grad()
-            for receipt in record.closing.counted:
+            for receipt in self.counted(record):
                 output = module(self.books.sent[step, receipt].rows)
                 (output.square().sum() / 2 / record.closing.total_weight).backward()
             squared_norm = sum(float(one.grad.square().sum()) for one in module.parameters() if one.grad is not None)

@@ -24,7 +24,9 @@ from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
 from lightning_swarm.testing.local import InMemoryHooks
+from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Record
+from tests.held import Held, watched
 from tests.parity.models import Net, make_optimizer, make_schedule
 
 LOSS_TOLERANCE = 1e-11
@@ -63,6 +65,8 @@ class SwarmRun(Run):
     strategy: InMemoryHooks
     status: SwarmStatus  # at the end of training
     records: list[Record]
+    rosters: list[list[list[Member]]]  # after each of them
+    held: Held
     num_microbatches: int
     rerouted: Counter[str] = field(default_factory=Counter)  # what went another way than straight on
 
@@ -164,18 +168,21 @@ def run_swarm(
     swarm = {"microbatch_size": 3, "shared": getattr(module, "shared", ()), **swarm}
     strategy = _IN_MEMORY[_framework_of(module)](num_stages=num_stages, **swarm)
     options["devices"] = num_servers + (swarm.get("role") == "trainer")
-    plain, watch = _run(make_module, data, validation, strategy, options)
+    with watched() as held:
+        plain, watch = _run(make_module, data, validation, strategy, options)
     assert watch.status is not None
     run = SwarmRun(
         **vars(plain),
         strategy=strategy,
         status=watch.status,
         records=watch.records,
+        rosters=watch.rosters,
+        held=held,
         num_microbatches=watch.num_microbatches,
         rerouted=watch.rerouted,
     )
     if num_gone:
-        roster = {member for stage in run.records[-1].next_roster for member in stage}
+        roster = {member for stage in run.rosters[-1] for member in stage}
         assert len(roster) == num_servers + num_joiners - num_gone
     else:
         _assert_all_took_part(run, num_stages, num_servers, num_joiners, num_shed)
@@ -221,6 +228,7 @@ class _Watch:
         self.global_steps: list[int] = []
         self.norms: list[float] = []
         self.records: list[Record] = []
+        self.rosters: list[list[list[Member]]] = []
         self.status: SwarmStatus | None = None
         self.num_microbatches = 0
         self.rerouted: Counter[str] = Counter()
@@ -237,6 +245,7 @@ class _Watch:
             record = await_record()
             if record is not None:
                 self.records.append(record)
+                self.rosters.append(session.run.rosters)
             return record
 
         session.await_record = noted  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lightning_swarm.steps.planning import Plan
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.types.calls import CallKey, ForwardRequest, Mode
 from lightning_swarm.types.runs import Member
-from lightning_swarm.types.steps import Closing
+from lightning_swarm.types.steps import AverageRequest
 from lightning_swarm.types.wire import encode
 from tests.parity.float16 import HALF, InHalves, train
 from tests.parity.harness import (
@@ -195,7 +195,9 @@ def test_forwards_of_many_kinds(make: type[NanoGPT]) -> None:
     assert "lm_head.weight" in moved
     assert make in (Finetuned, OnlyItsHead, NoGradient) or any(".h." in name for name in moved)
     if make in (OnlyItsHead, NoGradient):
-        assert not any(record.closing.counted for record in swarm.records), "the pipeline was asked for gradients"
+        assert not any(swarm.held.counted(record, 2) for record in swarm.records), (
+            "the pipeline was asked for gradients"
+        )
     assert all(record.closing.batches for record in swarm.records)
 
 
@@ -415,8 +417,8 @@ def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkey
     assert deviation(swarm, plain)[0] > 1e3 * LOSS_TOLERANCE
 
 
-def bind_anyway(self: GradientSums, closing: Closing, me: Member) -> dict[int, int]:
-    return {index: closing.stages[index].roster.index(me) for index in self.stages}
+def bind_anyway(self: GradientSums, _: AverageRequest, rosters: Sequence[list[Member]], me: Member) -> dict[int, int]:
+    return {index: rosters[index].index(me) for index in self.stages}
 
 
 # ---------------------------------------------------------------------- refused

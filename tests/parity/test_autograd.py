@@ -62,7 +62,7 @@ class Twice(Digits):
 
 def test_two_calls_in_one_step() -> None:
     _, swarm = run_both(Twice)
-    calls = {call for record in swarm.records for _, _, call in record.closing.counted}
+    calls = {call for record in swarm.records for _, _, call in swarm.held.counted(record)}
     assert calls == {0, 1}
 
 

@@ -126,14 +126,14 @@ def test_a_server_leaves_with_the_next_step_and_nothing_is_computed_twice() -> N
     run = swarm(ComingAndGoing(leave_at=6), num_joiners=0)
     assert_exact(run, plain())
     peer = run.strategy.peers[-1].transport.peer_id
-    members = [{one.peer_id for roster in record.next_roster for one in roster} for record in run.records]
+    members = [{one.peer_id for roster in rosters for one in roster} for rosters in run.rosters]
     inside = [step for step, names in enumerate(members) if peer in names]
     assert inside, "it was in"
     assert inside[-1] in (5, 6), "the record of the step in which it was told to leave may be the one that lets it go"
     joiner = run.strategy.servers[-1]
     assert joiner.calls.num_forwards > 0
     assert joiner.stepping.version == inside[-1] + 2, "it applied the record that let it go, and no later one"
-    counted = sum(len(record.closing.counted) for record in run.records)
+    counted = sum(len(run.held.counted(record)) for record in run.records)
     assert sum(server.calls.num_forwards for server in run.strategy.servers) == 2 * counted, "once in each stage"
     assert run.strategy.refusals == []
 
@@ -224,7 +224,7 @@ def test_ten_servers_join_at_once() -> None:
     joining = Joining(count=10)
     run = swarm(joining, microbatch_size=1)
     assert_exact(run, plain())
-    assert sorted(len(roster) for roster in run.records[-1].next_roster) == [6, 6]
+    assert sorted(len(roster) for roster in run.rosters[-1]) == [6, 6]
     assert run.strategy.refusals == []
 
 

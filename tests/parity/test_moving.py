@@ -97,7 +97,7 @@ def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there
     timeline = Timeline()
     run = swarm(20, timeline)
     assert_exact(run, plain(20))
-    first = [[int(one.peer_id[-1]) for one in stage.roster] for stage in run.records[0].closing.stages]
+    first = [[int(peer[-1]) for peer in stage] for stage in run.held.by_stage(run.records[0])]
     assert first == [[2, 5], [1, 4], [0, 3, 6]]
     moves = moved(run.records)
     assert moves
@@ -106,7 +106,7 @@ def test_from_the_worst_assignment_the_swarm_comes_near_the_best_and_stays_there
     quiet_s = timeline.at_s[-1] - timeline.at_s[max(step for step, _, _ in moves)]
     assert quiet_s > 20 * INTERVAL_S, "twenty intervals, and nobody moved"
     for _, peer, stage in moves:
-        assert any(one.peer_id == peer for record in run.records for one in record.next_roster[stage]), "it arrived"
+        assert any(one.peer_id == peer for rosters in run.rosters for one in rosters[stage]), "it arrived"
     assert run.rerouted["replay"] == 0
 
 

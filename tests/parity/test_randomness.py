@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_swarm.network import PeerId
+from lightning_swarm.types.calls import Receipt
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 
@@ -42,9 +44,9 @@ def test_the_seed_of_the_script_decides_the_draws() -> None:
 
 
 def test_the_seed_of_the_network_replays_a_run() -> None:
-    def routes(run: SwarmRun) -> list[list[list[bytes]]]:
+    def routes(run: SwarmRun) -> list[list[dict[PeerId, set[Receipt]]]]:
         """For each step and stage, which replica held which microbatch."""
-        return [[stage.holders for stage in record.closing.stages] for record in run.records]
+        return [run.held.by_stage(record) for record in run.records]
 
     first, again, other = (
         run_swarm(with_dropout, loader(digits()), num_servers=4, seed=seed, max_steps=STEPS) for seed in (0, 0, 1)

@@ -86,7 +86,7 @@ def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPat
         (BACKWARD, 0, True): in_all,
         (BACKWARD, 1, True): 2 * in_all,
     }
-    held = [[any(map(any, stage.holders)) for stage in record.closing.stages] for record in both.swarm.records]
+    held = [[any(stage.values()) for stage in both.swarm.held.by_stage(record)] for record in both.swarm.records]
     assert held == [[False, True]] * EPOCH + [[True, True]] * EPOCH
 
 

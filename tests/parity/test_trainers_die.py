@@ -278,7 +278,7 @@ def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
     """By the ordinary way in, while its trainer trains; it takes a while to find that it was left out."""
     seen, lead = run("before forward", freeze, num_records=1, num_steps=200)
     assert not seen.errors
-    members = [{member.peer_id for roster in record.next_roster for member in roster} for record in seen.records]
+    members = [{member.peer_id for roster in rosters for member in roster} for rosters in seen.rosters]
     assert any(VICTIM not in one for one in members)
     assert VICTIM in members[-1]
     assert_right(seen, lead)

@@ -191,7 +191,7 @@ def test_a_stage_dies_with_its_trainer_and_one_is_left(at: int) -> None:
     (back,) = seen.went_back
     assert 1 <= back <= at + 1
     assert set(seen.errors) == {1}
-    assert seen.records[-1].next_trainers == ["peer-0"]
+    assert seen.trainers_of_the_run == ["peer-0"]
     assert_right(seen, 2, gone=[1])
     assert_logged(seen)
 
@@ -203,7 +203,7 @@ def test_a_stage_dies_with_its_trainer_and_two_are_left(at: int) -> None:
     (back,) = seen.went_back
     assert 1 <= back <= at + 1
     assert set(seen.errors) == {1}
-    assert set(seen.records[-1].next_trainers) == {"peer-0", "peer-2"}
+    assert set(seen.trainers_of_the_run) == {"peer-0", "peer-2"}
     assert_right(seen, 3, gone=[1])
     assert_logged(seen)
 
@@ -297,7 +297,7 @@ def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> N
     assert waiting.version < back
     assert_right(seen, 3, gone=[1])
     assert_logged(seen)
-    assert set(seen.records[-1].next_trainers) == {"peer-0", "peer-2"}
+    assert set(seen.trainers_of_the_run) == {"peer-0", "peer-2"}
 
 
 class Ended(L.Callback):

@@ -32,7 +32,9 @@ from lightning_swarm.runtime import Runtime, ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Record
+from tests.held import batches_of
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer, make_schedule
 
@@ -60,6 +62,8 @@ class Seen(Curve):
     """What is seen of trainers in threads besides."""
 
     records: list[Record] = field(default_factory=list)
+    rosters: list[list[list[Member]]] = field(default_factory=list)  # after each of them
+    trainers_of_the_run: list[PeerId] = field(default_factory=list)  # as the newest record's lead knows them
     trainers: dict[int, L.Trainer] = field(default_factory=dict)
     modules: dict[int, Net | NanoGPT] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
@@ -101,6 +105,7 @@ class Seen(Curve):
         self.went_back.append(step)
         self.generation = generation
         self.records = [record for record in self.records if record.step < step]
+        self.rosters = self.rosters[: len(self.records)]
         self.steps = self.steps[: len(self.records)]
         for seen in (self.batches, self.numbers, self.losses):
             for place in [place for place in seen if place[0] >= step]:
@@ -119,7 +124,7 @@ class Seen(Curve):
 
 def places_of(record: Record) -> list[Place]:
     """The batches that a record counts."""
-    return sorted({(record.step, first) for first, _, _ in record.closing.counted})
+    return [(record.step, first) for first in batches_of(record)]
 
 
 def place_of(module: L.LightningModule) -> Place:
@@ -243,6 +248,8 @@ class ThreadStrategy(SwarmStrategy):
             found = await record(step)
             if found is not None and self.is_global_zero:
                 self._seen.records.append(found)
+                self._seen.rosters.append(steps.run.rosters)
+                self._seen.trainers_of_the_run = steps.run.trainers
                 self._seen.steps.append(places_of(found))
             return found
 

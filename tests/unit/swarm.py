@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch.optim import SGD, Optimizer
 from lightning_swarm import hello, membership, survey, trees
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.config import Limits
+from lightning_swarm.errors import ProtocolError
 from lightning_swarm.events import Event, EventLog
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
@@ -24,6 +26,7 @@ from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
+from lightning_swarm.steps import AVERAGE
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.tickets import TicketStore
@@ -37,12 +40,14 @@ from lightning_swarm.types.calls import (
     Direction,
     ForwardRequest,
     Mode,
+    Receipt,
     Ticket,
 )
 from lightning_swarm.types.reports import PeerReport
 from lightning_swarm.types.runs import Manifest, Member
-from lightning_swarm.types.steps import Record
+from lightning_swarm.types.steps import AverageRequest, Record
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
+from tests.held import Held
 
 T = TypeVar("T")
 
@@ -110,6 +115,8 @@ class Swarm:
         module: nn.Module | None = None,
     ) -> None:
         self.loop = VirtualLoop()
+        self.held = Held()
+        self.seated: dict[tuple[int, int], Sequence[Sequence[Member]]] = {}  # the rosters after each record
         self.network = network or MemoryNetwork(latency_s=0.001)
         self.limits = limits or Limits(call_timeout=30.0)
         self.rosters = [[PeerId(name) for name in roster.split()] for roster in rosters]
@@ -184,7 +191,7 @@ class Swarm:
         async def announce(coordinator: PeerId) -> None:
             self.announced.append(coordinator)
 
-        return Server(
+        server = Server(
             transport,
             tickets,
             InlineExecutor(),
@@ -196,6 +203,16 @@ class Swarm:
             announce=announce,
             hosts=self._hosts,
         )
+        average = transport._call_handlers[AVERAGE]
+
+        async def noted(caller: PeerId, body: bytes) -> bytes:
+            with contextlib.suppress(ProtocolError):
+                request = decode(body, AverageRequest)
+                self.held.note(name, request.closing, request.named)
+            return await average(caller, body)
+
+        transport._call_handlers[AVERAGE] = noted
+        return server
 
     def add_server(self, name: str) -> Server:
         """One more, which is in no roster."""
@@ -217,11 +234,26 @@ class Swarm:
     def client(self, trainer: MemoryTransport) -> StepClient:
         """Of one more trainer."""
 
-        async def note(_: Record) -> None:
+        async def note(record: Record, rosters: Sequence[Sequence[Member]]) -> None:
             """The tests choose their routes themselves."""
+            self.seated[record.closing.generation, record.step] = rosters
 
         run = RunState(self.manifest)
         return StepClient(trainer, run, timeout=30.0, patience_s=600.0, on_record=note, events=EventLog())
+
+    def counted(self, record: Record) -> list[Receipt]:
+        """The microbatches that a record counts, each held by one server in each stage of the pipeline."""
+        return self.held.counted(record, len(self.rosters))
+
+    def names_after(self, record: Record) -> list[str]:
+        """For each stage, who holds it after a record."""
+        rosters = self.seated[record.closing.generation, record.step]
+        return ["".join(member.peer_id for member in roster) for roster in rosters]
+
+    @property
+    def rosters_now(self) -> list[list[Member]]:
+        """As the lead knows them."""
+        return self.steps.run.rosters
 
     @property
     def stages(self) -> Sequence[StageModule]:

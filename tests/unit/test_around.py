@@ -14,6 +14,7 @@ from lightning_swarm.errors import ConfigError, LeaseRevoked, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.steps import Record
+from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer
 from tests.unit.swarm import WIDTH, Swarm, key, make_optimizer, rows
@@ -77,8 +78,8 @@ def test_trainers_average_what_their_batches_gave(swarm: Swarm, microbatch: bool
         add(swarm, "b", second, 2)
         add(swarm, "b", second, 2)  # said twice, counted once
         record = close(swarm, first, second, microbatch=microbatch)
-        assert record.closing.batches == [(0, 0, 0), (2, 0, 0)]
-        assert len(record.closing.counted) == (2 if microbatch else 0)
+        assert batches_of(record) == [0, 2]
+        assert len(swarm.counted(record)) == (2 if microbatch else 0)
         for name, parameter in reference.named_parameters():
             parameter.grad = (gradients(1)[name] + gradients(2)[name]) / 2 if name in NAMES else None
         optimizer.step()
@@ -104,7 +105,7 @@ def test_a_batch_that_no_trainer_added_is_struck_from_every_stage(swarm: Swarm, 
     for name, place in adds:
         add(swarm, name, grants[place], seed=1)
     record = close(swarm, *grants)
-    assert (record.closing.batches, record.closing.counted) == ([(0, 0, 0)], [(0, 0, 0)])
+    assert (batches_of(record), swarm.counted(record)) == ([0], [(0, 0, 0)])
     assert (record.closing.num_samples, record.closing.total_weight) == (2, 1.0)
     assert {one.receipt for one in trainer.replayed} == {(0, 0, 0)}, "the sums held the other one, too"
     (reference["body"](rows(0)).square().sum() / 2).backward()  # type: ignore[operator]
@@ -123,8 +124,8 @@ def test_a_trainer_that_is_gone_takes_its_batch_along(swarm: Swarm) -> None:
         add(swarm, name, grant, seed=1)
     swarm.network.kill(PeerId("t"))
     record = close(swarm, *grants)
-    assert record.closing.batches == [(0, 0, 0)]
-    assert [member.peer_id for member in record.next_roster[AROUND]] == ["b"]
+    assert batches_of(record) == [0]
+    assert [member.peer_id for member in swarm.rosters_now[AROUND]] == ["b"]
 
 
 def test_a_gradient_of_another_step_is_refused(swarm: Swarm) -> None:

@@ -19,9 +19,8 @@ from lightning_swarm.steps import FREEZE
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.sabotage import sabotage
 from lightning_swarm.types.batches import Grant
-from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.steps import FreezeReply, FreezeRequest, Named, Record
-from lightning_swarm.types.wire import decode, encode, from_bitmap
+from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer, batch_of
 from tests.unit.swarm import Swarm, key, make_optimizer, plain_steps, rows
@@ -56,7 +55,7 @@ class Trial:
         return dict(self.swarm.servers[self.swarm.manifest.coordinator].events.counts)
 
     def members(self) -> list[list[PeerId]]:
-        return [[member.peer_id for member in roster] for roster in self.records[-1].next_roster]
+        return [[member.peer_id for member in roster] for roster in self.swarm.rosters_now]
 
     def check(self) -> None:
         """The faults happened; the weights are one machine's; each microbatch counted once; replicas are equal."""
@@ -64,11 +63,8 @@ class Trial:
         batches = [batch_of(step, NUM_MICROBATCHES) for step in range(len(self.records))]
         for record in self.records:
             closing = record.closing
-            assert closing.counted == [(0, i, 0) for i in range(NUM_MICROBATCHES)]
+            assert self.swarm.counted(record) == [(0, i, 0) for i in range(NUM_MICROBATCHES)]
             assert closing.attempt == 0, "a single fault voids nothing"
-            for stage in closing.stages:
-                held = [from_bitmap(one, len(closing.counted)) for one in stage.holders]
-                assert [sum(flags) for flags in zip(*held, strict=True)] == [1] * NUM_MICROBATCHES
         plain_steps(self.swarm.module, batches, divisors=[1.0] * len(batches))
         self.check_weights(self.records[-1])
 
@@ -76,7 +72,7 @@ class Trial:
         """Those of all who are in the next step."""
         expected = self.swarm.module.state_dict()
         seen: dict[str, Tensor] = {}
-        for index, roster in enumerate(record.next_roster):
+        for index, roster in enumerate(self.swarm.rosters_now):
             for member in roster:
                 stepping = self.swarm.servers[member.peer_id].stepping
                 assert stepping.version == record.step + 1
@@ -145,18 +141,18 @@ def test_a_server_that_goes_with_the_record(make_swarm: MakeSwarm, kind: str, ph
     plan = strike(kind, "c", phase, of="c")
     trial = Trial(make_swarm, plan, "a", "b c d")
     trial.train(1)
-    assert [voter.peer_id for voter in trial.records[0].next_voters] == [A, B, C]
+    assert [voter.peer_id for voter in trial.swarm.steps.run.voters] == [A, B, C]
     trial.train(3, avoid="c")
     trial.check()
     assert trial.members() == [[A], [B, D]]
-    assert [C in (one.peer_id for one in record.closing.stages[1].roster) for record in trial.records] == [
+    assert [C in trial.swarm.held.by_stage(record)[1] for record in trial.records] == [
         True,
         True,
         False,
         False,
     ]
     assert not trial.trainer.replayed
-    assert [voter.peer_id for voter in trial.records[-1].next_voters] == [A, B, D]
+    assert [voter.peer_id for voter in trial.swarm.steps.run.voters] == [A, B, D]
 
 
 def test_a_record_that_a_server_missed_is_told_again(make_swarm: MakeSwarm) -> None:
@@ -416,7 +412,7 @@ def test_a_batch_whose_trainer_is_gone_counts_while_its_receipts_are_there(make_
     trial, grant = begun(make_swarm, FaultPlan())
     trial.swarm.run(trial.swarm.steps.done(grant.lease, [key().receipt], close=True))
     record = trial.swarm.run(trial.swarm.record(0))
-    assert record.closing.counted == [(0, 0, 0), (2, 0, 0)]
+    assert trial.swarm.counted(record) == [(0, 0, 0), (2, 0, 0)]
     plain_steps(trial.swarm.module, [[rows(8), rows(7)]], divisors=[2.0])
     trial.check_weights(record)
 
@@ -426,7 +422,7 @@ def test_a_batch_whose_trainer_and_server_are_gone_is_struck(make_swarm: MakeSwa
     trial.swarm.run(trial.swarm.steps.done(grant.lease, [key().receipt], close=True))
     record = trial.swarm.run(trial.swarm.record(0))
     trial.plan.check()
-    assert (record.closing.counted, record.closing.num_samples) == ([(0, 0, 0)], 2)
+    assert (trial.swarm.counted(record), record.closing.num_samples) == ([(0, 0, 0)], 2)
     assert trial.events["strike"] == 1
     plain_steps(trial.swarm.module, [[rows(8)]], divisors=[1.0])
     trial.check_weights(record)
@@ -445,7 +441,7 @@ def test_a_step_that_lost_a_batch_takes_another(make_swarm: MakeSwarm) -> None:
     assert swarm.run(swarm.steps.done(again.lease, [key(4).receipt]))
     record = swarm.run(swarm.record(0))
     trial.plan.check()
-    assert (record.closing.counted, record.closing.num_samples) == ([(0, 0, 0), (4, 0, 0)], 4)
+    assert (trial.swarm.counted(record), record.closing.num_samples) == ([(0, 0, 0), (4, 0, 0)], 4)
     optimizer = make_optimizer(swarm.module)
     for x in (rows(8), rows(9)):
         (2 / 4 * swarm.module(x).square().sum() / 2).backward()
@@ -458,15 +454,13 @@ def test_a_sum_that_holds_a_struck_batch_begins_anew_when_the_step_takes_others(
     swarm.run(swarm.through(key(), rows(1)))
     coordinator, stage = swarm.servers[A]._transport, swarm.servers[B].stepping.stage(1)
 
-    def reopen(round_: int, batches: list[Receipt]) -> None:
-        request = FreezeRequest(
-            generation=0, step=0, attempt=0, counted=batches, batches=batches, round=round_, reopens=True
-        )
+    def reopen(round_: int, struck: list[int]) -> None:
+        request = FreezeRequest(generation=0, step=0, attempt=0, round=round_, struck=struck)
         swarm.run(coordinator.call(B, FREEZE, encode(request), timeout=1.0))
 
-    reopen(1, [key().receipt])
+    reopen(1, [2])
     assert stage.gradient_sum.any(), "it counts"
-    reopen(2, [])
+    reopen(2, [0, 2])
     assert not stage.gradient_sum.any()
     swarm.run(swarm.through(key(4), rows(2)))
     assert stage.gradient_sum.any(), "others may be added"
@@ -480,7 +474,7 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
     swarm = make_swarm("a", "b")
     swarm.run(swarm.through(key(), rows(1)))
     coordinator = swarm.servers[A]._transport
-    request = FreezeRequest(generation=0, step=0, attempt=0, counted=[(0, 0, 0)], batches=[(0, 0, 0)], round=3)
+    request = FreezeRequest(generation=0, step=0, attempt=0, round=3)
 
     def freeze(**changes: Any) -> None:
         swarm.run(coordinator.call(B, FREEZE, encode(replaced(request, **changes)), timeout=1.0))
@@ -489,11 +483,12 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
     before = swarm.state()
     freeze()
     assert swarm.state() == before, "asked twice"
-    nothing = [Named(stage_index=1, receipts=bytes(1))]
-    for changes in ({"round": 2, "named": nothing}, {"round": 2, "reopens": True}, {"round": 2}):
+    nothing = [Named(stage_index=1, receipts=[])]
+    for changes in ({"round": 2, "named": nothing}, {"round": 2, "struck": [0]}, {"round": 2}):
         with pytest.raises(ProtocolError, match=r"round are \(0, 0, 3\) here"):
             freeze(**changes)
-    for named in ([], 2 * nothing, [Named(stage_index=0, receipts=bytes(1))], [Named(stage_index=1, receipts=b"")]):
+    too_many = [Named(stage_index=1, receipts=[(first, 0, b"\xff" * (1 << 14)) for first in range(3)])]
+    for named in ([], 2 * nothing, [Named(stage_index=0, receipts=[])], too_many):
         with pytest.raises(ProtocolError):
             freeze(round=4, named=named)
     assert swarm.state() == before

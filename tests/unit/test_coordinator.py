@@ -19,8 +19,9 @@ from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
 from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.types.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
 from lightning_swarm.types.calls import Recompute, Ticket
-from lightning_swarm.types.steps import Closing, FreezeRequest, PartNorm, Record, StageClosing
+from lightning_swarm.types.steps import AverageRequest, Closing, FreezeRequest, Named, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
+from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, plain_steps, rows
 
@@ -148,7 +149,7 @@ def test_the_swarm_takes_the_steps_that_one_machine_would(make_swarm: MakeSwarm,
     for step, batch in enumerate(batches):
         record = swarm.run(swarm.step(*batch))
         assert record.step == step
-        assert record.closing.counted == [(0, i, 0) for i in range(5)]
+        assert swarm.counted(record) == [(0, i, 0) for i in range(5)]
         assert record.closing.num_samples == 10
 
     plain_steps(swarm.module, batches, divisors=[1.0] * 3)
@@ -260,7 +261,7 @@ def test_a_withdrawn_batch_leaves_the_step_to_the_others(make_swarm: MakeSwarm) 
         assert await swarm.batch(rows(2)) is True
         return await swarm.record(0)
 
-    assert swarm.run(go()).closing.counted == [(2, 0, 0), (4, 0, 0)]
+    assert swarm.counted(swarm.run(go())) == [(2, 0, 0), (4, 0, 0)]
 
 
 def test_an_empty_step_changes_no_weights(make_swarm: MakeSwarm) -> None:
@@ -272,7 +273,7 @@ def test_an_empty_step_changes_no_weights(make_swarm: MakeSwarm) -> None:
         assert await swarm.steps.done(None, [], close=True)
         return await swarm.record(1)
 
-    assert swarm.run(go()).closing.counted == []
+    assert swarm.counted(swarm.run(go())) == []
     assert {server.stepping.version for server in swarm.servers.values()} == {2}
     assert all(torch.equal(before[name], tensor) for name, tensor in swarm.weights().items())
 
@@ -413,7 +414,7 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
     """And it ends the server."""
     swarm = Swarm("a")
 
-    async def odd(closing: object) -> float:
+    async def odd(*_: object) -> float:
         raise ZeroDivisionError("a bug")
 
     swarm.coordinator._servers.average = odd  # type: ignore[method-assign]
@@ -463,7 +464,7 @@ def test_every_wait_for_a_record_has_a_deadline(make_swarm: MakeSwarm) -> None:
         assert await swarm.steps.record(0) is None
         assert 30.0 <= swarm.loop.time() < 60.0
         await swarm.batch(rows(2))
-        assert (await swarm.record(0)).closing.batches == [(0, 0, 0), (4, 0, 0)]
+        assert batches_of(await swarm.record(0)) == [0, 4]
         with pytest.raises(LeaseRevoked, match="struck from step 0, which is decided"):
             await other.done(late.lease, [])
 
@@ -507,47 +508,43 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
     coordinator = swarm.servers[A]._transport
     swarm.run(swarm.through(key(), rows(1)))
     swarm.run(swarm.through(key(0, 1), rows(2)))
-    counted = [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
 
-    def stage(peer: PeerId, held: bytes) -> StageClosing:
-        return StageClosing(roster=[swarm.members[peer]], holders=[held], touched=b"\x03")
-
-    def closing(held: bytes, **changes: Any) -> Closing:
+    def average(held: bytes, stage: int = 1, **changes: Any) -> AverageRequest:
         fields: dict[str, Any] = {
             "generation": 0,
             "step": 0,
             "attempt": 0,
             "round": 0,
-            "counted": counted,
-            "batches": [],
+            "batches": [(0, 1, 1)],
             "num_samples": 4,
             "total_weight": 1.0,
-            "stages": [stage(A, held), stage(B, held)],
+            "absent": [],
+            "touched": [b"\x03", b"\x03"],
         }
-        return Closing(**{**fields, **changes})
+        named = Named(stage_index=stage, receipts=[(0, 0, held)] if held else [])
+        return AverageRequest(closing=Closing(**{**fields, **changes}), named=[named])
 
-    def refused(method: str, request_: Closing | FreezeRequest) -> None:
+    def refused(method: str, request_: AverageRequest | FreezeRequest) -> None:
         before = swarm.state()
         with pytest.raises(ProtocolError):
             swarm.run(coordinator.call(B, method, encode(request_), timeout=1.0))
         assert swarm.state() == before
 
-    refused(AVERAGE, closing(b"\x03"))  # not frozen
-    freeze = FreezeRequest(generation=0, step=0, attempt=0, counted=counted, batches=[])
+    refused(AVERAGE, average(b"\x03"))  # not frozen
+    freeze = FreezeRequest(generation=0, step=0, attempt=0)
     late: list[dict[str, int]] = [{"generation": 1}, {"step": 1}, {"attempt": 1}]
     for changes in late:
         refused(FREEZE, replaced(freeze, **changes))
     swarm.run(coordinator.call(B, FREEZE, encode(freeze), timeout=1.0))
     for changes in late:
-        refused(AVERAGE, closing(b"\x03", **changes))
-    for held in (b"\x01", b"\x02", b"\x07", b"\0", b"", b"\x03\0"):
-        refused(AVERAGE, closing(held))
-    refused(AVERAGE, closing(b"\x01", counted=counted[:1]))  # the sum has one more
-    refused(AVERAGE, closing(b"\x03", stages=[stage(A, b"\x03")]))
-    refused(AVERAGE, closing(b"\x03", stages=[stage(A, b"\x03"), stage(A, b"\x03")]))
-    restarted = replaced(stage(B, b"\x03"), roster=[replaced(swarm.members[B], boot_id=9)])
-    refused(AVERAGE, closing(b"\x03", stages=[stage(A, b"\x03"), restarted]))
-    swarm.run(coordinator.call(B, AVERAGE, encode(closing(b"\x03")), timeout=1.0))
+        refused(AVERAGE, average(b"\x03", **changes))
+    for held in (b"\x01", b"\x02", b"\x07", b"\0", b"", b"\x03\x01"):
+        refused(AVERAGE, average(held))
+    refused(AVERAGE, average(b"\x03", touched=[b"\x03"]))  # another number of stages
+    refused(AVERAGE, average(b"\x03", touched=[b"\x03", b""]))
+    refused(AVERAGE, average(b"\x03", stage=0))
+    refused(AVERAGE, average(b"\x03", absent=[B]))
+    swarm.run(coordinator.call(B, AVERAGE, encode(average(b"\x03")), timeout=1.0))
 
 
 def test_a_step_that_is_full_and_closed_at_once_is_decided_once(make_swarm: MakeSwarm) -> None:

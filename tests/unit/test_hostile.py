@@ -94,6 +94,7 @@ from lightning_swarm.types.joining import (
     PieceRequest,
     ReadyRequest,
 )
+from lightning_swarm.types.many import pack
 from lightning_swarm.types.runs import (
     BrokenOff,
     Leading,
@@ -107,17 +108,18 @@ from lightning_swarm.types.runs import (
 from lightning_swarm.types.snapshots import SnapshotRequest
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
+    AverageRequest,
     Candidate,
     Closing,
     FenceRequest,
     FreezeReply,
     FreezeRequest,
+    Named,
     Prepare,
     Proposal,
     ReceiptsRequest,
     Record,
     SettleRequest,
-    StageClosing,
 )
 from lightning_swarm.types.wire import PROTOCOL_VERSION, Wire, decode, encode
 from tests.unit.conftest import MakeSwarm
@@ -185,8 +187,8 @@ class Sample:
         for peer in (A, B):
             swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
         if self.phase in ("averaged", "joining"):
-            body = encode(closing(swarm))
-            for peer in (A, B) if self.phase == "joining" else (B,):
+            for stage, peer in list(enumerate((A, B)))[0 if self.phase == "joining" else 1 :]:
+                body = encode(averaging(swarm, stage))
                 swarm.run(swarm.servers[A]._transport.call(peer, AVERAGE, body, timeout=1.0))
         return swarm
 
@@ -196,22 +198,25 @@ def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
 
 
 NOTHING = ReportReply(begun=True, leases=[], close_asked=False, total_weight=None)
-FREEZING = FreezeRequest(generation=0, step=0, attempt=0, counted=COUNTED, batches=COUNTED)
+FREEZING = FreezeRequest(generation=0, step=0, attempt=0)
 
 
 def closing(swarm: Swarm) -> Closing:
-    stages = [StageClosing(roster=[swarm.members[peer]], holders=[b"\x01"], touched=b"\x03") for peer in swarm.route()]
     return Closing(
         generation=0,
         step=0,
         attempt=0,
         round=0,
-        counted=COUNTED,
-        batches=COUNTED,
+        batches=[(0, 1, 1)],
         num_samples=2,
         total_weight=1.0,
-        stages=stages,
+        absent=[],
+        touched=[b"\x03" for _ in swarm.rosters],
     )
+
+
+def averaging(swarm: Swarm, stage: int) -> AverageRequest:
+    return AverageRequest(closing=closing(swarm), named=[Named(stage_index=stage, receipts=pack(COUNTED))])
 
 
 def record(swarm: Swarm) -> Record:
@@ -222,10 +227,9 @@ def record(swarm: Swarm) -> Record:
         clip_factor=1.0,
         hyperparameters=HYPERPARAMETERS,
         selection=None,
-        next_roster=[[swarm.members[peer]] for peer in swarm.route()],
-        next_voters=[swarm.members[A]],
-        next_trainers=[LEAD],
+        left=[],
         newcomers=[],
+        next_voters=[swarm.members[A]],
         departures=[],
         snapshot=None,
     )
@@ -399,7 +403,7 @@ SAMPLES = [
         phase="through",
     ),
     Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
-    Sample(CALL, AVERAGE, plain(closing), caller=A, phase="frozen"),
+    Sample(CALL, AVERAGE, plain(lambda s: averaging(s, 1)), caller=A, phase="frozen"),
     Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
     Sample(
         CALL,
@@ -452,7 +456,10 @@ SAMPLES = [
     ),
     Sample(CALL, DONE, plain(done), target=A),
     Sample(
-        CALL, RECORD, plain(lambda _: RecordRequest(step=0, generation=0, hyperparameters=HYPERPARAMETERS)), target=A
+        CALL,
+        RECORD,
+        plain(lambda _: RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS)),
+        target=A,
     ),
     Sample(CALL, RENEW, lambda _: Message(), target=A),
     Sample(CALL, QUIT, plain(lambda _: Quit(reason="a fault")), target=A, caller=B),
@@ -714,4 +721,4 @@ def test_a_freeze_reads_every_ledger(make_swarm: MakeSwarm) -> None:
     sample = next(sample for sample in SAMPLES if sample.method == FREEZE)
     swarm = sample.prepared(make_swarm)
     (ledger,) = decode(sample.send(swarm, sample.message(swarm)).body, FreezeReply).ledgers
-    assert (ledger.stage_index, ledger.held, ledger.num_unnamed, ledger.touched) == (1, b"\x01", 0, b"\x03")
+    assert (ledger.stage_index, ledger.held, ledger.touched) == (1, [(0, 0, b"\x01")], b"\x03")

@@ -83,10 +83,6 @@ def assert_plain(swarm: Swarm, *batches: Sequence[int]) -> None:
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def names(record: Record) -> list[str]:
-    return ["".join(member.peer_id for member in roster) for roster in record.next_roster]
-
-
 def num_forwards(swarm: Swarm) -> int:
     return sum(server.calls.num_forwards for server in swarm.servers.values())
 
@@ -99,7 +95,7 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
     b = Staying(swarm, B)
 
     async def go() -> None:
-        assert names(await step(swarm, 0, 1, 2)) == ["ab", "c"]
+        assert swarm.names_after(await step(swarm, 0, 1, 2)) == ["ab", "c"]
         grant = await swarm.steps.grant(6)
         done = []
         for index in range(3):
@@ -113,10 +109,10 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
         assert not b.task.done(), "it serves until the record is applied"
         await swarm.steps.done(None, [], close=True)
         record = await swarm.record(1)
-        assert names(record) == ["a", "c"]
+        assert swarm.names_after(record) == ["a", "c"]
         await asyncio.wait_for(b.task, 5.0)
         assert b.said[-1] == "Run 'run' has let this peer go."
-        assert names(await step(swarm, 6, 7, among="a")) == ["a", "c"]
+        assert swarm.names_after(await step(swarm, 6, 7, among="a")) == ["a", "c"]
 
     swarm.run(go())
     assert num_forwards(swarm) == 2 * (3 + 3 + 2), "each microbatch once in each stage"
@@ -134,7 +130,7 @@ def test_a_last_copy_waits_until_another_has_joined(make_swarm: MakeSwarm) -> No
         await step(swarm, 0)
         c.stay.leave()
         await asyncio.sleep(1.0)
-        assert names(await step(swarm, 1)) == ["ab", "c"]
+        assert swarm.names_after(await step(swarm, 1)) == ["ab", "c"]
 
     swarm.run(wait())
     assert c.said[-1] == "This peer has the only copy of stage 1: waiting for another one to join."
@@ -142,12 +138,12 @@ def test_a_last_copy_waits_until_another_has_joined(make_swarm: MakeSwarm) -> No
     assert joiner.stepping.stages == (1,), "who leaves counts no more where somebody is needed"
 
     async def go() -> None:
-        assert names(await step(swarm, 2)) == ["ab", "cj"]
+        assert swarm.names_after(await step(swarm, 2)) == ["ab", "cj"]
         assert not c.task.done()
-        assert names(await step(swarm, 3)) == ["ab", "j"]
+        assert swarm.names_after(await step(swarm, 3)) == ["ab", "j"]
         await asyncio.wait_for(c.task, 5.0)
         swarm.rosters[1] = [J]
-        assert names(await step(swarm, 4)) == ["ab", "j"]
+        assert swarm.names_after(await step(swarm, 4)) == ["ab", "j"]
 
     swarm.run(go())
     assert sum("only copy" in line for line in c.said) == 1
@@ -178,9 +174,9 @@ def test_of_two_that_leave_a_stage_of_two_the_first_to_ask_goes(make_swarm: Make
         await asyncio.sleep(1.0)
         other.stay.leave()
         await asyncio.sleep(1.0)
-        assert names(await step(swarm, 0)) == ["a", "b"]
+        assert swarm.names_after(await step(swarm, 0)) == ["a", "b"]
         await asyncio.wait_for(one.task, 5.0)
-        assert names(await step(swarm, 1)) == ["a", "b"]
+        assert swarm.names_after(await step(swarm, 1)) == ["a", "b"]
         assert not other.task.done()
 
     swarm.run(go())
@@ -197,7 +193,7 @@ def test_who_leaves_goes_though_the_record_is_not_told_to_it(
         b.stay.leave()
         await asyncio.sleep(1.0)
         with deaf(swarm, monkeypatch, B):
-            assert names(await step(swarm, 0, 1)) == ["a", "c"]
+            assert swarm.names_after(await step(swarm, 0, 1)) == ["a", "c"]
             await asyncio.wait_for(b.task, 10.0)
 
     swarm.run(go())
@@ -232,7 +228,7 @@ def test_who_is_still_joining_joins_no_more(make_swarm: MakeSwarm) -> None:
         assert J not in swarm.coordinator.gate._waiting
         assert j.said == ["This peer goes before run 'run' has let it in."]
         begin_s = swarm.loop.time()
-        assert names(await step(swarm, 0)) == ["a", "c"]
+        assert swarm.names_after(await step(swarm, 0)) == ["a", "c"]
         assert swarm.loop.time() < begin_s + 1.0, "nobody waits for it"
 
     swarm.run(go())
@@ -293,10 +289,10 @@ def test_who_enters_by_the_record_that_is_being_decided_leaves_by_a_later_one(ma
             return found
 
         gate.newcomers = leave  # type: ignore[method-assign]
-        assert names(await step(swarm, 0)) == ["aj", "c"]
+        assert swarm.names_after(await step(swarm, 0)) == ["aj", "c"]
         gate.newcomers = newcomers  # type: ignore[method-assign]
         await asyncio.sleep(10.0)
-        assert names(await step(swarm, 1)) == ["a", "c"]
+        assert swarm.names_after(await step(swarm, 1)) == ["a", "c"]
         await asyncio.wait_for(j.task, 5.0)
 
     swarm.run(go())
@@ -367,8 +363,8 @@ def test_a_server_that_was_left_out_joins_again(
     async def leave_out() -> None:
         await step(swarm, 0, 1)
         with leaving_out(monkeypatch, [B]), contextlib.nullcontext() if knows else deaf(swarm, monkeypatch, B):
-            assert names(await step(swarm, 2, 3)) == ["a", "c"]
-        assert names(await step(swarm, 4, 5, among="a")) == ["a", "c"]
+            assert swarm.names_after(await step(swarm, 2, 3)) == ["a", "c"]
+        assert swarm.names_after(await step(swarm, 4, 5, among="a")) == ["a", "c"]
         assert swarm.servers[B].stepping.version == (2 if knows else 1)
         with pytest.raises(SwarmError):  # it computes nothing more of the run
             await step_at(swarm, B)
@@ -382,10 +378,10 @@ def test_a_server_that_was_left_out_joins_again(
     assert not b.task.done()
 
     async def back() -> None:
-        assert names(await step(swarm, 6, among="a")) == ["ab", "c"]
+        assert swarm.names_after(await step(swarm, 6, among="a")) == ["ab", "c"]
         await asyncio.sleep(1.0)
         assert swarm.servers[B].admission.is_member
-        assert names(await step(swarm, 7, 8)) == ["ab", "c"]
+        assert swarm.names_after(await step(swarm, 7, 8)) == ["ab", "c"]
 
     swarm.run(back())
     assert b.said == ["In run 'run' from step 0 on, with stage 0.", "In run 'run' from step 4 on, with stage 0."]
@@ -405,14 +401,14 @@ def test_a_server_that_was_frozen_finds_out_soon_that_it_was_left_out(
     async def leave_out() -> None:
         await step(swarm, 0, 1)
         swarm.network.freeze(B)
-        assert names(await step(swarm, 2, among="a")) == ["a", "c"]
+        assert swarm.names_after(await step(swarm, 2, among="a")) == ["a", "c"]
         await step(swarm, 3, among="a")
         swarm.network.thaw(B)
         await asyncio.sleep(5.0)
 
     swarm.run(leave_out())
     assert b.events.counts["left"] == 1
-    assert names(swarm.run(step(swarm, 4, among="a"))) == ["ab", "c"]
+    assert swarm.names_after(swarm.run(step(swarm, 4, among="a"))) == ["ab", "c"]
     assert_plain(swarm, [0, 1], [2], [3], [4])
 
 
@@ -424,7 +420,7 @@ def test_the_lead_ends_a_server_that_is_on_its_way_back(make_swarm: MakeSwarm, m
     async def go() -> None:
         await step(swarm, 0, 1)
         with leaving_out(monkeypatch, [B]), deaf(swarm, monkeypatch, B):
-            assert names(await step(swarm, 2, 3)) == ["a", "c"]
+            assert swarm.names_after(await step(swarm, 2, 3)) == ["a", "c"]
         while not b.events.counts["left"]:  # noqa: ASYNC110 - it tells nobody here
             await asyncio.sleep(0.5)
         assert not swarm.servers[B].admission.is_member
@@ -505,12 +501,12 @@ def test_a_server_that_was_killed_comes_back_under_its_name(make_swarm: MakeSwar
     async def back() -> None:
         await asyncio.sleep(5.0)
         assert B not in swarm.coordinator.gate._waiting, "it has to wait"
-        assert names(await step(swarm, 2, 3, among="a")) == ["a", "c"]
+        assert swarm.names_after(await step(swarm, 2, 3, among="a")) == ["a", "c"]
         await asyncio.sleep(60.0)
-        assert names(await step(swarm, 4, among="a")) == ["ab", "c"]
+        assert swarm.names_after(await step(swarm, 4, among="a")) == ["ab", "c"]
         await asyncio.sleep(1.0)
         assert b.said == ["In run 'run' from step 3 on, with stage 0."]
-        assert names(await step(swarm, 5, 6)) == ["ab", "c"]
+        assert swarm.names_after(await step(swarm, 5, 6)) == ["ab", "c"]
 
     swarm.run(back())
     assert_plain(swarm, [0, 1], [2, 3], [4], [5, 6])

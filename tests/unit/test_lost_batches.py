@@ -11,6 +11,7 @@ from lightning_swarm.steps import AVERAGE
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.types.batches import Grant
+from tests.held import batches_of
 from tests.unit import test_takeover
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer
@@ -42,7 +43,7 @@ def test_a_record_that_does_not_count_it(make_swarm: MakeSwarm) -> None:
     async def go() -> None:
         asking = asyncio.create_task(other.record(0))
         record = await trial.swarm.record(0)
-        assert record.closing.batches == [(0, 0, 0)]
+        assert batches_of(record) == [0]
         assert await asking == record
 
     trial.swarm.run(go())
@@ -106,7 +107,7 @@ def test_no_step_is_made_of_nothing(make_swarm: MakeSwarm, target_batch_size: in
     swarm.run(trial.trainer.through(key(again.first), rows(7), weight=again.weight))
     assert swarm.run(swarm.steps.done(again.lease, [key(again.first).receipt], close=asks))
     record = swarm.run(swarm.record(0))
-    assert record.closing.batches == [(2, 0, 0)]
+    assert batches_of(record) == [2]
     plain_steps(swarm.module, [[rows(7)]], divisors=[1.0])
     trial.check_weights(record)
 
@@ -148,7 +149,7 @@ def test_a_coordinator_that_took_over_and_closes_already(make_swarm: MakeSwarm) 
         return grant
 
     grant = swarm.run(go())
-    assert (1, grant.first) not in {(1, first) for first, _, _ in trial.records[1].closing.batches}
+    assert grant.first not in batches_of(trial.records[1])
     assert other.lost == [grant.lease]
     trial.check()
 

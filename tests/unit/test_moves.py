@@ -22,7 +22,7 @@ from lightning_swarm.steps.moves import Moves
 from lightning_swarm.types.steps import Departure, Record
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm
-from tests.unit.test_leaving import A, B, C, Staying, assert_plain, names, step
+from tests.unit.test_leaving import A, B, C, Staying, assert_plain, step
 
 
 def send(swarm: Swarm, peer: PeerId, stage: int, monkeypatch: Any, *, at: int = 0) -> None:
@@ -54,9 +54,9 @@ def test_a_server_leaves_its_stage_by_one_record_and_enters_the_other_by_a_later
 
     async def go() -> None:
         records = await steps(swarm, 0, 6)
-        assert [names(record) for record in records[:2]] == [["ab", "c"], ["a", "c"]]
+        assert [swarm.names_after(record) for record in records[:2]] == [["ab", "c"], ["a", "c"]]
         assert [one.stage_index for record in records for one in record.departures] == [1]
-        assert names(records[-1]) == ["a", "cb"]
+        assert swarm.names_after(records[-1]) == ["a", "cb"]
         assert "Leaving stage 0 of run 'run' for stage 1." in b.said
         assert swarm.servers[B].stepping.stages == (1,)
         assert_plain(swarm, *([number] for number in range(6)))
@@ -70,7 +70,7 @@ def test_a_stage_is_not_emptied_whoever_says_so(make_swarm: MakeSwarm, monkeypat
 
     async def go() -> None:
         (record,) = await steps(swarm, 0, 1)
-        assert names(record) == ["a", "c"]
+        assert swarm.names_after(record) == ["a", "c"]
         assert record.departures == []
 
     swarm.run(go())
@@ -107,7 +107,7 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
     async def go() -> None:
         records = await steps(swarm, 0, 8)
         assert is_late
-        assert names(records[-1]) == ["a", "cb"]
+        assert swarm.names_after(records[-1]) == ["a", "cb"]
         assert not swarm.servers[B].admission.moves.is_set()
         assert not b.task.done()
 
@@ -198,7 +198,7 @@ def test_a_mover_that_is_told_to_leave_goes(make_swarm: MakeSwarm, monkeypatch: 
         b.stay.leave()
         records = await steps(swarm, 1, 8)
         assert b.task.done()
-        assert names(records[-1]) == ["a", "c"]
+        assert swarm.names_after(records[-1]) == ["a", "c"]
         b.task.result()
 
     swarm.run(go())
@@ -225,7 +225,7 @@ def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) 
         swarm.network.thaw(B)
         await asyncio.sleep(60.0)
         records = await steps(swarm, 3, 8)
-        assert sorted("".join(names(records[-1]))) == ["a", "b", "c"]
+        assert sorted("".join(swarm.names_after(records[-1]))) == ["a", "b", "c"]
         assert_plain(swarm, *([number] for number in range(8)))
 
     swarm.run(go())
@@ -242,7 +242,7 @@ def test_a_mover_keeps_the_snapshots_that_it_has(make_swarm: MakeSwarm, monkeypa
         before = store.held
         assert before
         records = await steps(swarm, 2, 8)
-        assert names(records[-1]) == ["a", "cb"]
+        assert swarm.names_after(records[-1]) == ["a", "cb"]
         assert store.held == before
 
     swarm.run(go())
@@ -273,7 +273,7 @@ def test_what_a_server_says_of_its_speed_ends_no_coordinator(
             for index in server.stepping.stages:
                 server.stepping.stage(index).load = Absurd(index)
         for record in await steps(swarm, 0, 3):
-            assert names(record) == ["ab", "c"]
+            assert swarm.names_after(record) == ["ab", "c"]
         assert "c" not in balance._known
         assert balance._known["a"].samples_per_s == 10.0
 
@@ -304,8 +304,8 @@ def test_a_server_gives_up_one_of_several_stages(
 
     async def go() -> None:
         records = await steps(swarm, 0, 5, among=after[0][0])
-        assert names(records[0]) == list(rosters)
-        assert [names(record) for record in records[1:]] == 4 * [after]
+        assert swarm.names_after(records[0]) == list(rosters)
+        assert [swarm.names_after(record) for record in records[1:]] == 4 * [after]
         for name, server in swarm.servers.items():
             held = tuple(index for index, peers in enumerate(after) if name in peers)
             assert server.stepping.stages == held

@@ -189,15 +189,15 @@ def test_who_is_in_no_roster_any_more_is_forgotten(make_swarm: MakeSwarm) -> Non
     swarm = make_swarm("a", "b")
     link = make_link(swarm)
     _, record = joined(swarm)
-    rosters = [[one for one in roster if one.peer_id != "a"] for roster in record.next_roster]
+    rosters = [[one for one in roster if one.peer_id != "a"] for roster in swarm.rosters_now]
 
     async def go() -> None:
         for peer in map(PeerId, "ac"):
             swarm.network.kill(peer)
             await link.look(peer)
-        await link.follow(record)
+        await link.follow(record, swarm.rosters_now)
         assert link._silent.keys() == {"a", "c"}
-        await link.follow(msgspec.structs.replace(record, next_roster=rosters))
+        await link.follow(record, rosters)
         assert link._silent.keys() == {"c"}
 
     swarm.run(go())
@@ -207,7 +207,7 @@ def test_a_trainer_that_passed_over_a_record_routes_to_those_who_joined_by_it(ma
     swarm = make_swarm("a", "b")
     link = make_link(swarm)
     _, second = joined(swarm)
-    swarm.run(link.follow(second))
+    swarm.run(link.follow(second, swarm.rosters_now))
     assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
 
 
@@ -227,12 +227,12 @@ def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
     with monkeypatch.context() as patch:
         patch.setattr(swarm.trainer, "connect", hang)
         began_s = swarm.loop.time()
-        swarm.run(link.follow(first))
+        swarm.run(link.follow(first, swarm.rosters_now))
         assert len(under_way) == 2
         assert swarm.loop.time() - began_s < 15.0
-    swarm.run(link.follow(second))
+    swarm.run(link.follow(second, swarm.rosters_now))
     assert [sorted(router.peers) for router in link.routers] == [["a"], ["b"]]
-    swarm.run(link.follow(first))
+    swarm.run(link.follow(first, swarm.rosters_now))
     assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
 
 
@@ -247,7 +247,7 @@ def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[Link, Record
         raise Unreachable("there is no way")
 
     monkeypatch.setattr(swarm.trainer, "connect", refuse)
-    swarm.run(link.follow(first))
+    swarm.run(link.follow(first, swarm.rosters_now))
     assert [list(router.peers) for router in link.routers] == [["a"], ["b"]]
     tried.clear()
     return link, second, tried
@@ -258,8 +258,8 @@ def test_a_server_that_was_not_reached_is_tried_again_when_its_stage_has_nobody_
 ) -> None:
     swarm = make_swarm("a", "b")
     link, second, tried = cut_off(swarm, monkeypatch)
-    without_b = msgspec.structs.replace(second, next_roster=[second.next_roster[0], second.next_roster[1][1:]])
-    swarm.run(link.follow(without_b))
+    rosters = swarm.rosters_now
+    swarm.run(link.follow(second, [rosters[0], rosters[1][1:]]))
     assert tried == ["d"]
     assert [list(router.peers) for router in link.routers] == [["a"], ["d"]]
     assert link.routers[1].choose(1, now_s=0.0).peer == "d", "a last resort is better than none"
@@ -270,10 +270,10 @@ def test_a_server_that_was_not_reached_is_tried_again_after_a_while(
 ) -> None:
     swarm = make_swarm("a", "b")
     link, second, tried = cut_off(swarm, monkeypatch)
-    swarm.run(link.follow(second))
+    swarm.run(link.follow(second, swarm.rosters_now))
     assert not tried, "not at every record, for each of them may wait for it"
     monkeypatch.undo()
     swarm.run(asyncio.sleep(301.0))
-    swarm.run(link.follow(second))
+    swarm.run(link.follow(second, swarm.rosters_now))
     assert not link.unreached
     assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]

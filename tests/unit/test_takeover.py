@@ -33,7 +33,8 @@ from lightning_swarm.types.batches import (
 )
 from lightning_swarm.types.calls import Ticket
 from lightning_swarm.types.steps import Prepare, Record
-from lightning_swarm.types.wire import encode, from_bitmap
+from lightning_swarm.types.wire import encode
+from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer, batch_of
 from tests.unit.swarm import LEAD, Swarm, key, plain_steps, rows
@@ -82,23 +83,19 @@ class Trial:
         return sum(server.events.counts[kind] for server in self.swarm.servers.values())
 
     def members(self) -> list[list[PeerId]]:
-        return [[member.peer_id for member in roster] for roster in self.records[-1].next_roster]
+        return [[member.peer_id for member in roster] for roster in self.swarm.rosters_now]
 
     def check(self) -> None:
         """The faults happened; each microbatch counted once; replicas are equal, and those of one machine."""
         self.plan.check()
         assert [record.step for record in self.records] == list(range(len(self.records)))
         for record in self.records:
-            closing = record.closing
-            assert [index for _, index, _ in closing.counted] == list(range(NUM_MICROBATCHES))
-            for stage in closing.stages:
-                held = [from_bitmap(one, len(closing.counted)) for one in stage.holders]
-                assert [sum(flags) for flags in zip(*held, strict=True)] == [1] * NUM_MICROBATCHES
+            assert [index for _, index, _ in self.swarm.counted(record)] == list(range(NUM_MICROBATCHES))
         batches = [batch_of(step, NUM_MICROBATCHES) for step in range(len(self.records))]
         plain_steps(self.swarm.module, batches, divisors=[1.0] * len(batches))
         expected = self.swarm.module.state_dict()
         seen: dict[str, torch.Tensor] = {}
-        for index, roster in enumerate(self.records[-1].next_roster):
+        for index, roster in enumerate(self.swarm.rosters_now):
             for member in roster:
                 stepping = self.swarm.servers[member.peer_id].stepping
                 assert stepping.version == len(self.records)
@@ -170,14 +167,14 @@ LATE = [
 def test_a_coordinator_that_goes(make_swarm: MakeSwarm, kind: str, phase: Phase, nth: int) -> None:
     trial = Trial(make_swarm, strike(kind, "a", phase, nth=nth))
     trial.train(1)
-    assert {voter.peer_id for voter in trial.records[0].next_voters} == {A, B, C}
+    assert {voter.peer_id for voter in trial.swarm.steps.run.voters} == {A, B, C}
     trial.train(3, avoid="a")
     trial.check()
     assert trial.count("takeover") == 1
     assert [name for name in trial.coordinators if name != A] == [B]
     assert trial.swarm.announced == [B]
     assert trial.members() == [[B, C], [D, B, C]]
-    assert {voter.peer_id for voter in trial.records[-1].next_voters} == {B, C, D}
+    assert {voter.peer_id for voter in trial.swarm.steps.run.voters} == {B, C, D}
 
 
 @pytest.mark.parametrize(("phase", "nth"), LATE, ids=lambda one: getattr(one, "name", one))
@@ -222,7 +219,7 @@ def test_a_voter_that_goes(make_swarm: MakeSwarm, kind: str, voter: str, phase: 
     trial.check()
     assert trial.count("takeover") == 0
     assert trial.coordinators == [A]
-    assert PeerId(voter) not in {one.peer_id for one in trial.records[-1].next_voters}
+    assert PeerId(voter) not in {one.peer_id for one in trial.swarm.steps.run.voters}
 
 
 @pytest.mark.parametrize(
@@ -416,7 +413,7 @@ def test_no_log_of_other_trainers_is_lost_or_counted_twice(
         heard = swarm.steps.heard[-1]
         assert heard.record == record
         assert heard.logs == [logged(77.0)], f"of step {number}"
-        assert len(record.closing.batches) == 2
+        assert len(batches_of(record)) == 2
     trial.plan.check()
     assert trial.count("takeover") == 1
 
@@ -458,10 +455,10 @@ def test_what_a_batch_added_to_metrics_is_lost_alone(
 
     monkeypatch.setattr(swarm.trainer, "stream", too_late)
     record = swarm.run(step())
-    assert len(record.closing.batches) == 3
+    assert len(batches_of(record)) == 3
     assert trial.count("takeover") == 1
     assert [states for states, _ in swarm.steps.heard[-1].metrics] == [measured(1)[0]]
-    first = min(first for first, _, _ in record.closing.batches)
+    first = min(batches_of(record))
     assert f"What the batch at position {first} of step 1 added to metrics is lost." in caplog.messages
     trial.records.append(record)
     trial.train(1)
@@ -484,7 +481,7 @@ def test_a_trainer_that_does_not_report_gets_no_place_twice(make_swarm: MakeSwar
     swarm.run(go())
     trial.train(2, avoid="a")
     trial.check()
-    assert trial.records[1].closing.counted[0][0] == 2 << 32
+    assert trial.swarm.counted(trial.records[1])[0][0] == 2 << 32
     assert trial.count("discard") >= 1
 
 

@@ -69,7 +69,7 @@ def test_samples_of_all_trainers_weigh_equally(make_swarm: MakeSwarm) -> None:
     assert swarm.run(batch(swarm, second, 2))[1] is True
     record = swarm.run(swarm.record(0))
 
-    assert record.closing.counted == [(0, 0, 0), (2, 0, 0), (4, 0, 0)]
+    assert swarm.counted(record) == [(0, 0, 0), (2, 0, 0), (4, 0, 0)]
     optimizer = torch.optim.SGD(swarm.module.parameters(), lr=0.1)
     for seed in range(3):
         (2 / 6 * swarm.module(rows(seed)).square().sum() / 2).backward()
@@ -167,7 +167,7 @@ def test_a_lead_that_is_not_heard_of_fails_the_step(make_swarm: MakeSwarm) -> No
 def test_trainers_give_signs_of_life(make_swarm: MakeSwarm) -> None:
     swarm, other = begun(make_swarm, 4)
     swarm.run(other.renew())
-    with pytest.raises(ProtocolError, match="stranger is no trainer of run"):
+    with pytest.raises(ProtocolError, match="stranger is none of the 5 trainers of run"):
         swarm.run(client(swarm, PeerId("stranger")).renew())
     with pytest.raises(ProtocolError, match="takes no arguments"):
         swarm.run(swarm.trainer.call(A, RENEW, b"x", timeout=1.0))
@@ -270,7 +270,7 @@ def test_a_place_that_is_withdrawn_is_somebody_elses(make_swarm: MakeSwarm) -> N
         assert await swarm.batch(rows(2)) is True
         return await swarm.record(0)
 
-    assert swarm.run(go()).closing.counted == [(0, 0, 0), (4, 0, 0)]
+    assert swarm.counted(swarm.run(go())) == [(0, 0, 0), (4, 0, 0)]
     assert swarm.loop.time() < 5.0
 
 

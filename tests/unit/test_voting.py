@@ -31,11 +31,11 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         step=step,
         attempt=0,
         round=0,
-        counted=[],
         batches=[],
         num_samples=0,
         total_weight=1.0,
-        stages=[],
+        absent=[],
+        touched=[],
     )
     return Record(
         closing=closing,
@@ -44,10 +44,9 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         clip_factor=clip_factor,
         hyperparameters=[],
         selection=None,
-        next_roster=[],
-        next_voters=[],
-        next_trainers=[],
+        left=[],
         newcomers=[],
+        next_voters=None,
         departures=[],
         snapshot=None,
     )

@@ -39,6 +39,12 @@ MAX_NEWCOMERS = 3
 EMPTY = record()
 
 
+def voters_of(record: Record) -> list[Member]:
+    """Those after it: here each record names them."""
+    assert record.next_voters is not None
+    return record.next_voters
+
+
 class Broken(AssertionError):
     """A promise was."""
 
@@ -151,7 +157,7 @@ class Schedule:
     # ------------------------------------------------------------------ proposers
 
     def voters(self, node: Node) -> list[Member]:
-        return node.log[-1].next_voters if node.log else self.first_voters
+        return voters_of(node.log[-1]) if node.log else self.first_voters
 
     def drive(self, node: Node) -> None:
         ballot = node.ballot
@@ -224,7 +230,7 @@ class Schedule:
         self.seen["decided"] += 1
         self.learn(node, made)
         me = self.nodes.index(node)
-        node.ballot = ballot.after((0, len(node.log)), made.next_voters)
+        node.ballot = ballot.after((0, len(node.log)), voters_of(made))
         node.record = None
         for other in range(len(self.nodes)):
             if other != me:

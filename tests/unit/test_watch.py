@@ -22,6 +22,7 @@ from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant, Logged
 from lightning_swarm.types.calls import CallKey, Ticket
 from lightning_swarm.types.steps import Record
+from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import key, plain_steps, rows
 
@@ -72,7 +73,7 @@ class Run:
     def check(self, *records: Record) -> None:
         """Weights are those of one process that was fed what the records name: each sample once, none missing."""
         assert all(record.closing.num_samples == 10 for record in records)
-        batches = [[self.fed[record.step, first] for first, _, _ in record.closing.batches] for record in records]
+        batches = [[self.fed[record.step, first] for first in batches_of(record)] for record in records]
         plain_steps(self.swarm.module, batches, divisors=[5.0 for _ in records])
         torch.testing.assert_close(self.swarm.weights(), dict(self.swarm.module.state_dict()), rtol=0, atol=1e-10)
 
@@ -100,7 +101,7 @@ def test_what_a_dead_trainer_was_granted_goes_to_others(make_swarm: MakeSwarm, f
         assert run.loop.time() < 20.0
         await run.lead(5)
         record = await run.swarm.record(0)
-        assert grant.first not in {first for first, _, _ in record.closing.batches}
+        assert grant.first not in batches_of(record)
         return record
 
     run.check(run.swarm.run(go()))
@@ -223,7 +224,7 @@ def test_an_armed_batch_is_completed_without_its_trainer(make_swarm: MakeSwarm, 
         getattr(run.network, fault)(OTHER)
         await run.lead(2, 3, 4)
         record = await run.swarm.record(0)
-        assert (grant.first, 0, 0) in record.closing.batches
+        assert grant.first in batches_of(record)
         assert [one.value for heard in run.steps.heard for one in heard.logs] == [3.0]
         if fault == "freeze":
             run.network.thaw(OTHER)
@@ -380,7 +381,7 @@ def test_a_trainer_that_is_there_keeps_its_place_however_long_it_takes(make_swar
         return await run.swarm.record(0)
 
     record = run.swarm.run(go())
-    assert (2, 0, 0) in record.closing.batches
+    assert 2 in batches_of(record)
     run.check(record)
     assert run.kinds() == []
 

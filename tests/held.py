@@ -1,0 +1,71 @@
+"""Who holds which microbatches in the rounds of averaging: a record names the round, and says no more of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from lightning_swarm.errors import SwarmError
+from lightning_swarm.network import PeerId
+from lightning_swarm.steps.servers import Servers
+from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.many import to_ranges, unpack
+from lightning_swarm.types.steps import AverageReply, Closing, Named, Record
+
+
+class Held:
+    """What servers were asked to average."""
+
+    def __init__(self) -> None:
+        self._rounds: defaultdict[tuple[int, int, int], dict[tuple[int, PeerId], set[Receipt]]] = defaultdict(dict)
+
+    def note(self, peer: PeerId, closing: Closing, named: Sequence[Named]) -> None:
+        """Say what a server holds."""
+        for one in named:
+            self._rounds[_round(closing)][one.stage_index, peer] = unpack(one.receipts)
+
+    def by_stage(self, record: Record) -> list[dict[PeerId, set[Receipt]]]:
+        """What the servers of each stage hold of a record's step."""
+        found: list[dict[PeerId, set[Receipt]]] = [{} for _ in record.closing.touched]
+        for (stage, peer), receipts in self._rounds[_round(record.closing)].items():
+            found[stage][peer] = receipts
+        return found
+
+    def counted(self, record: Record, num_stages: int | None = None) -> list[Receipt]:
+        """The microbatches that count, of which each stage has one holder; with `num_stages`, in the first ones."""
+        counted: list[Receipt] = []
+        for stage in self.by_stage(record)[:num_stages]:
+            held = sorted(receipt for receipts in stage.values() for receipt in receipts)
+            assert len(set(held)) == len(held), "a microbatch has one holder"
+            assert not (counted and held) or counted == held, "each stage counts the same microbatches"
+            counted = counted or held
+        assert {first for first, _, _ in counted} <= set(batches_of(record))
+        return counted
+
+
+def _round(closing: Closing) -> tuple[int, int, int]:
+    return closing.generation, closing.step, closing.round
+
+
+def batches_of(record: Record) -> list[int]:
+    """The places of the batches that a record counts."""
+    return [first for places in to_ranges(record.closing.batches) for first in places]
+
+
+@contextmanager
+def watched() -> Iterator[Held]:
+    """Whatever coordinates in this process meanwhile is listened to."""
+    held = Held()
+    average = Servers.average
+
+    async def noted(
+        self: Servers, closing: Closing, named: Mapping[PeerId, list[Named]]
+    ) -> dict[PeerId, AverageReply | SwarmError]:
+        for peer, one in named.items():
+            held.note(peer, closing, one)
+        return await average(self, closing, named)
+
+    with patch.object(Servers, "average", noted):
+        yield held
