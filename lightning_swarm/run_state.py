@@ -67,6 +67,9 @@ class RunState:
 
     def after(self, record: Record) -> Seats:
         """Who is in the run after a record of the open step."""
+        voters = self.voters if record.next_voters is None else record.next_voters
+        if not record.left and not record.newcomers:
+            return Seats(rosters=self.rosters, voters=voters)
         left = {(one.stage_index, one.member) for one in record.left}
         rosters = [
             [
@@ -75,7 +78,7 @@ class RunState:
             ]
             for index, roster in enumerate(self.rosters)
         ]
-        return Seats(rosters=rosters, voters=self.voters if record.next_voters is None else record.next_voters)
+        return Seats(rosters=rosters, voters=voters)
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
         """For each stage, the members that take part in a round."""

@@ -316,8 +316,8 @@ class StepClient:
         """Take a record in, and what came with it."""
         if reply.seats is None and record.step != self.version:
             raise ProtocolError(f"record {record.step} came without who is in the run, and {self.version} is open here")
-        self.run.check(record, reply.seats)
         seats = reply.seats or self.run.after(record)
+        self.run.check(record, seats)
         await self._on_record(record, seats.rosters)
         self.run.apply(record, seats)
         self.events.learn(reply.noted)  # once: it is not told again to who knows of the record

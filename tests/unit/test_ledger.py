@@ -46,12 +46,12 @@ def test_a_frozen_ledger_adds_nothing_but_knows_what_it_holds() -> None:
         ledger.add(TWO)
 
 
-def test_the_bitmap_follows_the_counted_receipts() -> None:
-    held, num_unnamed = filled(THREE, ONE).bitmap([ONE, TWO, THREE])
-    assert from_bitmap(held, 3) == [True, False, True]
-    assert num_unnamed == 0
-    assert filled(THREE, ONE).bitmap([TWO]) == (b"\0", 2)
-    assert filled().bitmap([]) == (b"", 0)
+def test_it_says_all_that_it_holds_and_of_which_batches() -> None:
+    assert filled(THREE, ONE).held == {ONE, THREE}
+    assert filled().held == frozenset()
+    assert filled(THREE, ONE).holds_any({4, 8})
+    assert not filled(THREE, ONE).holds_any({1, 8})
+    assert not filled(THREE).holds_any(())
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 64, 1001])

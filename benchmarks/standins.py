@@ -1,0 +1,174 @@
+"""A thousand servers and trainers in one process: they say what real ones would, and compute nothing.
+
+Who coordinates is real, and so is what trainers ask it. Its server has a stage of its own; all others stand in for the
+servers of the other one. What the servers ask whoever coordinates by themselves is left out.
+"""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from benchmarks.crowd import HYPERPARAMETERS, LIMITS, NUM_STAGES, Swarm
+from lightning_swarm.events import EventLog
+from lightning_swarm.network import Directory, Message, PeerId
+from lightning_swarm.network.memory import MemoryTransport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.server import ADMIT, LOAD
+from lightning_swarm.server.server import Server
+from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
+from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.proposer import serve
+from lightning_swarm.steps.voting import Voter
+from lightning_swarm.types.batches import Grant
+from lightning_swarm.types.calls import CallKey, Receipt
+from lightning_swarm.types.events import EVENT_KINDS, Noted
+from lightning_swarm.types.many import pack, unpack
+from lightning_swarm.types.runs import Manifest, Member
+from lightning_swarm.types.steps import (
+    AverageReply,
+    AverageRequest,
+    FreezeReply,
+    FreezeRequest,
+    PartNorm,
+    Record,
+    StageLedger,
+)
+from lightning_swarm.types.wire import decode, encode
+
+_STAGE, _COORDINATORS = range(NUM_STAGES)
+
+
+class Standin:
+    """For one server.
+
+    Attributes:
+        held: What it would have added up.
+    """
+
+    def __init__(self, transport: MemoryTransport, member: Member, coordinator: PeerId) -> None:
+        self._member = member
+        self._num_noted = 0
+        self.held: set[Receipt] = set()
+        serve(Voter(member.boot_id), transport, lambda peer: peer == coordinator)
+        transport.handle_call(ADMIT, self._agree)
+        transport.handle_stream(LOAD, self._load)
+        transport.handle_call(FREEZE, self._freeze)
+        transport.handle_call(AVERAGE, self._average)
+        transport.handle_call(APPLY, self._apply)
+
+    async def _agree(self, _: PeerId, __: bytes) -> bytes:
+        return b""
+
+    async def _load(self, _: PeerId, __: Message) -> Message:
+        return Message()
+
+    async def _freeze(self, _: PeerId, body: bytes) -> bytes:
+        decode(body, FreezeRequest)
+        ledger = StageLedger(
+            stage_index=_STAGE,
+            held=pack(self.held),
+            touched=b"\x03",
+            version_hash=1 << 62,
+            samples_per_s=1.5,
+            queued=0.5,
+            busy_share=0.5,
+        )
+        self._num_noted += 1  # something of everything in each step, which is the most that there is to say
+        noted = Noted(log=self._member.boot_id, counts=dict.fromkeys(EVENT_KINDS, self._num_noted))
+        return encode(FreezeReply(boot_id=self._member.boot_id, ledgers=[ledger], noted=noted))
+
+    async def _average(self, _: PeerId, body: bytes) -> bytes:
+        (named,) = decode(body, AverageRequest).named
+        assert (named.stage_index, unpack(named.receipts)) == (_STAGE, self.held)
+        return encode(AverageReply(parts=[PartNorm(stage_index=_STAGE, squared_norm=0.1)]))
+
+    async def _apply(self, _: PeerId, body: bytes) -> bytes:
+        decode(body, Record)
+        self.held.clear()
+        return b""
+
+
+class BriefTrainer:
+    """A coroutine in the place of a trainer that sends no microbatch anywhere: what it would is entered at once."""
+
+    def __init__(self, transport: MemoryTransport, manifest: Manifest, crowd: Crowd) -> None:
+        async def follow(*_: object) -> None:
+            """There is no way to choose."""
+
+        self._crowd = crowd
+        self.steps = StepClient(
+            transport,
+            RunState(manifest),
+            timeout=LIMITS.call_timeout,
+            patience_s=600.0,
+            on_record=follow,
+            events=EventLog(),
+        )
+        if transport.peer_id == manifest.lead:
+            self.steps.hyperparameters = lambda: HYPERPARAMETERS
+
+    async def step(self) -> None:
+        """Bring one batch, and wait for the step's record."""
+        grant = await self.steps.grant(self._crowd.num_microbatches)
+        receipts = self._crowd.enter(grant)
+        await self.steps.armed(grant.lease, receipts)
+        await self.steps.done(grant.lease, receipts)
+        while self.steps.version == grant.step:
+            await self.steps.record(grant.step)
+
+
+class Crowd(Swarm):
+    """Who coordinates, those who stand in for other servers, and trainers.
+
+    Args:
+        num_servers: With the one that coordinates.
+        num_trainers: Each of which brings a batch a step.
+        num_microbatches: Of a batch, of one sample each.
+    """
+
+    def __init__(self, num_servers: int, num_trainers: int, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        self.standins: dict[PeerId, Standin] = {}
+        super().__init__(num_servers, num_trainers, batch_size=num_microbatches)
+
+    @override
+    def _servers(self) -> list[Server]:
+        first, *others = self.members
+        for transport, member in zip(self.transports[1:], others, strict=False):
+            self.standins[member.peer_id] = Standin(transport, member, first.peer_id)
+        return [self._server(self.transports[0], first)]
+
+    @override
+    def _rosters(self) -> list[list[Member]]:
+        return [self.members[1:], self.members[:1]]
+
+    @override
+    def _trainer(self, transport: MemoryTransport) -> BriefTrainer:
+        return BriefTrainer(transport, self.manifest, self)
+
+    @override
+    async def gather(self, lead: Directory) -> None:
+        await self.servers[0].start()
+
+    def enter(self, grant: Grant) -> list[Receipt]:
+        """What comes of a batch: of each microbatch a receipt of somebody in each stage."""
+        (server,) = self.servers
+        stage = server.stepping.stage(_COORDINATORS)
+        gradients = [torch.zeros_like(one) for one in stage.trainable]
+        receipts = []
+        there = sorted(self.standins)
+        for index in range(self.num_microbatches):
+            key = CallKey(
+                generation=grant.generation, step=grant.step, attempt=0, first=grant.first, index=index, call=0
+            )
+            server.stepping.sums.add(stage, key, gradients, grant.weight)
+            self.standins[self._rng.choice(there)].held.add(key.receipt)
+            receipts.append(key.receipt)
+        return receipts
+
+    def kill(self, number: int) -> None:
+        """Of those who stand in for servers, the last ones; with nothing of theirs in the open step."""
+        for peer in sorted(self.standins)[-number:]:
+            self.network.kill(peer)
+            del self.standins[peer]
