@@ -14,7 +14,7 @@ from lightning_swarm.network.liveness import Liveness, _Watched
 from lightning_swarm.pipeline.copies import Copies, Copy
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import closing, rosters
-from lightning_swarm.types.runs import Member
+from lightning_swarm.types.runs import Member, Seats
 from lightning_swarm.types.steps import Record
 
 BLOCK = 4
@@ -38,9 +38,9 @@ def take_turns() -> None:
         if not is_bare(step):
             arm(self, peer, watched)
 
-    def count(self: RunState, record: Record) -> None:
+    def count(self: RunState, record: Record, seats: Seats | None = None) -> None:
         nonlocal step
-        apply(self, record)
+        apply(self, record, seats)
         step = record.step + 1
 
     def choose(

@@ -14,7 +14,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import Directory, Message, PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.server import ADMIT, LOAD
+from lightning_swarm.server import ADMIT, KEEP, LOAD
 from lightning_swarm.server.server import Server
 from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
 from lightning_swarm.steps.client import StepClient
@@ -52,7 +52,8 @@ class Standin:
         self.held: set[Receipt] = set()
         serve(Voter(member.boot_id), transport, lambda peer: peer == coordinator)
         transport.handle_call(ADMIT, self._agree)
-        transport.handle_stream(LOAD, self._load)
+        transport.handle_stream(LOAD, self._take)
+        transport.handle_stream(KEEP, self._take)
         transport.handle_call(FREEZE, self._freeze)
         transport.handle_call(AVERAGE, self._average)
         transport.handle_call(APPLY, self._apply)
@@ -60,7 +61,7 @@ class Standin:
     async def _agree(self, _: PeerId, __: bytes) -> bytes:
         return b""
 
-    async def _load(self, _: PeerId, __: Message) -> Message:
+    async def _take(self, _: PeerId, __: Message) -> Message:
         return Message()
 
     async def _freeze(self, _: PeerId, body: bytes) -> bytes:

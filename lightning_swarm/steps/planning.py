@@ -7,23 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
-
-
-@dataclass(frozen=True)
-class Sum:
-    """What the sum of one stage on one server holds.
-
-    Args:
-        held: For each receipt that counts in this stage, whether it is in it.
-        num_unnamed: Receipts beside those.
-    """
-
-    held: Sequence[bool]
-    num_unnamed: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +25,7 @@ class Plan:
         lost: Batches (the positions of their first samples) that lack what nobody can compute again.
     """
 
-    named: Sequence[Mapping[PeerId, Sequence[bool]]]
+    named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]
     discards: Sequence[Sequence[PeerId]]
     holes: Mapping[Receipt, Mapping[int, PeerId]]
     lost: Collection[int]
@@ -50,7 +38,7 @@ class Plan:
 
 def plan_replays(
     expected: Sequence[Sequence[Receipt]],
-    sums: Sequence[Mapping[PeerId, Sum]],
+    sums: Sequence[Mapping[PeerId, AbstractSet[Receipt]]],
     *,
     first_trained: int,
     replayable: Sequence[bool],
@@ -63,62 +51,53 @@ def plan_replays(
 
     Args:
         expected: For each stage, the receipts that count in it, in order.
-        sums: For each stage, what its servers hold, in the order of its roster; at least one server each.
+        sums: For each stage, all that its servers hold, in the order of its roster; at least one server each.
         first_trained: No gradient goes to the stages before this one.
         replayable: For each stage, whether a microbatch can be sent there again.
         barred: By batch, servers that its trainer does not reach.
     """
-    named: list[dict[PeerId, list[bool]]] = []
+    named: list[dict[PeerId, set[Receipt]]] = []
     discards: list[list[PeerId]] = []
     holes: dict[Receipt, dict[int, PeerId]] = {}
     lost: set[int] = set()
     for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
         trains = index >= first_trained
-        dirty = _dirty(stage, trains=trains)
-        held = {peer: [False] * len(receipts) if peer in dirty else list(one.held) for peer, one in stage.items()}
-        missing = [
-            place for place in range(len(receipts)) if trains and not any(flags[place] for flags in held.values())
-        ]
+        dirty = _dirty(stage, frozenset(receipts) if trains else frozenset())
+        held = {peer: set[Receipt]() if peer in dirty else set(one) for peer, one in stage.items()}
+        there = set[Receipt]().union(*held.values())
+        missing = [receipt for receipt in receipts if trains and receipt not in there]
         if replayable[index]:
-            for place, holder in _fill(held, receipts, missing, barred).items():
-                holes.setdefault(receipts[place], {})[index] = holder
-        lost |= {receipts[place][0] for place in missing if index not in holes.get(receipts[place], ())}
+            for receipt, holder in _fill(held, missing, barred).items():
+                holes.setdefault(receipt, {})[index] = holder
+        lost |= {receipt[0] for receipt in missing if index not in holes.get(receipt, ())}
         named.append(held)
         discards.append(dirty)
     return Plan(named, discards, holes, lost)
 
 
 def _fill(
-    held: Mapping[PeerId, list[bool]],
-    receipts: Sequence[Receipt],
-    missing: Sequence[int],
-    barred: Mapping[int, Collection[PeerId]],
-) -> dict[int, PeerId]:
-    """Have what is missing held by whoever holds the least of those that its trainer reaches; returns who, by place."""
-    load = Counter({peer: sum(flags) for peer, flags in held.items()})
+    held: Mapping[PeerId, set[Receipt]], missing: Sequence[Receipt], barred: Mapping[int, Collection[PeerId]]
+) -> dict[Receipt, PeerId]:
+    """Have what is missing held by whoever holds the least of those that its trainer reaches; returns who."""
     holders = {}
-    for place in missing:
-        able = [peer for peer in held if peer not in barred.get(receipts[place][0], ())]
+    for receipt in missing:
+        able = [peer for peer in held if peer not in barred.get(receipt[0], ())]
         if able:
-            holders[place] = holder = min(able, key=lambda peer: load[peer])
-            load[holder] += 1
-            held[holder][place] = True
+            holders[receipt] = holder = min(able, key=lambda peer: len(held[peer]))
+            held[holder].add(receipt)
     return holders
 
 
-def _dirty(stage: Mapping[PeerId, Sum], *, trains: bool) -> list[PeerId]:
+def _dirty(stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt]) -> list[PeerId]:
     """Whose sum cannot be used."""
-    if not trains:
-        return [peer for peer, one in stage.items() if one.num_unnamed or any(one.held)]
-    dirty = {peer for peer, one in stage.items() if one.num_unnamed}
-    # Those that hold the most choose first.
-    taken: set[int] = set()
-    for peer in sorted(stage.keys() - dirty, key=lambda peer: (-sum(stage[peer].held), list(stage).index(peer))):
-        places = {place for place, holds in enumerate(stage[peer].held) if holds}
-        if places & taken:
-            dirty.add(peer)
+    dirty = {peer for peer, held in stage.items() if not held <= counted}
+    # Those that hold the most choose first; the sort keeps the roster's order.
+    taken: set[Receipt] = set()
+    for peer in sorted((peer for peer in stage if peer not in dirty), key=lambda peer: -len(stage[peer])):
+        if taken.isdisjoint(stage[peer]):
+            taken |= stage[peer]
         else:
-            taken |= places
+            dirty.add(peer)
     return [peer for peer in stage if peer in dirty]
 
 

@@ -25,7 +25,7 @@ from lightning_swarm.rebalancing.said import Load
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.attendance import Attendance
-from lightning_swarm.steps.planning import Plan, Sum, plan_replays
+from lightning_swarm.steps.planning import Plan, plan_replays
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.replays import Replays
 from lightning_swarm.steps.servers import Servers
@@ -215,13 +215,7 @@ class Sums:
 
     def _plan(self, ledgers: Ledgers) -> Plan:
         expected = [self._expected(index) for index in range(len(ledgers))]
-        sums = [
-            {
-                member.peer_id: Sum([receipt in one.held for receipt in receipts], len(one.held.difference(receipts)))
-                for member, one in stage.items()
-            }
-            for receipts, stage in zip(expected, ledgers, strict=True)
-        ]
+        sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
         trainers = {first: self._step.trainer_of(first) for first, _, _ in self._step.batches}
         return plan_replays(
             expected,
@@ -254,12 +248,11 @@ class Sums:
         concerned = {peer for peers in plan.discards for peer in peers}
         concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
         round_ = next(self._rounds)
-        expected = [self._expected(index) for index in range(len(plan.named))]
         requests = {
             peer: self._request(
                 round_,
                 named=[
-                    Named(stage_index=index, receipts=pack(itertools.compress(expected[index], stage[peer])))
+                    Named(stage_index=index, receipts=pack(stage[peer]))
                     for index, stage in enumerate(plan.named)
                     if peer in stage
                 ],

@@ -73,7 +73,7 @@ def test_2_deciding_takes_a_majority_and_membership_changes_only_by_records() ->
         assert len(seen) == NUM_STEPS + 1
 
 
-def test_3_a_record_names_one_holder_for_each_microbatch() -> None:
+def test_3_a_record_counts_what_has_one_holder_in_each_stage() -> None:
     """The receipts do not get through to the trainers, who have others add the same once more."""
     plan = FaultPlan()
     for peer in ("b", "e"):

@@ -275,6 +275,44 @@ def test_a_joiner_may_be_a_record_ahead_of_the_coordinator(make_swarm: MakeSwarm
     swarm.run(go())
 
 
+def test_who_is_in_may_change_while_a_joiner_downloads(make_swarm: MakeSwarm) -> None:
+    """Its first records come from a time that it knows nothing of: two joined its stage, and one of them left it."""
+    swarm = make_swarm("a", "b")
+    joiner = swarm.add_server("j")
+    stream = joiner._transport.stream
+
+    async def slow_download(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
+        if method == FOLLOW:
+            await asyncio.sleep(20.0)
+        return await stream(peer, method, message, **more)
+
+    joiner._transport.stream = slow_download  # type: ignore[method-assign]
+    task = entering(swarm, joiner)
+    swarm.run(asyncio.sleep(0.5))
+    stage = swarm.coordinator.gate.targets[joiner.admission.me.peer_id]
+    others = [entering(swarm, swarm.add_server(name)) for name in "klm"]
+
+    async def go() -> None:
+        for _ in range(8):
+            await swarm.step(rows(0), rows(1))
+            await asyncio.sleep(1.0)
+        assert all(one.done() for one in others)
+        assert not task.done()
+        before = swarm.rosters_now
+        assert len(before[stage]) > 1
+        swarm.network.kill(before[stage][-1].peer_id)
+        while not task.done():
+            await swarm.step(rows(0), rows(1))
+            await asyncio.sleep(1.0)
+        assert joiner.admission.is_member
+        assert joiner.admission.run.seats == swarm.steps.run.seats
+        await swarm.step(rows(0), rows(1))
+        assert joiner.admission.run.seats == swarm.steps.run.seats
+        assert swarm.loop.time() < 60.0
+
+    swarm.run(go())
+
+
 # ---------------------------------------------------------------------- who wastes the others' time or memory
 
 

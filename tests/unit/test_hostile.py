@@ -120,6 +120,7 @@ from lightning_swarm.types.steps import (
     ReceiptsRequest,
     Record,
     SettleRequest,
+    Vacancy,
 )
 from lightning_swarm.types.wire import PROTOCOL_VERSION, Wire, decode, encode
 from tests.unit.conftest import MakeSwarm
@@ -722,3 +723,23 @@ def test_a_freeze_reads_every_ledger(make_swarm: MakeSwarm) -> None:
     swarm = sample.prepared(make_swarm)
     (ledger,) = decode(sample.send(swarm, sample.message(swarm)).body, FreezeReply).ledgers
     assert (ledger.stage_index, ledger.held, ledger.touched) == (1, [(0, 0, b"\x01")], b"\x03")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: {"left": [Vacancy(member=s.members[B], stage_index=1)]},
+        lambda s: {"left": [Vacancy(member=s.members[B], stage_index=2)]},
+        lambda s: {"newcomers": [Candidate(member=s.members[A], stage_index=9, addresses=[])]},
+    ],
+    ids=["a stage is empty", "somebody left no stage", "somebody joins no stage"],
+)
+def test_a_record_of_rosters_that_cannot_be_changes_nothing(
+    make_swarm: MakeSwarm, change: Callable[[Swarm], dict[str, Any]]
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == APPLY)
+    swarm = sample.prepared(make_swarm)
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match="must name at least one server"):
+        sample.send(swarm, Message(encode(msgspec.structs.replace(record(swarm), **change(swarm)))))
+    assert swarm.state() == before

@@ -8,19 +8,19 @@ from collections.abc import Collection, Mapping, Sequence
 import pytest
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.planning import Plan, Sum, choose_blamed, plan_replays
+from lightning_swarm.steps.planning import Plan, choose_blamed, plan_replays
 from lightning_swarm.types.calls import Receipt
 
 COUNTED: list[Receipt] = [(0, 0, 0), (0, 1, 0), (4, 0, 0)]
 A, B, C, D = map(PeerId, "abcd")
 
 
-def held(*places: int, unnamed: int = 0, of: int = len(COUNTED)) -> Sum:
-    return Sum([place in places for place in range(of)], unnamed)
+def held(*places: int, unnamed: int = 0) -> set[Receipt]:
+    return {COUNTED[place] for place in places} | {(8, index, 0) for index in range(unnamed)}
 
 
 def plan(
-    *stages: Mapping[str, Sum],
+    *stages: Mapping[str, set[Receipt]],
     expected: Sequence[Receipt] = COUNTED,
     first_trained: int = 0,
     replayable: Sequence[bool] | None = None,
@@ -42,8 +42,8 @@ WHOLE = [{"a": held(0, 2), "b": held(1)}, {"c": held(0, 1, 2)}]
 def test_sums_that_hold_each_microbatch_once_in_each_stage_are_done() -> None:
     found = plan(*WHOLE)
     assert found.done
-    assert found.named == [{A: [True, False, True], B: [False, True, False]}, {C: [True] * 3}]
-    assert plan({"a": Sum([], 0)}, expected=[]).done
+    assert found.named == [{A: held(0, 2), B: held(1)}, {C: held(0, 1, 2)}]
+    assert plan({"a": held()}, expected=[]).done
     assert plan({"a": held()}, WHOLE[1], first_trained=1).done
 
 
@@ -52,7 +52,7 @@ def test_what_nobody_holds_goes_to_whoever_has_the_least() -> None:
     assert found.holes == {(0, 1, 0): {0: B, 1: D}, (4, 0, 0): {0: A}}
     assert not found.done
     assert not any(found.discards)
-    assert found.named[0] == {A: [True, False, True], B: [False, True, False]}
+    assert found.named[0] == {A: held(0, 2), B: held(1)}
 
 
 def test_of_two_that_hold_the_same_the_one_with_less_begins_anew() -> None:
@@ -75,7 +75,7 @@ def test_a_stage_before_the_first_that_trains_holds_nothing() -> None:
     found = plan(*WHOLE, first_trained=1)
     assert found.discards == [[A, B], []]
     assert not found.holes
-    assert found.named[0] == {A: [False] * 3, B: [False] * 3}
+    assert found.named[0] == {A: held(), B: held()}
 
 
 def test_what_cannot_be_sent_again_is_lost() -> None:
@@ -91,17 +91,15 @@ def test_who_is_out_of_a_trainers_reach_holds_nothing_of_its_batches() -> None:
     assert plan(stage, WHOLE[1], barred={4: {A, B}}).lost == {4}
 
 
-def done(found: Plan, sums: Sequence[Mapping[PeerId, Sum]]) -> list[dict[PeerId, Sum]]:
+def done(found: Plan, sums: Sequence[Mapping[PeerId, set[Receipt]]]) -> list[dict[PeerId, set[Receipt]]]:
     """What the sums hold when everybody has done what the plan says."""
     after = []
     for index, stage in enumerate(sums):
-        begun = found.discards[index]
-        flags = {peer: [holds and peer not in begun for holds in one.held] for peer, one in stage.items()}
+        now = {peer: set() if peer in found.discards[index] else set(one) for peer, one in stage.items()}
         for receipt, holders in found.holes.items():
             if index in holders:
-                flags[holders[index]][receipt[1]] = True
-        extra = {peer: 0 if peer in begun else one.num_unnamed for peer, one in stage.items()}
-        after.append({peer: Sum(one, extra[peer]) for peer, one in flags.items()})
+                now[holders[index]].add(receipt)
+        after.append(now)
     return after
 
 
@@ -112,7 +110,7 @@ def test_whatever_sums_hold_one_plan_mends_it() -> None:
     for _ in range(2000):
         sums = [
             {
-                PeerId(peer): Sum([rng.random() < 0.4 for _ in counted], rng.randint(0, 5) // 5)
+                PeerId(peer): {one for one in counted if rng.random() < 0.4} | held(unnamed=rng.randint(0, 5) // 5)
                 for peer in "abcd"[: rng.randint(1, 4)]
             }
             for _ in range(rng.randint(1, 3))
@@ -123,11 +121,8 @@ def test_whatever_sums_hold_one_plan_mends_it() -> None:
         assert plan(*mended, expected=counted).done
         for index, stage in enumerate(mended):
             for peer, one in stage.items():
-                assert list(one.held) == list(found.named[index][peer])
-                kept = peer not in found.discards[index]
-                assert not kept or all(
-                    now or not before for now, before in zip(one.held, sums[index][peer].held, strict=True)
-                )
+                assert one == found.named[index][peer]
+                assert peer in found.discards[index] or one >= sums[index][peer]
     assert num_mended > 1000
 
 

@@ -47,7 +47,7 @@ async def step_of(trainers: Sequence[BriefTrainer]) -> None:
 
 
 def test_a_step_of_a_thousand_trainers_and_a_thousand_servers_fits_into_calls() -> None:
-    """Though all servers have something of everything to tell, and a hundred are gone; so does who is there, for a trainer."""
+    """Though all servers have something of everything to tell, and a hundred are gone. So does who is there."""
     with crowd(1000, 1000, num_microbatches=2) as made:
         made.kill(100)
         made.loop.run_until_complete(made.step())
