@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,22 +25,21 @@ from lightning_swarm.rebalancing.said import Load
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.attendance import Attendance
+from lightning_swarm.steps.ledgers import Ledger, Ledgers, loads, named, read, touched, version_hash
 from lightning_swarm.steps.planning import Plan, plan_replays
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.replays import Replays
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.many import pack, to_runs, unpack
+from lightning_swarm.types.many import pack, to_runs
 from lightning_swarm.types.runs import Member, Selection
 from lightning_swarm.types.steps import (
     Closing,
     FreezeReply,
     FreezeRequest,
     Named,
-    StageLedger,
 )
-from lightning_swarm.types.wire import union
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
@@ -59,16 +58,6 @@ class Closed:
     closing: Closing
     named: Mapping[PeerId, list[Named]]
     version_hashes: Sequence[int]
-
-
-@dataclass(frozen=True)
-class _Ledger:
-    said: StageLedger
-    held: set[Receipt]
-
-
-Ledgers = list[dict[Member, _Ledger]]
-"""For each stage, those of its roster that are there, in its order."""
 
 
 class Sums:
@@ -135,11 +124,11 @@ class Sums:
                 continue
             self._vigil.end(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
-            hashes = [self._version_hash(index, stage.values()) for index, stage in enumerate(ledgers)]
+            hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             plan = self._plan(ledgers)
             if plan.done:
-                self.loads = _loads(ledgers)
-                return Closed(self._closing(ledgers, round_), _held(ledgers), hashes)
+                self.loads = loads(ledgers)
+                return Closed(self._closing(ledgers, round_), named(ledgers), hashes)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
@@ -169,7 +158,7 @@ class Sums:
         for index, roster in enumerate(there.rosters):
             for member in roster:
                 try:
-                    found[index][member] = _checked(replies[member.peer_id], member, index)
+                    found[index][member] = read(replies[member.peer_id], member, index)
                 except SwarmError as error:
                     there.lose(member.peer_id, error)
         return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
@@ -188,14 +177,6 @@ class Sums:
         """The receipts that count in a stage."""
         return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
 
-    def _version_hash(self, stage_index: int, ledgers: Collection[_Ledger]) -> int:
-        hashes = {ledger.said.version_hash for ledger in ledgers}
-        if len(hashes) != 1:
-            raise StepError(
-                f"step {self._step.step}: the replicas of stage {stage_index} have different weights: {hashes}"
-            )
-        return hashes.pop()
-
     def _closing(self, ledgers: Ledgers, round_: int) -> Closing:
         step = self._step
         return Closing(
@@ -207,7 +188,7 @@ class Sums:
             num_samples=step.num_granted,
             total_weight=step.total_weight,
             absent=sorted(self.attendance.gone),
-            touched=[_touched(stage.values()) for stage in ledgers],
+            touched=[touched(stage.values()) for stage in ledgers],
             gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
         )
 
@@ -233,7 +214,7 @@ class Sums:
         """
         trainer = self._step.trainer_of(first)
         for index, member, ledger in self._on_trainers(ledgers):
-            added = self._batches_in(ledger)
+            added = ledger.batches
             if member.peer_id == trainer and not added - self._places and first not in added:
                 raise StepError(
                     f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
@@ -265,23 +246,19 @@ class Sums:
 
     def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
         """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
-        held = [self._batches_in(ledger) & self._places for _, _, ledger in self._on_trainers(ledgers)]
+        held = [ledger.batches & self._places for _, _, ledger in self._on_trainers(ledgers)]
         return lost.union(*(batches for batches in held if batches & lost))
 
-    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, _Ledger]]:
+    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, Ledger]]:
         """The ledgers of what trainers hold, with their stages."""
-        for index, (stage, ledgers_of) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
+        for index, (stage, held) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
             if stage.on_trainers:
-                yield from ((index, member, ledger) for member, ledger in ledgers_of.items())
+                yield from ((index, member, ledger) for member, ledger in held.items())
 
     @property
     def _places(self) -> set[int]:
         """Of the batches that the step counts."""
         return {first for first, _, _ in self._step.batches}
-
-    def _batches_in(self, ledger: _Ledger) -> set[int]:
-        """The places of the batches of which a sum holds something."""
-        return {first for first, _, _ in ledger.held}
 
     async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
         """Batches count nowhere; whether the step takes others."""
@@ -291,7 +268,7 @@ class Sums:
         reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
         if reopens:
             # Before a place is free: what is granted must find open sums.
-            added = set[int]().union(*(self._batches_in(one) for stage in ledgers for one in stage.values()))
+            added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
             request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
             await self._ask(dict.fromkeys(self.attendance.peers, request))
             self._step.reopen()
@@ -324,36 +301,3 @@ class Sums:
             self.attendance.look_again(silent)
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-
-
-def _checked(reply: FreezeReply, member: Member, stage_index: int) -> _Ledger:
-    if reply.boot_id != member.boot_id:
-        raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
-    for ledger in reply.ledgers:
-        if ledger.stage_index == stage_index:
-            return _Ledger(ledger, unpack(ledger.held))
-    raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
-
-
-def _held(ledgers: Ledgers) -> dict[PeerId, list[Named]]:
-    found: dict[PeerId, list[Named]] = {}
-    for index, stage in enumerate(ledgers):
-        for member, ledger in stage.items():
-            found.setdefault(member.peer_id, []).append(Named(stage_index=index, receipts=ledger.said.held))
-    return found
-
-
-def _loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
-    found: dict[PeerId, dict[int, Load]] = {}
-    for index, stage in enumerate(ledgers):
-        for member, ledger in stage.items():
-            said = ledger.said
-            found.setdefault(member.peer_id, {})[index] = Load.said(said.samples_per_s, said.queued, said.busy_share)
-    return found
-
-
-def _touched(ledgers: Iterable[_Ledger]) -> bytes:
-    bitmaps = [ledger.said.touched for ledger in ledgers]
-    if len(set(map(len, bitmaps))) != 1:
-        raise StepError("the replicas of a stage disagree on its number of parameters")
-    return union(bitmaps)
