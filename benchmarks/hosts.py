@@ -1,6 +1,6 @@
-"""Hosts on one machine: network namespaces on a switch, each by a line whose rate is limited (`tc`, tbf).
+"""Hosts on one machine: network namespaces on a switch, each by a line whose rate is limited (`tc`, tbf), and delayed.
 
-Needs Linux, root and iproute2.
+Needs Linux, root and iproute2; for lines with latency /dev/net/tun.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Self
 
+from benchmarks.delays import TUN, Delayed, delaying
 from benchmarks.runs import start
 
 DEVICE = "line"
@@ -26,18 +27,22 @@ class Hosts:
 
     Args:
         mbits: What each one's line carries each way, in Mb/s; 0: no limit.
+        latencies_s: From each one to the switch, and back; as many, or none. Between two hosts it is both of theirs.
     """
 
-    def __init__(self, mbits: Sequence[float]) -> None:
+    def __init__(self, mbits: Sequence[float], latencies_s: Sequence[float] = ()) -> None:
         self._mbits = mbits
+        self._latencies_s = latencies_s or [0.0] * len(mbits)
+        self._open = ExitStack()
         self._cores = sorted(os.sched_getaffinity(0))
         self._switch, *self._names = (f"swarm-{os.getpid()}-{number}" for number in range(len(mbits) + 1))
 
     @staticmethod
-    def missing() -> str:
-        """What it needs and this machine lacks."""
+    def missing(*, delayed: bool = False) -> str:
+        """What it needs, for lines with latency if they are `delayed`, and this machine lacks."""
         found = [name for name in ("ip", "tc", "taskset") if shutil.which(name) is None]
         found += ["root"] if os.geteuid() != 0 else []
+        found += [str(TUN)] if delayed and not TUN.exists() else []
         return ", ".join(found)
 
     @staticmethod
@@ -55,10 +60,9 @@ class Hosts:
             _run(f"ip netns add {self._switch}")
             _run(f"ip -n {self._switch} link add switch type bridge")
             _run(f"ip -n {self._switch} link set switch up")
+            self._make_lines()
             for number, (name, mbit) in enumerate(zip(self._names, self._mbits, strict=True)):
-                _run(f"ip netns add {name}")
                 port = f"port{number}"
-                _run(f"ip link add {DEVICE} netns {name} type veth peer name {port} netns {self._switch}")
                 _run(f"ip -n {self._switch} link set {port} master switch up")
                 _run(f"ip -n {name} address add {self.address(number)}/24 dev {DEVICE}")
                 _run(f"ip -n {name} link set lo up")
@@ -72,7 +76,25 @@ class Hosts:
             raise
         return self
 
+    def _make_lines(self) -> None:
+        """Each host, and a pair of devices to it. They are not up."""
+        late = [
+            Delayed(f"{DEVICE}{number}", f"port{number}", latency_s)
+            for number, latency_s in enumerate(self._latencies_s)
+            if latency_s
+        ]
+        if late:
+            self._open.enter_context(delaying(late, before=["ip", "netns", "exec", self._switch]))
+        for number, (name, latency_s) in enumerate(zip(self._names, self._latencies_s, strict=True)):
+            _run(f"ip netns add {name}")
+            if latency_s:
+                _run(f"ip -n {self._switch} link set {DEVICE}{number} netns {name} name {DEVICE}")
+            else:
+                ends = f"{DEVICE} netns {name} type veth peer name port{number} netns {self._switch}"
+                _run(f"ip link add {ends}")
+
     def __exit__(self, *error: object) -> None:
+        self._open.close()
         for name in (self._switch, *self._names):
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)  # it may not be there
 
