@@ -1,7 +1,8 @@
 """Does the simulator tell the truth? The same swarms of real processes, and as simulated: samples/s of both.
 
 The peers compute by waiting, each at a pace of its own, so that they do not share this machine's cores. Where lines are
-limited each is a network namespace of its own. Needs Linux, root and iproute2 for those. Takes about ten minutes.
+limited each is a network namespace of its own. Needs Linux, root and iproute2 for those, and TAP devices for lines with
+latency. Takes about fifteen minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 
 from benchmarks.hosts import Hosts, serving
@@ -28,6 +30,26 @@ _LATENCY_S = 5e-4
 
 
 @dataclass(frozen=True)
+class _Host:
+    """Of a peer.
+
+    Args:
+        rate: Microbatches/s.
+        mbit: Of its line.
+        latency_s: Of its line.
+    """
+
+    rate: float
+    mbit: float
+    latency_s: float
+
+    def line(self) -> Line:
+        """As simulated, a new one."""
+        bytes_per_s = self.mbit * 1e6 / 8
+        return Line(Direction(bytes_per_s), Direction(bytes_per_s), self.latency_s)
+
+
+@dataclass(frozen=True)
 class Swarm:
     """One of them.
 
@@ -38,6 +60,8 @@ class Swarm:
         boundary_bytes: From a stage to the next.
         stage_bytes: Of its weights.
         mbits: Of each peer's line, likewise. None: they are on one host. Else who gets which stage is left to chance.
+        latencies_s: Of each peer's line, likewise: to the trainer it is that, to another peer both of theirs. None: of
+            no line.
     """
 
     stages: Sequence[Sequence[float]]
@@ -45,6 +69,14 @@ class Swarm:
     boundary_bytes: int = 1 << 10
     stage_bytes: int = 1 << 10
     mbits: Sequence[Sequence[float]] = ()
+    latencies_s: Sequence[Sequence[float]] = ()
+
+    @property
+    def peers(self) -> Sequence[Sequence[_Host]]:
+        """By stage, what there is to each one that is a host of its own."""
+        latencies_s = self.latencies_s or [[0.0] * len(stage) for stage in self.mbits]
+        stages = zip(self.stages, self.mbits, latencies_s, strict=True)
+        return [list(starmap(_Host, zip(*stage, strict=True))) for stage in stages]
 
     @property
     def num_peers(self) -> int:
@@ -64,6 +96,24 @@ SWARMS: Mapping[str, Swarm] = {
         [[6.0, 6.0], [6.0, 6.0]], boundary_bytes=250_000, mbits=[[10.0, 40.0], [20.0, 40.0]]
     ),
     "averaging over lines": Swarm([[6.0, 6.0], [6.0, 6.0]], stage_bytes=2_000_000, mbits=[[40.0] * 2] * 2),
+    "50 ms, a line binds": Swarm(
+        [[20.0], [20.0]], boundary_bytes=250_000, mbits=[[20.0], [20.0]], latencies_s=[[0.025], [0.025]]
+    ),
+    "100 ms, compute binds": Swarm(
+        [[8.0], [8.0]], boundary_bytes=500_000, mbits=[[100.0], [100.0]], latencies_s=[[0.05], [0.05]]
+    ),
+    "4 unequal peers, lines of 5 to 60 ms": Swarm(
+        [[6.0, 3.0], [4.0, 5.0]],
+        boundary_bytes=250_000,
+        mbits=[[20.0, 40.0], [40.0, 100.0]],
+        latencies_s=[[0.01, 0.06], [0.03, 0.005]],
+    ),
+    "averaging over 80 ms": Swarm(
+        [[6.0, 6.0], [6.0, 6.0]],
+        stage_bytes=2_000_000,
+        mbits=[[40.0] * 2] * 2,
+        latencies_s=[[0.04] * 2] * 2,
+    ),
 }
 
 
@@ -72,7 +122,8 @@ def predicted(swarm: Swarm, seconds: float) -> float:
     dealt = list(_dealt(swarm))
     peers = [PeerId(f"{stage} {number}") for stage, number in dealt]
     changes = [Change(0.0, peer, swarm.stages[i][j]) for peer, (i, j) in zip(peers, dealt, strict=True)]
-    lines = {peer: partial(_line, swarm.mbits[i][j]) for peer, (i, j) in zip(peers, dealt, strict=True) if swarm.mbits}
+    hosts = swarm.peers
+    lines = {peer: hosts[i][j].line for peer, (i, j) in zip(peers, dealt, strict=True) if hosts}
     work = Work(
         swarm.per_step,
         boundary_bytes=swarm.boundary_bytes,
@@ -84,11 +135,6 @@ def predicted(swarm: Swarm, seconds: float) -> float:
     spans = [span for span in others if span.begin_s < first.end_s + seconds]  # as long as the real ones train
     num_samples = sum((span.end_s - span.begin_s) * span.samples_per_s for span in spans)
     return num_samples / (spans[-1].end_s - first.end_s)
-
-
-def _line(mbit: float) -> Line:
-    bytes_per_s = mbit * 1e6 / 8
-    return Line(Direction(bytes_per_s), Direction(bytes_per_s))
 
 
 def _dealt(swarm: Swarm) -> Sequence[tuple[int, int]]:
@@ -111,24 +157,29 @@ def measured(swarm: Swarm, seconds: float) -> tuple[float, Swarm]:
                 for number, rate in enumerate(rates):
                     (Path(folder) / f"{stage}-{rate:09.4f}-{number}").touch()
             return real("--devices", swarm.num_peers + 1, environment={PACES: folder}).mean_rate(), swarm
-        peers = [one for stage in zip(swarm.stages, swarm.mbits, strict=True) for one in zip(*stage, strict=True)]
-        hosts = stack.enter_context(Hosts([0.0, *(mbit for _, mbit in peers)]))
-        at: dict[str, tuple[float, float]] = {}
+        peers = [peer for stage in swarm.peers for peer in stage]
+        hosts = stack.enter_context(
+            Hosts([0.0, *(peer.mbit for peer in peers)], [0.0, *(peer.latency_s for peer in peers)])
+        )
+        at: dict[str, _Host] = {}
         addresses = []
-        for number, (rate, mbit) in enumerate(peers, start=1):
+        for number, peer in enumerate(peers, start=1):
             paces = Path(folder) / str(number)  # a host's pace is its own, whatever stage it gets
             paces.mkdir()
             for index in range(len(swarm.stages)):
-                (paces / f"{index}-{rate:09.4f}-0").touch()
+                (paces / f"{index}-{peer.rate:09.4f}-0").touch()
             address = stack.enter_context(
                 serving(hosts, number, "benchmarks.waiting", "--seconds", 0, *options, environment={PACES: str(paces)})
             )
             addresses.append(address)
-            at[address.rpartition("/")[2]] = rate, mbit
+            at[address.rpartition("/")[2]] = peer
         steps = real("--listen", hosts.address(0), "--initial-peers", *addresses, before=hosts.on(0))
-        held = [[at[peer] for peer in stage] for stage in steps.held[-1]]
+        held = [[at[peer_id] for peer_id in stage] for stage in steps.held[-1]]
         return steps.mean_rate(), replace(
-            swarm, stages=[[rate for rate, _ in one] for one in held], mbits=[[mbit for _, mbit in one] for one in held]
+            swarm,
+            stages=[[peer.rate for peer in one] for one in held],
+            mbits=[[peer.mbit for peer in one] for one in held],
+            latencies_s=[[peer.latency_s for peer in one] for one in held],
         )
 
 
@@ -138,8 +189,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--only", default="", help="those whose names have this in them")
     arguments = parser.parse_args()
-    if Hosts.missing():
-        parser.error(f"it needs Linux, root and iproute2; not found: {Hosts.missing()}")
+    if Hosts.missing(delayed=True):
+        parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     rows: list[list[object]] = [["swarm", "samples/s", "simulated", "simulated / real"]]
     for name, swarm in SWARMS.items():
         if arguments.only in name:

@@ -1,13 +1,18 @@
-"""The benchmarks' lines with latency, between network namespaces of this machine. No peers are started."""
+"""The benchmarks' lines with latency, between network namespaces of this machine. No peers are started, but daemons."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
+from contextlib import AsyncExitStack, closing
+from typing import Any
 
 import pytest
+import uvloop
 
 from benchmarks.hosts import Hosts
 from benchmarks.latency import measure
+from lightning_swarm.network import Transport, hivemind
 
 
 def _why_not() -> str:
@@ -48,3 +53,33 @@ def test_nothing_is_left_behind() -> None:
 def _namespaces() -> set[str]:
     said = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     return {line.split()[0] for line in said.splitlines()}
+
+
+@pytest.mark.usefixtures("_permitted")
+def test_peers_far_apart_that_dial_each_other_at_once_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As all servers do when a run begins. Their daemons are on hosts of their own, and nothing else of them is."""
+    monkeypatch.setattr(hivemind, "_check_free", lambda host, port: None)  # the address is another host's
+    with Hosts([100.0] * 2, [0.05] * 2) as hosts, closing(uvloop.new_event_loop()) as loop:
+        loop.run_until_complete(_meet(hosts))
+
+
+async def _meet(hosts: Hosts) -> None:
+    async with AsyncExitStack() as stack:
+        transports = [await _started(hosts, number, stack) for number in range(2)]
+        addresses = [await one.addresses() for one in transports]
+        await asyncio.gather(*(one.connect(other) for one, other in zip(transports, addresses[::-1], strict=True)))
+        for one, other in (transports, transports[::-1]):
+            assert await one.ping(other.peer_id) > 0.2
+
+
+async def _started(hosts: Hosts, number: int, stack: AsyncExitStack) -> Transport:
+    loop: Any = asyncio.get_running_loop()
+    start = loop.subprocess_exec
+    loop.subprocess_exec = lambda protocol, *command, **options: start(protocol, *hosts.on(number), *command, **options)
+    try:
+        transport, directory = await hivemind.start(host=hosts.address(number), neighbours=False)
+    finally:
+        loop.subprocess_exec = start
+    stack.push_async_callback(transport.close)
+    stack.push_async_callback(directory.close)
+    return transport

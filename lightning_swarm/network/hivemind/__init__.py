@@ -17,7 +17,7 @@ from typing import Final
 from lightning_swarm.errors import ConfigError, Unreachable
 from lightning_swarm.network.base import SILENCE_S
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
-from lightning_swarm.network.hivemind._process import sessions_of_their_own
+from lightning_swarm.network.hivemind._process import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
 from lightning_swarm.network.hivemind.transport import HivemindTransport
 
@@ -102,7 +102,7 @@ async def _start_daemon(
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
             # No relaying, no hole punching, no mapping of ports: peers are reached at the address they give.
-            with sessions_of_their_own():
+            with on_its_own():
                 return await P2P.create(
                     initial_peers=list(initial_peers) or None,
                     host_maddrs=[listen],

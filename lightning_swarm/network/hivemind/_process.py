@@ -1,7 +1,11 @@
-"""The daemon's process: out of the terminal's reach, and awaited without SIGCHLD.
+"""The daemon's process: out of the terminal's reach, dialing from ports of their own, and awaited without SIGCHLD.
 
 A Ctrl-C at a terminal goes to its whole foreground group. A daemon in that group would be gone before its peer could
 take leave over it, or fetch what was trained.
+
+libp2p dials from the port that it listens on. Two peers that dial each other while the other's first packet is under
+way, which between distant ones is likely when a run begins, would then share one connection that both have opened. They
+cannot agree on its keys, and dial again in step after the same pauses, so they never meet.
 
 Event loops learn of a child's end from SIGCHLD, and torch's DataLoader takes the signal's handler for itself as soon
 as it starts workers: from then on they would wait for ever.
@@ -11,21 +15,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final
 
 _POLL_S: Final = 0.2
 
 
+_DIALING: Final = {"LIBP2P_TCP_REUSEPORT": "false"}
+"""Nobody is behind a port that has to be kept open: there is no hole punching."""
+
+
 @contextmanager
-def sessions_of_their_own() -> Iterator[None]:
-    """The processes that the running loop starts meanwhile are in no terminal's group."""
+def on_its_own() -> Iterator[None]:
+    """The daemon that the running loop starts meanwhile is in no terminal's group, and dials from any port."""
     loop: Any = asyncio.get_running_loop()
     # hivemind starts the daemon itself and passes no options on.
     start = loop.subprocess_exec
-    loop.subprocess_exec = partial(start, start_new_session=True)
+
+    def start_alone(*command: Any, env: Mapping[str, str], **options: Any) -> Any:
+        return start(*command, env={**env, **_DIALING}, start_new_session=True, **options)
+
+    loop.subprocess_exec = start_alone
     try:
         yield
     finally:
