@@ -20,7 +20,7 @@ from lightning_swarm.network.announcements import check_record
 from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap
 from lightning_swarm.network.exchange import Channel, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Kind, decode
-from lightning_swarm.network.line import PIECE_BYTES, Line
+from lightning_swarm.network.line import PIECE_BYTES, Line, Window
 
 _PIPE_BYTES: Final = 1 << 20
 
@@ -151,8 +151,13 @@ class MemoryNetwork:
         one, other = self._lines.get(sender), self._lines.get(receiver)
         if (one is None and other is None) or sender == receiver:
             return
+        # Each message as over a stream of its own, though some streams have grown a larger window before.
+        window = Window(2 * sum(line.latency_s for line in (one, other) if line is not None))
         for at in range(0, num_bytes, PIECE_BYTES):
             piece, at_s = min(PIECE_BYTES, num_bytes - at), now_s()
+            if (leaves_s := window.take(piece, at_s)) > at_s:
+                await asyncio.sleep(leaves_s - at_s)
+                at_s = leaves_s
             until_s = max(
                 at_s if one is None else one.up.take(piece, at_s),
                 at_s if other is None else other.down.take(piece, at_s),

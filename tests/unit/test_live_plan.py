@@ -85,7 +85,7 @@ class Onlooker(L.Callback):
 @pytest.fixture(scope="module")
 def watched() -> tuple[Live, dict[PeerId, PeerReport]]:
     """A swarm of two peers whose speed, lines and latency are given, as seen from outside."""
-    lines = [Line(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.01) for mbit in MBITS]
+    lines = [Line(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in MBITS]
     strategy = InMemoryStrategy(
         num_stages=2,
         microbatch_size=SIZE,
@@ -110,7 +110,7 @@ def test_the_machines_are_as_they_were_given(watched: tuple[Live, Any]) -> None:
     for number, rate in enumerate(SAMPLES_PER_S):
         found = machines[f"peer-{number}"]
         assert found.flop_per_s == pytest.approx(rate * stage_flop, rel=0.01)
-        assert found.latency_s == pytest.approx(0.02, rel=0.2)  # up the one line, down the other
+        assert found.latency_s == pytest.approx(0.002, rel=0.2)  # up the one line, down the other
         assert found.up_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)  # the slower end's
         assert found.down_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)
         assert found.memory_bytes > 1e8

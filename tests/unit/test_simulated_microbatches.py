@@ -11,7 +11,7 @@ import torch
 
 from lightning_swarm.config import Rebalancing
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.line import Direction, Line
+from lightning_swarm.network.line import Direction, Line, Window
 from lightning_swarm.simulator import fluid
 from lightning_swarm.simulator.fluid import Change, Scenario, Span
 from lightning_swarm.simulator.microbatches import Work, simulate
@@ -71,6 +71,22 @@ def test_latency_is_hidden_by_other_microbatches() -> None:
     line = Line(latency_s=0.05)
     spans = run(Work(64, lines=lines(line, 2)), *there(10.0, 10.0), end_s=20.0)
     assert spans[-1].samples_per_s > 7.0, "one after the other would be 4"
+
+
+def test_a_long_message_waits_for_the_readers_word() -> None:
+    window, leaves_s = Window(0.2), [0.0]
+    for _ in range(16):
+        leaves_s.append(window.take(1 << 16, leaves_s[-1]))
+    assert leaves_s[1:] == [0.0] * 4 + [0.2] * 8 + [0.4] * 4
+    taken_s = {}
+    for latency_s in (0.0, 0.1):
+        for boundary_bytes in (200_000, 500_000):
+            work = Work(8, boundary_bytes=boundary_bytes, lines=lines(Line(latency_s=latency_s), 2))
+            span = run(work, *there(100.0, 100.0), end_s=20.0)[-1]
+            taken_s[latency_s, boundary_bytes] = span.end_s - span.begin_s
+    assert taken_s[0.0, 500_000] == pytest.approx(taken_s[0.0, 200_000], rel=1e-3)
+    # 0.4 s from the one server to the other and back, forward and backward.
+    assert taken_s[0.1, 500_000] == pytest.approx(taken_s[0.1, 200_000] + 0.8, abs=0.05)
 
 
 def test_who_goes_is_done_without_and_who_comes_takes_its_part() -> None:
