@@ -4,13 +4,14 @@ Trainers that know nothing of each other send microbatches to the servers of one
 all are through. Each figure is a share of what the servers could do together. A server works off its queue in order,
 and reports with each answer how much waits there, which is old when it comes.
 
-Drawing two servers, or those that were idle, does worse than the accounts in use, unless many trainers share unequal
-servers or some servers slow down. To go where a microbatch would be through first does better, or nearly as well, in
-all cases, and by a trainer's own calls under way alone: accounts even servers out over many steps, and who waits for a
-step waits for its last microbatch.
+In use is to go where a microbatch would be through first, by the trainer's own calls under way and by how many of
+others wait there on average. By the newest report in place of the average all trainers go to the same servers at
+once; by their own calls alone they all go to the fastest ones. Accounts of all assigned time are fair over many
+steps, and who waits for a step waits for its last microbatch. To draw two servers, or those that were idle, is worse
+in nearly all cases.
 
-Sources: power of two choices, Mitzenmacher, IEEE TPDS 12(10), 2001; join-idle-queue, Lu et al., Performance Evaluation
-68(11), 2011.
+Sources: accounts, SWARM, arXiv:2301.11913, appendix C; power of two choices, Mitzenmacher, IEEE TPDS 12(10), 2001;
+join-idle-queue, Lu et al., Performance Evaluation 68(11), 2011.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from typing import Any, Final, Protocol
 from benchmarks.report import table, write
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
-from lightning_swarm.pipeline.policy import SMOOTHING, Charge, StageRouter
+from lightning_swarm.pipeline.loads import SMOOTHING, Charge
+from lightning_swarm.pipeline.policy import StageRouter
 
 NUM_SERVERS: Final = 32
 NUM_TRAINERS: Final = (1, 4, 32)
 PER_SERVER: Final = (4, 16)  # microbatches of all trainers in a step
 MAX_IN_FLIGHT: Final = 64
-NUM_STEPS: Final = 40
+NUM_STEPS: Final = 60
 NUM_SEEDS: Final = 3
-LEARNING: Final = 15  # steps that do not count
+LEARNING: Final = 30  # steps that do not count
 LATENCY_S: Final = 0.02  # one way; a server of rate 1 takes 1 s
 SCATTER: Final = 0.05  # of the time that a microbatch takes
 NUM_SLOWED: Final = 3  # servers, others in each step, that others use, too
@@ -56,6 +58,27 @@ class _Seen:
     def wait_s(self) -> float:
         """Until one more would be through."""
         return (self.queued + 1) / (self.rate.value or 1.0)
+
+
+class Accounts:
+    """The server with the least assigned time of all the run: interleaved weighted round-robin."""
+
+    def __init__(self, rng: random.Random, peers: Sequence[PeerId]) -> None:
+        self._rng = rng
+        self._seen = {peer: _Seen() for peer in peers}
+        self._assigned_s = dict.fromkeys(peers, 0.0)
+
+    def choose(self, num_samples: int, *, now_s: float) -> Charge:
+        """See `StageRouter`."""
+        peer = min(self._assigned_s, key=lambda one: (self._assigned_s[one], self._rng.random()))
+        charge = Charge(peer, num_samples, self._seen[peer].wait_s())
+        self._assigned_s[peer] += charge.expected_s
+        return charge
+
+    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
+        """See `StageRouter`."""
+        self._assigned_s[charge.peer] += busy_s - charge.expected_s
+        self._seen[charge.peer].rate.measure(charge.num_samples / busy_s)
 
 
 class TwoChoices:
@@ -125,6 +148,7 @@ def in_use(rng: random.Random, peers: Sequence[PeerId]) -> StageRouter:
 
 ROUTERS: Final[dict[str, Callable[[random.Random, Sequence[PeerId]], Router]]] = {
     "in use": in_use,
+    "accounts": Accounts,
     "two choices": TwoChoices,
     "join idle": JoinIdle,
     "least wait": LeastWait,

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lightning_swarm import trees
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import Busy, PeerError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.pipeline.copies import Microbatch
 from lightning_swarm.pipeline.link import Link
-from lightning_swarm.pipeline.policy import Charge
+from lightning_swarm.pipeline.loads import Charge
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.types.calls import (
     BackwardRequest,
@@ -104,6 +105,17 @@ class Calls:
     def peer(self, stage: int) -> PeerId:
         """Who computes a stage."""
         return self.route[stage].peer
+
+    def reroute(self, stage: int, avoid: frozenset[PeerId]) -> None:
+        """Choose another peer for a stage. What the one before it was charged with it will not do."""
+        router = self._link.routers[stage]
+        router.release(self.route[stage])
+        self.route[stage] = router.choose(self._microbatch.num_rows, now_s=now_s(), avoid=avoid)
+
+    def release(self) -> None:
+        """The microbatch is done, or given up: nobody is to do any more of it."""
+        for router, charge in zip(self._link.routers, self.route, strict=False):
+            router.release(charge)
 
     def untold(self, end: int) -> list[int]:
         """The stages before `end` whose peers, as the route has it now, were never told to go forward."""

@@ -16,7 +16,8 @@ from lightning_swarm.errors import PeerError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.copies import Copies
-from lightning_swarm.pipeline.policy import Charge, StageRouter, deadline_s
+from lightning_swarm.pipeline.loads import Charge
+from lightning_swarm.pipeline.policy import StageRouter, deadline_s
 from lightning_swarm.steps.vigil import Vigil
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
@@ -70,6 +71,7 @@ class Link:
     count: Counter[str] = field(default_factory=Counter)
     unreached: dict[PeerId, tuple[Candidate, float]] = field(default_factory=dict)
     num_under_way: int = 0
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)  # some passage
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # who could not be reached the last time, and why
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Link:
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
         for router, roster in zip(self.routers, rosters, strict=False):  # none leads to a stage on trainers
             router.set_peers([peer for peer in roster if peer not in self.unreached] or roster)
+        self._ended.set()
 
     def _hear(self, rosters: Sequence[Sequence[PeerId]], *, step: int) -> None:
         """Who joined and who is there no more. The coordinator notes it, which may be another peer."""
@@ -144,6 +147,12 @@ class Link:
             return await self.transport.call(peer, method, message.body, timeout=timeout)
         return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 
+    async def room(self) -> None:
+        """Wait while forwards are under way that will tell where to send more."""
+        while any(router.is_full for router in self.routers):
+            self._ended.clear()
+            await self._ended.wait()
+
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Meanwhile a passage is under way, and others may have to wait for it."""
@@ -152,6 +161,7 @@ class Link:
             yield
         finally:
             self.num_under_way -= 1
+            self._ended.set()
 
     def patience_s(self, stage: int, charge: Charge) -> float:
         """How long a stage's peer may take, from when its input is there. An only peer is waited for to the end."""

@@ -53,36 +53,45 @@ class Passage:
             StageError: The model's own.
         """
         calls, link = self._calls, self.link
-        calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in link.routers]
+        await link.room()
+        comes_back = False
+        with link.passing():
+            calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in link.routers]
+            try:
+                found = await self._forward()
+                comes_back = calls.end <= calls.last
+            finally:
+                if not comes_back:
+                    calls.release()
+        return found
+
+    async def _forward(self) -> tuple[Computed, tuple[Tensor, ...]]:
+        calls, link = self._calls, self.link
         began_s = now_s()
         sender = _Sender(link, calls, self.microbatch)
         recovery = ForwardRecovery(link, calls, self.microbatch)
-        with link.passing():
-            while True:
-                try:
-                    await sender.send_forwards(list(range(calls.last + 1)), in_order=recovery.num_failures > 0)
-                    message, report = await calls.fetch(calls.last, "forward")
-                    for charge in calls.route:
-                        link.heard(charge.peer, step=calls.step)
-                    # After a failure it is not sure whose reports these are.
-                    if not recovery.num_failures and calls.end <= calls.last:
-                        self._learn([report, *report.others], took_s=now_s() - began_s)
-                    return decode(message.body, Computed), message.tensors
-                except Failed as failure:
-                    await recovery.mend(failure)
+        while True:
+            try:
+                await sender.send_forwards(list(range(calls.last + 1)), in_order=recovery.num_failures > 0)
+                message, report = await calls.fetch(calls.last, "forward")
+                for charge in calls.route:
+                    link.heard(charge.peer, step=calls.step)
+                # After a failure it is not sure whose reports these are.
+                self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
+                return decode(message.body, Computed), message.tensors
+            except Failed as failure:
+                await recovery.mend(failure)
 
     def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
         """By the forwards' times route those that come next: their backwards may come long after.
 
         Of other stages these are hearsay: none is believed to have taken longer than all together, `took_s`.
         """
-        calls = self._calls
-        if len(reports) != len(calls.route):
-            return
-        for stage, report in enumerate(reversed(reports)):
-            calls.route[stage] = self.link.routers[stage].note_forward(
-                calls.route[stage], busy_s=min(report.busy_s, took_s)
-            )
+        route = self._calls.route
+        known = len(reports) == len(route)
+        times = [min(report.busy_s, took_s) for report in reversed(reports)] if known else [None] * len(route)
+        for router, charge, busy_s in zip(self.link.routers, route, times, strict=True):
+            router.note_forward(charge, busy_s=busy_s)
 
     async def backward(
         self, gradients: Sequence[Tensor | None], *, sent: Callable[[], Awaitable[None]] = _nothing
@@ -102,8 +111,11 @@ class Passage:
         calls.gradients = gradients
         way_back = _WayBack(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
         with link.passing():
-            found = await way_back.go(sent=sent)
-            await gather(self._account_forward(stage) for stage in range(calls.end))
+            try:
+                found = await way_back.go(sent=sent)
+                await gather(self._account_forward(stage) for stage in range(calls.end))
+            finally:
+                calls.release()
         if calls.end <= calls.last:
             route = [charge.peer for charge in calls.route]
             await link.copies.keep(Copy(microbatch=self.microbatch, gradients=gradients, route=route))
@@ -145,7 +157,10 @@ async def replay(link: Link, copy: Copy, holders: Mapping[int, PeerId], avoid: f
         calls.route.append(charge)
     way_back = _WayBack(link, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
     with link.passing():
-        await way_back.go(anew=True)
+        try:
+            await way_back.go(anew=True)
+        finally:
+            calls.release()
 
 
 class _Sender:
@@ -201,11 +216,8 @@ class _Sender:
     def _reroute(self, busy: list[int], avoid: list[set[PeerId]]) -> list[int]:
         """Choose other peers for `busy`; returns all stages whose call must be sent (again)."""
         for stage in busy:
-            router = self._link.routers[stage]
-            router.refund(self._calls.route[stage])
-            self._calls.route[stage] = router.choose(
-                self._microbatch.num_rows, now_s=now_s(), avoid=frozenset(avoid[stage])
-            )
+            self._link.routers[stage].refund(self._calls.route[stage])
+            self._calls.reroute(stage, frozenset(avoid[stage]))
         return sorted({*busy, *(stage + 1 for stage in busy if stage < self._calls.last)})
 
 

@@ -1,30 +1,35 @@
-"""Which peer of a stage gets the next microbatch: interleaved weighted round-robin. Pure.
+"""Which peer of a stage gets the next microbatch: the one where it would be through first. Pure.
 
-The peer whose assigned busy time is smallest is taken, and the time that the microbatch is expected to take is added
-to it. When its forward is done the expectation follows that, and when all is done it is replaced by what was measured.
+That is told by what this trainer itself has under way there (the sum of the times that its microbatches are expected
+to take still), by how many of other trainers' wait there as a rule, and by the new one's own time. So who is slow gets
+what it can chew before the step ends. When a forward is done the expectation follows that, and its part leaves the
+account; the rest does with the backward. Whoever got nothing for long is tried again, for it may have become faster.
+
+Nothing is known of newcomers: each gets a microbatch before all others, and no more until its forward has told. Where
+nothing is known of anybody all get a few at a time, until it shows who is fast.
+
 A peer that failed is banned for a while, longer each time until it finishes something; nobody is banned where all are.
-Accounts are kept sorted, so that none of this walks over all peers: a stage may have thousands, and each microbatch
+Peers are kept in order, so that none of this walks over all of them: a stage may have thousands, and each microbatch
 asks.
 
-Source: SWARM, arXiv:2301.11913, appendix C.
+SWARM (arXiv:2301.11913, appendix C) takes the peer with the least assigned time of all the run, which is fair over many
+steps; but a step ends with its last microbatch. `benchmarks/routing.py` compares this and other ways.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import Final, TypeAlias
+from typing import Final
 
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
-
-SMOOTHING = 0.2
-"""Weight of a new measurement in the moving average of a peer's rate."""
+from lightning_swarm.pipeline.loads import SMOOTHING, Charge, PeerLoad
+from lightning_swarm.pipeline.order import Order
 
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
@@ -35,6 +40,22 @@ LATE_FACTOR = 8.0
 SHORTEST_DEADLINE_S = 30.0
 """Nobody is late earlier: what is compiled or loaded for the first time takes its time."""
 
+FIRST_FORWARDS: Final = 2
+"""What each peer gets at a time where nothing is known of anybody: one to work on, and one that waits."""
+
+FIRST_MEASURED: Final = 2
+"""So many microbatches each peer gets, one in a step at least: the first one may have taken long for a reason that is
+gone (something was compiled, or read from disk)."""
+
+TRIED_AGAIN: Final = 32.0
+"""Who got nothing is tried again after so many times what a microbatch takes there: that costs 3 % at most."""
+
+_KNOWN_AFTER: Final = 2 * FIRST_FORWARDS
+"""Who has done no forward when another peer has done so many is slow."""
+
+_MOST_WAITING: Final = 1024
+"""More is not believed: a neighbour may have said it."""
+
 _SHORTEST_S: Final = 1e-9
 _LONGEST_S: Final = 1e9
 """What is said to take less or more is no time."""
@@ -43,43 +64,6 @@ _FORWARD_SHARE: Final = 1 / 3
 """Of a microbatch's time, until it was measured: a backward is two products of matrices for each one of a forward."""
 
 _LEAST_SHARE: Final = 0.05
-
-_Accounts: TypeAlias = list[tuple[float, PeerId]]
-"""Assigned times and whose they are, the smallest first."""
-
-
-@dataclass
-class PeerLoad:
-    """What a router knows of one peer of one stage. The router alone changes it."""
-
-    assigned_s: float = 0.0
-    num_microbatches: int = 0
-    queued: int = 0
-    num_failures: int = 0  # since it last finished something
-    banned_until_s: float | None = None
-    rate: MovingAverage = field(default_factory=lambda: MovingAverage(SMOOTHING))  # in samples/s, as measured
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """None before the first measurement."""
-        return self.rate.value
-
-
-@dataclass(frozen=True)
-class Charge:
-    """A microbatch on a peer's account.
-
-    Args:
-        peer: Which one.
-        num_samples: Of the microbatch.
-        expected_s: On the account for it: forward and backward.
-        forward_s: What its forward took, once that is known.
-    """
-
-    peer: PeerId
-    num_samples: int
-    expected_s: float
-    forward_s: float | None = None
 
 
 class StageRouter:
@@ -92,29 +76,37 @@ class StageRouter:
     def __init__(self, rng: random.Random) -> None:
         self.peers: dict[PeerId, PeerLoad] = {}
         self._rng = rng
-        self._free: _Accounts = []
-        self._banned: _Accounts = []
+        self._roster = 0
+        # Each peer is in one of three orders.
+        self._measured = Order()  # by when a microbatch would be through
+        self._unmeasured = Order()  # by their forwards under way
+        self._banned = Order()  # by what they have to do
+        self._again = Order()  # those measured, by when they are tried again
+        self._given_s = 0.0  # to each peer on average: a clock that stands still while nothing is trained
         self._ends: list[tuple[float, PeerId]] = []  # a heap of when bans end; those of who was forgiven count no more
+        self._num_samples = 0  # of the microbatches for which `_measured` is in order
+        self._asked = 0  # of the one that was routed last
+        self._is_known = False  # who is slow
         # Of all who were measured. Exact: a sum of floats would keep what rounding has left of a large rate.
         self._sum_of_rates = Fraction()
         self._num_measured = 0
         self._forward_share = MovingAverage(SMOOTHING)  # of a microbatch's time
 
     def set_peers(self, peers: Iterable[PeerId]) -> None:
-        """The stage's roster. A newcomer enters at the smallest account, so it is tried next. Walks over all peers."""
-        lowest_s = next((assigned_s for assigned_s, _ in (*self._free[:1], *self._banned[:1])), 0.0)
+        """The stage's roster as a step begins: nothing is under way. Walks over all peers."""
         before = self.peers
-        self.peers = {peer: before.get(peer) or PeerLoad(assigned_s=lowest_s) for peer in peers}
+        self.peers = {peer: before.get(peer) or PeerLoad() for peer in peers}
         for peer in before.keys() - self.peers.keys():
             self._count(before[peer], -1)
-        self._free, self._banned = [], []
-        for peer, load in self.peers.items():
-            self._accounts(load.banned_until_s).append((load.assigned_s, peer))
-        self._free.sort()
-        self._banned.sort()
+        self._roster += 1
+        for load in self.peers.values():
+            load.left_s, load.num_under_way, load.num_forwards = 0.0, 0, 0
+        self._sort()
+
+    # ------------------------------------------------------------------ choosing
 
     def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> Charge:
-        """Take the peer with the smallest account and charge it.
+        """Take the peer where a microbatch would be through first, and charge it.
 
         Args:
             num_samples: Of the microbatch.
@@ -123,72 +115,129 @@ class StageRouter:
                 no other.
         """
         self._readmit(now_s)
+        # For a batch's last microbatch, which may be smaller, the order is as good.
+        if num_samples != self._num_samples and self._asked in (0, num_samples):
+            self._num_samples = num_samples
+            self._sort()
+        self._asked = num_samples
         for avoided in (avoid, frozenset[PeerId]()):
-            for accounts in (self._free, self._banned):
-                if places := _lowest(accounts, avoided):
-                    return self.charge(accounts[self._rng.choice(places)][1], num_samples)
+            peer = self._first(avoided)
+            if peer is not None:
+                return self.charge(peer, num_samples)
         raise LookupError("a stage's roster names at least one peer, got none")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody should get more until it shows who is slow. Then some forward is under way."""
+        first = self._unmeasured.first
+        return not self._is_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
+
+    def charge(self, peer: PeerId, num_samples: int) -> Charge:
+        """Charge a peer that was chosen by others; one that left has no account."""
+        if peer not in self.peers:
+            return Charge(peer, num_samples, 0.0)
+        with self._changing(peer) as load:
+            expected_s = num_samples / (load.samples_per_s or self._mean_rate())
+            self._given_s += expected_s / len(self.peers)
+            load.again_s = self._given_s + TRIED_AGAIN * expected_s
+            load.num_microbatches += 1
+            load.num_under_way += 1
+            load.num_forwards += 1
+            load.left_s += expected_s
+        return Charge(peer, num_samples, expected_s, self._roster, left_s=expected_s, is_forward=True)
+
+    def _first(self, avoid: frozenset[PeerId]) -> PeerId | None:
+        again = self._again.first
+        if again is not None and again[0] <= self._given_s and again[1] not in avoid:
+            return again[1]
+        unmeasured = self._unmeasured.draw(self._rng, avoid)
+        if unmeasured is not None and not self.peers[unmeasured].num_forwards:
+            return unmeasured
+        return self._measured.draw(self._rng, avoid) or unmeasured or self._banned.draw(self._rng, avoid)
+
+    # ------------------------------------------------------------------ what becomes of a charge
 
     def refund(self, charge: Charge) -> None:
         """The peer was busy: as if it had not been chosen."""
         load = self.peers.get(charge.peer)
-        if load is not None:
+        if load is not None and charge.left_s is not None:
             load.num_microbatches -= 1
-            self.assign(charge.peer, load.assigned_s - charge.expected_s)
+        self.release(charge)
 
-    def note_forward(self, charge: Charge, *, busy_s: float) -> Charge:
+    def release(self, charge: Charge) -> None:
+        """The microbatch is on its peer's account no more, whatever became of it. Twice is once."""
+        load = self.peers.get(charge.peer)
+        if load is not None and charge.left_s is not None and charge.roster == self._roster:
+            with self._changing(charge.peer):
+                load.num_under_way -= 1
+                load.num_forwards -= charge.is_forward
+                # What rounding leaves would break ties always alike.
+                load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
+        charge.left_s, charge.is_forward = None, False
+
+    def note_forward(self, charge: Charge, *, busy_s: float | None) -> None:
         """A forward is done, whose backward may come long after: expect of that as much as it takes in proportion.
 
-        Returns what is on the account for the microbatch from now on.
+        Args:
+            charge: For the microbatch.
+            busy_s: What it took; None: nobody knows.
         """
         load = self.peers.get(charge.peer)
-        if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
-            return charge
-        expected_s = busy_s / (self._forward_share.value or _FORWARD_SHARE)
-        self._measure(load, charge.num_samples / expected_s)
-        self.assign(charge.peer, load.assigned_s + (expected_s - charge.expected_s))
-        return replace(charge, expected_s=expected_s, forward_s=busy_s)
+        if load is None:
+            return
+        with self._changing(charge.peer):
+            if charge.roster == self._roster:
+                load.num_forwards -= charge.is_forward
+            charge.is_forward = False
+            if busy_s is not None and _SHORTEST_S <= busy_s <= _LONGEST_S:
+                self._expect(load, charge, busy_s)
+        self._learn(load)
+
+    def _expect(self, load: PeerLoad, charge: Charge, forward_s: float) -> None:
+        load.num_done += 1
+        charge.forward_s, charge.expected_s = forward_s, forward_s / (self._forward_share.value or _FORWARD_SHARE)
+        self._measure(load, charge.num_samples / charge.expected_s)
+        if charge.left_s is not None:
+            before_s, charge.left_s = charge.left_s, charge.expected_s - forward_s
+            if charge.roster == self._roster:
+                load.left_s += charge.left_s - before_s
 
     def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
-        """The microbatch is done: the account holds the measured time instead of the expected one."""
+        """The microbatch is done: it leaves the account, and the peer's rate follows."""
         load = self.peers.get(charge.peer)
-        # The time is the peer's own word: what is no time must not reach the accounts.
+        self.release(charge)
+        # The time is the peer's own word: what is no time must not reach the rates.
         if load is None or not _SHORTEST_S <= busy_s <= _LONGEST_S:
             return
-        load.num_failures, load.queued = 0, queued
-        self._measure(load, charge.num_samples / busy_s)
+        with self._changing(charge.peer):
+            load.num_failures, load.queued, load.banned_until_s = 0, queued, None
+            load.waiting.measure(min(max(queued - load.num_under_way, 0), _MOST_WAITING))
+            load.num_done += charge.forward_s is None
+            self._measure(load, charge.num_samples / busy_s)
         if charge.forward_s is not None:
             self._forward_share.measure(min(max(charge.forward_s / busy_s, _LEAST_SHARE), 1.0))
-        self._place(charge.peer, load.assigned_s + (busy_s - charge.expected_s), None)
+        self._learn(load)
+
+    def _learn(self, load: PeerLoad) -> None:
+        if not self._is_known and (load.num_done >= _KNOWN_AFTER or self._num_measured == len(self.peers)):
+            self._is_known = True
+            self._sort()
 
     def _measure(self, load: PeerLoad, samples_per_s: float) -> None:
         self._count(load, -1)
         load.rate.measure(samples_per_s)
         self._count(load, 1)
 
-    def charge(self, peer: PeerId, num_samples: int) -> Charge:
-        """Charge a peer that was chosen by others; one that left has no account."""
-        load = self.peers.get(peer)
-        if load is None:
-            return Charge(peer, num_samples, 0.0)
-        charge = Charge(peer, num_samples, num_samples / (load.samples_per_s or self._mean_rate()))
-        load.num_microbatches += 1
-        self.assign(peer, load.assigned_s + charge.expected_s)
-        return charge
-
-    def assign(self, peer: PeerId, assigned_s: float) -> None:
-        """Have the account of a peer of the stage be so much."""
-        self._place(peer, assigned_s, self.peers[peer].banned_until_s)
+    # ------------------------------------------------------------------ bans
 
     def ban(self, peer: PeerId, *, now_s: float) -> bool:
         """Avoid a peer that failed. False: it is banned already, perhaps for the same failure, or has left."""
-        load = self.peers.get(peer)
-        if load is None or self.is_banned(peer, now_s=now_s):
+        if peer not in self.peers or self.is_banned(peer, now_s=now_s):
             return False
-        load.num_failures += 1
-        until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
-        heappush(self._ends, (until_s, peer))
-        self._place(peer, load.assigned_s, until_s)
+        with self._changing(peer) as load:
+            load.num_failures += 1
+            load.banned_until_s = now_s + min(FIRST_BAN_S * 2 ** min(load.num_failures - 1, 30), LONGEST_BAN_S)
+            heappush(self._ends, (load.banned_until_s, peer))
         return True
 
     def is_banned(self, peer: PeerId, *, now_s: float) -> bool:
@@ -200,26 +249,54 @@ class StageRouter:
         """Whether another peer of the stage may be chosen in place of `peer`."""
         self._readmit(now_s)
         is_free = peer in self.peers and self.peers[peer].banned_until_s is None
-        return len(self._free) > is_free
+        return len(self._measured) + len(self._unmeasured) > is_free
 
     def _readmit(self, now_s: float) -> None:
-        """Whose ban is over enters at the smallest account of those who are free: tried next, and not flooded."""
+        """Whose ban is over is tried next, and not flooded."""
         while self._ends and self._ends[0][0] <= now_s:
             until_s, peer = heappop(self._ends)
             load = self.peers.get(peer)
             if load is not None and load.banned_until_s == until_s:
-                self._place(peer, self._free[0][0] if self._free else load.assigned_s, None)
+                with self._changing(peer):
+                    load.banned_until_s, load.again_s = None, self._given_s
 
-    def _place(self, peer: PeerId, assigned_s: float, banned_until_s: float | None) -> None:
-        """Change a peer's account or ban, and with them its place in the order."""
+    # ------------------------------------------------------------------ orders
+
+    @contextmanager
+    def _changing(self, peer: PeerId) -> Iterator[PeerLoad]:
+        """While what is known of a peer changes it is in no order; then it has its place by that."""
         load = self.peers[peer]
-        before = self._accounts(load.banned_until_s)
-        del before[bisect_left(before, (load.assigned_s, peer))]
-        load.assigned_s, load.banned_until_s = assigned_s, banned_until_s
-        insort(self._accounts(banned_until_s), (assigned_s, peer))
+        order = self._order(load)
+        order.remove(load.place, peer)
+        if order is self._measured:
+            self._again.remove(_again_s(load), peer)
+        yield load
+        order, load.place = self._order(load), self._place(load)
+        order.put(load.place, peer)
+        if order is self._measured:
+            self._again.put(_again_s(load), peer)
 
-    def _accounts(self, banned_until_s: float | None) -> _Accounts:
-        return self._free if banned_until_s is None else self._banned
+    def _sort(self) -> None:
+        """Put all in order."""
+        for load in self.peers.values():
+            load.place = self._place(load)
+        for order in (self._measured, self._unmeasured, self._banned):
+            order.sort((load.place, peer) for peer, load in self.peers.items() if self._order(load) is order)
+        self._again.sort(
+            (_again_s(load), peer) for peer, load in self.peers.items() if self._order(load) is self._measured
+        )
+
+    def _place(self, load: PeerLoad) -> float:
+        order = self._order(load)
+        if order is not self._measured:
+            return float(load.num_forwards) if order is self._unmeasured else load.left_s
+        own_s = self._num_samples / (load.samples_per_s or self._mean_rate())
+        return load.left_s + (1.0 + (load.waiting.value or 0.0)) * own_s
+
+    def _order(self, load: PeerLoad) -> Order:
+        if load.banned_until_s is not None:
+            return self._banned
+        return self._measured if self._is_known and load.samples_per_s is not None else self._unmeasured
 
     def _count(self, load: PeerLoad, sign: int) -> None:
         if load.samples_per_s is not None:
@@ -231,13 +308,11 @@ class StageRouter:
         return float(self._sum_of_rates / self._num_measured) if self._num_measured else 1.0
 
 
-def _lowest(accounts: _Accounts, avoid: frozenset[PeerId]) -> Sequence[int]:
-    """Where those with the smallest account are, of those that need not be avoided."""
-    lowest_s = next((assigned_s for assigned_s, peer in accounts if peer not in avoid), None)
-    if lowest_s is None:
-        return ()
-    places = range(bisect_left(accounts, (lowest_s,)), bisect_left(accounts, (math.nextafter(lowest_s, math.inf),)))
-    return [place for place in places if accounts[place][1] not in avoid] if avoid else places
+def _again_s(load: PeerLoad) -> float:
+    """When a measured peer is tried although others would be through before it, on the router's clock."""
+    if load.num_done >= FIRST_MEASURED:
+        return load.again_s
+    return math.inf if load.num_under_way else -math.inf
 
 
 def deadline_s(expected_s: float, num_ahead: int, *, longest_s: float) -> float:

@@ -137,8 +137,7 @@ class Recovery:
         neighbours = {self._calls.peer(one) for one in (stage - 1, stage + 1) if 0 <= one <= self._calls.last}
         apart = {one for pair in self._missed if neighbours.intersection(pair) for one in pair}
         avoid = frozenset({peer, *self._avoid, *(apart - neighbours)})
-        router = self._link.routers[stage]
-        self._calls.route[stage] = router.choose(self._microbatch.num_rows, now_s=now_s(), avoid=avoid)
+        self._calls.reroute(stage, avoid)
 
     def _part(self, failure: Failed, senders: list[int]) -> list[int]:
         """An input did not come, again: have another peer wait for it, or else another one send it.

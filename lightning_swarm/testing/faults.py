@@ -28,6 +28,10 @@ class Moment(TypedDict, total=False):
     nth: int  # from the nth such message on, counted from 1
 
 
+class DidNotHappen(AssertionError):
+    """Faults were planned that did not strike: what was to be tested was not."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Fault:
     """One thing that shall happen; made by the methods of `FaultPlan`.
@@ -175,9 +179,9 @@ class FaultPlan:
         return [fault for fault in self.faults if not fault.fired]
 
     def check(self) -> None:
-        """Raise an `AssertionError` that names the faults which did not strike, if there are any."""
+        """Raise `DidNotHappen`, which names the faults that did not strike, if there are any."""
         if self.unfired:
-            raise AssertionError(f"These faults did not happen: {'; '.join(map(str, self.unfired))}.")
+            raise DidNotHappen(f"These faults did not happen: {'; '.join(map(str, self.unfired))}.")
 
     def strike(self, passing: Passing, kinds: Collection[Kind]) -> Sequence[Fault]:
         """The faults of these kinds that happen with a message. Counts them."""

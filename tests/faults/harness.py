@@ -159,8 +159,6 @@ class Trainer:
         routers = [StageRouter(rng) for _ in swarm.rosters]
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
-            for peer in roster:  # else rounding sends whole steps to one server
-                router.assign(peer, 1e-6 * rng.random())
         self.events = steps.events
         self.copies = Copies(swarm.limits.cache_bytes)
         self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies)

@@ -164,7 +164,7 @@ def test_8_a_microbatch_can_be_computed_again_until_its_step_is_decided() -> Non
     plan = FaultPlan()
     for peer in ("b", "d", "e"):
         plan.kill(peer, at=Phase.CLOSE, step=1)
-    with trained(plan, voters="a c f") as swarm:  # of five voters of step 1 they are left
+    with trained(plan, voters="a c f", seed=3) as swarm:  # of five voters of step 1 they are left
         assert swarm.count("replay") >= NUM_RECEIPTS
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_swarm import tickets
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import StepError
 from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.testing.faults import DidNotHappen
 from tests.faults.harness import SETTLE_S, FaultySwarm
 from tests.faults.plans import (
     BETWEEN,
@@ -28,6 +30,8 @@ from tests.faults.plans import (
 
 NUM_PAIRS = 70
 """With the single faults, and those that others bring about, these make more than 600 plans."""
+
+NUM_WIRINGS = 3
 
 
 def check(*faults: Case, seed: int) -> None:
@@ -61,6 +65,10 @@ def test_one_fault_in_what_is_large(case: Case, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("case", list(enumerate(pairs(NUM_PAIRS))), ids=lambda case: f"{case[1][0]}+{case[1][1]}")
 def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     seed, faults = case
+    for wiring in range(1, NUM_WIRINGS):  # by some a victim gets less than its fault waits for
+        with contextlib.suppress(DidNotHappen):
+            check(*faults, seed=seed + NUM_PAIRS * wiring)
+            return
     check(*faults, seed=seed)
 
 

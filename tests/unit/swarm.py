@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from lightning_swarm.events import Event, EventLog
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.partition import StageModule, find_blocks
+from lightning_swarm.pipeline.policy import FIRST_MEASURED, StageRouter
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
@@ -445,6 +446,13 @@ class Swarm:
                 for name, tensor in server.stepping.stage(index).weights().items():
                     assert torch.equal(found.setdefault(name, tensor), tensor)
         return found
+
+
+def prefer(router: StageRouter, peers: Collection[str]) -> None:
+    """Have a trainer think that these are fast, and the others slow."""
+    for peer in router.peers:
+        for _ in range(FIRST_MEASURED):
+            router.settle(router.charge(peer, 1), busy_s=1e-3 if peer in peers else 1e3, queued=0)
 
 
 def plain_steps(module: nn.Module, batches: Sequence[Sequence[Tensor]], *, divisors: Sequence[float]) -> None:

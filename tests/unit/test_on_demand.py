@@ -112,7 +112,7 @@ class Block(nn.Module):
 
     @override
     def forward(self, x: Tensor) -> Tensor:
-        self.modes.append(len(_get_current_dispatch_mode_stack()))
+        self.modes.append(sum(isinstance(mode, KeyedRandom) for mode in _get_current_dispatch_mode_stack()))
         return self.then(self.linear(x))
 
 

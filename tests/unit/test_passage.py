@@ -26,7 +26,7 @@ from lightning_swarm.types.calls import CallReport, StageReport, Ticket
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import LEAD, MODE, Swarm, key, rows
+from tests.unit.swarm import LEAD, MODE, Swarm, key, prefer, rows
 
 
 def make_link(swarm: Swarm) -> Link:
@@ -74,7 +74,7 @@ def test_nobody_is_believed_to_have_taken_longer_than_the_whole_passage(
     monkeypatch.setattr(swarm.tickets, "fetch_reported", lying)
     passage = make_passage(link, rows(1))
     swarm.run(passage.forward())
-    assert 0.0 < max(load.assigned_s for load in link.routers[0].peers.values()) < 10.0
+    assert 0.0 < max(load.left_s for load in link.routers[0].peers.values()) < 10.0
 
 
 @pytest.mark.parametrize("busy_stage", [0, 1, 2])
@@ -84,7 +84,7 @@ def test_a_busy_peer_is_replaced_and_whoever_waits_for_it_is_told(make_swarm: Ma
     swarm = make_swarm(*rosters, limits=Limits(max_pending_calls=1, call_timeout=100.0))
     busy = swarm.rosters[busy_stage][0]
     link = make_link(swarm)
-    link.routers[busy_stage].assign(PeerId("free"), 1e9)  # the busy one is asked first
+    prefer(link.routers[busy_stage], [busy])  # it is asked first
     x = rows(1)
 
     async def go() -> torch.Tensor:

@@ -31,7 +31,7 @@ from lightning_swarm.types.calls import Mode, Receipt, StageReport
 from lightning_swarm.types.steps import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
-from tests.unit.swarm import MODE, Swarm, key, rows
+from tests.unit.swarm import MODE, Swarm, key, prefer, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 ROSTERS = ("a a2", "b b2", "c c2")
@@ -51,8 +51,7 @@ class Route:
         routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
-            for peer in roster:  # all microbatches begin there, so that the fault meets them
-                router.assign(peer, 0.0 if peer in favourite else 1e3)
+            prefer(router, favourite)  # all microbatches begin there, so that the fault meets them
         self.link = Link(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
         Replayer(self.link, RunState(swarm.manifest), max_in_flight=8)
         self.inputs = [rows(i) for i in range(NUM_MICROBATCHES)]
