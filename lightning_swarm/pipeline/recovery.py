@@ -81,8 +81,8 @@ class Recovery:
         self._missed: Counter[tuple[PeerId, ...]] = Counter()  # by the peers that had to do with it
         self.num_failures = 0
 
-    def _note(self, failure: Failed) -> None:
-        """Count a failure.
+    async def _note(self, failure: Failed) -> None:
+        """Count a failure. What is asked for again, and again, is asked for less and less often.
 
         Raises:
             StepError: It was one too many.
@@ -100,16 +100,23 @@ class Recovery:
             "retry", peer=failure.peer, stage=failure.stage, step=key.step, reason=str(failure.error)
         )
         self._repeats[failure.stage] += repeated
-        if self._repeats[failure.stage] > _MAX_REPEATS:
-            raise StepError(
-                f"stage {failure.stage} did not finish {key} in {_MAX_REPEATS} attempts; the last: {failure.error}"
-            ) from failure.error
         trying_s = now_s() - self._since_s
+        if trying_s > self._link.timeout and self._repeats[failure.stage] > _MAX_REPEATS:
+            raise StepError(
+                f"stage {failure.stage} did not finish {key} in {self._repeats[failure.stage]} attempts, "
+                f"{trying_s:.0f} s; the last: {failure.error}"
+            ) from failure.error
         if trying_s > self._link.timeout and self.num_failures > _MIN_FAILURES:
             raise StepError(
                 f"no peer of stage {failure.stage} computed {key} in {self.num_failures} attempts, {trying_s:.0f} s; "
                 f"the last: {failure.error}. Start more servers for that stage, or raise `Limits.call_timeout`."
             ) from failure.error
+        if repeated and self._repeats[failure.stage] > 1:
+            await self._pause()
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     async def _replace(self, failure: Failed) -> None:
         """Ban the peer that failed, and choose another one. One that nobody can replace is asked again if it lives."""
@@ -126,8 +133,7 @@ class Recovery:
             await self._link.wait_for(failure.stage, step=self._microbatch.key.step)
             self._since_s = None  # nobody was tried meanwhile
         if self._link.is_banned(failure.stage, self._calls.peer(failure.stage)):  # then all are
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            await self._pause()
 
     def _choose(self, stage: int, error: PeerError) -> None:
         """Choose another peer for a stage, if there is another one."""
@@ -167,7 +173,7 @@ class ForwardRecovery(Recovery):
         """
         if isinstance(failure.error, (InputMissing, DeadlineExceeded)):
             failure = await self._first() or failure  # those behind it only pass on what they got
-        self._note(failure)
+        await self._note(failure)
         if isinstance(failure.error, InputMissing):
             self._part(failure, [failure.stage - 1] if failure.stage else [])
         elif not isinstance(failure.error, TicketGone):
@@ -228,7 +234,7 @@ class BackwardRecovery(Recovery):
             HolderGone: The one peer that may do it failed.
             StepError: It was one failure too many.
         """
-        self._note(failure)
+        await self._note(failure)
         stage, last = failure.stage, self._calls.last
         if isinstance(failure.error, (GradientGone, GradientMissing)):
             # Each can be fetched once, so all of them are made anew, from the last one on. What that takes is there,

@@ -324,6 +324,18 @@ def test_two_servers_that_cannot_reach_each_other_are_parted(make_swarm: MakeSwa
         assert all(route.holders(stage, receipt) for stage in range(3))
 
 
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.BACKWARD])
+def test_two_servers_that_nobody_can_replace_are_waited_for(make_swarm: MakeSwarm, phase: Phase) -> None:
+    """Each stage has one, and two of them cannot reach each other for a while."""
+    plan = FaultPlan().partition({"a"}, {"b"}, for_s=200.0, at=phase)
+    route = Route(make_swarm("a", "b", "c", limits=LIMITS), plan)
+    route.run()
+    plan.check()
+    route.fill()
+    for receipt in route.receipts:
+        assert all(route.holders(stage, receipt) for stage in range(3))
+
+
 def test_a_trainer_that_cannot_reach_a_server_goes_elsewhere(make_swarm: MakeSwarm) -> None:
     plan = FaultPlan().partition({"trainer"}, {"b"}, for_s=1e6, at=Phase.FORWARD_ACCEPTED, nth=8)
     route = Route(make_swarm(*ROSTERS, limits=LIMITS), plan)
