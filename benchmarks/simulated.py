@@ -73,7 +73,9 @@ class Swarm:
 
     @property
     def peers(self) -> Sequence[Sequence[_Host]]:
-        """By stage, what there is to each one that is a host of its own."""
+        """By stage, what there is to each one that is a host of its own; empty: they are on one."""
+        if not self.mbits:
+            return []
         latencies_s = self.latencies_s or [[0.0] * len(stage) for stage in self.mbits]
         stages = zip(self.stages, self.mbits, latencies_s, strict=True)
         return [list(starmap(_Host, zip(*stage, strict=True))) for stage in stages]
