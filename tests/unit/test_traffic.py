@@ -212,3 +212,12 @@ def test_of_many_that_have_something_to_tell_some_are_told_of_later() -> None:
     rest = told.news(everyone, version=1)
     assert len(rest) == 10
     assert not told.news(everyone, version=2)
+
+
+def test_who_was_told_of_longest_ago_comes_first_where_all_have_something_to_tell_all_the_time() -> None:
+    told, heard = Told(), set[PeerId]()
+    for step in range(3):
+        news = told.news({PeerId(f"{index}"): noted(step + 1) for index in range(2 * MAX_NEWS + 10)}, version=step)
+        assert len(news) == MAX_NEWS
+        heard |= news.keys()
+    assert len(heard) == 2 * MAX_NEWS + 10
