@@ -43,7 +43,7 @@ class Attendance:
     @property
     def rosters(self) -> list[list[Member]]:
         """Of each stage, who is there."""
-        return [[member for member in roster if member.peer_id not in self.gone] for roster in self._run.rosters]
+        return self._run.present(self.gone)
 
     @property
     def peers(self) -> list[PeerId]:
