@@ -155,7 +155,9 @@ class Lead:
         """
         run = self._current
         timeout = self._config.limits.call_timeout
-        request = RestartRequest(generation=run.manifest.generation + 1, first_step=step, selection=session.selection)
+        request = RestartRequest(
+            generation=run.manifest.generation + 1, first_step=step, seats=run.seats, selection=session.selection
+        )
         self._runtime.run(membership.restart(self._transport, run, request, timeout=timeout))
         session.go_back(request)
         load()

@@ -61,6 +61,10 @@ class RunState:
         """Who is in the run."""
         return Seats(rosters=self.rosters, voters=self.voters)
 
+    def seats_at(self, version: int) -> Seats:
+        """Who is in the run at the open step, or at the one before it."""
+        return self.seats if version == self.version else self.seats_before
+
     def sit(self, seats: Seats) -> None:
         """Know who is in the run, without the records that made it so."""
         self.rosters, self.voters = seats.rosters, seats.voters
@@ -126,7 +130,7 @@ class RunState:
         raise ProtocolError(f"steps are led by the coordinator {self.coordinator}, not by {caller}")
 
     def go_back(self, request: RestartRequest) -> None:
-        """Enter the next generation of the run, at its first step. Who is in the run stays in it."""
+        """Enter the next generation of the run, at its first step. Who the lead knows to be in the run stays in it."""
         self.manifest = structs.replace(
             self.manifest,
             generation=request.generation,
@@ -134,6 +138,7 @@ class RunState:
             selection=request.selection,
         )
         self.version = request.first_step
+        self.sit(request.seats)
         self._counted.clear()
         self.newest, self.selection = None, request.selection
 
@@ -156,13 +161,23 @@ class RunState:
         Raises:
             ProtocolError: It can be no record of this run.
         """
-        rosters = (seats or self.after(record)).rosters
+        self.check_seats(seats or self.after(record))
         changed = [one.stage_index for one in record.left] + [one.stage_index for one in record.newcomers]
         highest = max(changed, default=0)
-        if len(rosters) != len(self.rosters) or not all(rosters) or highest >= len(rosters):
+        if highest >= len(self.rosters):
+            raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
+
+    def check_seats(self, seats: Seats) -> None:
+        """Refuse rosters of another number of stages than the run has, or with an empty one, or with somebody twice.
+
+        Raises:
+            ProtocolError: Says how many are in each.
+        """
+        sizes = [len(set(roster)) for roster in seats.rosters]
+        if len(sizes) != len(self.rosters) or not all(sizes) or sizes != list(map(len, seats.rosters)):
             raise ProtocolError(
-                f"record {record.step} must name at least one server for each of {len(self.rosters)} stages, got "
-                f"{[len(roster) for roster in rosters][:100]}, and changes of stage {highest}"
+                f"each of {len(self.rosters)} stages must have at least one server, and none twice; there are "
+                f"{sizes[:100]} different ones"
             )
 
     def view(self) -> RunView:

@@ -217,6 +217,11 @@ class Admission:
             raise ProtocolError(f"the lead {manifest.lead} sends a run back, not {caller}")
         if request.generation != manifest.generation + 1:
             raise ProtocolError(f"the run generation is {manifest.generation}; {request.generation} is not the next")
+        self.run.check_seats(request.seats)
+        if not any(self.me in roster for roster in request.seats.rosters):
+            raise ProtocolError(
+                f"peer {self.me.peer_id} with boot id {self.me.boot_id} is not among those that go back"
+            )
         if (request.selection is None) != (manifest.selection is None):
             raise ProtocolError("a run trains in all of its generations, or in none")
         if request.selection is not None:

@@ -64,9 +64,10 @@ class GradientSums:
         self._run, self.stages, self.ledgers = None, {}, {}
         self._begin_step()
 
-    def go_back(self) -> None:
-        """Begin anew with the run's next generation."""
+    def go_back(self, me: Member) -> None:
+        """Begin anew with the run's next generation, and with what `me` holds in it."""
         manifest = self.run.manifest
+        self._keep_held(me)
         for stage in self.stages.values():
             stage.go_back(manifest.first_step, manifest.selection)
         self.ledgers = {index: Ledger(manifest.first_step) for index in self.stages}
@@ -287,6 +288,7 @@ class GradientSums:
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
             return  # told before, by a caller that hung up before it had the answer
         self.run.check(record)
+        self.check_stages(record.closing)
         for stage in self.stages.values():
             stage.check_applies(record)
         for index, stage in self.stages.items():
@@ -297,14 +299,17 @@ class GradientSums:
     def turn(self, record: Record, me: Member, *, now_s: float) -> None:
         """The record is applied: the next step is open, and what `me` holds no more is freed."""
         self.run.apply(record)
+        self._keep_held(me)
+        for stage in self.stages.values():
+            stage.load.note_step(now_s=now_s)
+        self._begin_step()
+
+    def _keep_held(self, me: Member) -> None:
         held = {index for index, roster in enumerate(self.run.rosters) if me in roster}
         if held:  # else this server joins still, or a record left it out: it joins again with what it has
             # New ones, for the compute thread may be looking at the old ones.
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
             self.ledgers = {index: ledger for index, ledger in self.ledgers.items() if index in held}
-        for stage in self.stages.values():
-            stage.load.note_step(now_s=now_s)
-        self._begin_step()
 
 
 def _place(roster: Sequence[Member], me: Member) -> int:

@@ -59,8 +59,7 @@ class Stepping:
     ) -> None:
         self._tickets = tickets
         self._executor = executor
-        self._peer_id = transport.peer_id
-        self._boot_id = boot_id
+        self._me = Member(peer_id=transport.peer_id, boot_id=boot_id)
         self._timeout = timeout
         self._events = events
         self._on_decided = on_decided
@@ -97,7 +96,7 @@ class Stepping:
         self.rounds.forget()
         self.sums.reselected = None
         # After what runs on the compute thread; what comes later there looks at the generation first.
-        await self._executor.submit(FIRST, self.sums.go_back)
+        await self._executor.submit(FIRST, lambda: self.sums.go_back(self._me))
         await self._notify()
 
     async def reopen(self) -> None:
@@ -214,7 +213,7 @@ class Stepping:
         (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
-        return encode(FreezeReply(boot_id=self._boot_id, ledgers=ledgers, noted=self._events.report()))
+        return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
 
     async def _handle_apply(self, caller: PeerId, body: bytes) -> bytes:
         record = decode(body, Record)
@@ -245,7 +244,7 @@ class Stepping:
             if not self.sums.in_run or self.version > record.step:
                 return
             self.rounds.forget()
-            self.sums.turn(record, Member(peer_id=self._peer_id, boot_id=self._boot_id), now_s=now_s())
+            self.sums.turn(record, self._me, now_s=now_s())
             self._on_decided(record, gradients)
             self._applied.notify_all()
 

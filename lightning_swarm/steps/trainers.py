@@ -266,7 +266,8 @@ class Trainers:
         """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
         outcome = self._books.outcome
         follows = outcome.record is None or version == outcome.step
-        seats = None if follows else self._run.seats
+        # The record after it may be applied here already.
+        seats = None if follows else self._run.seats_at(outcome.step + 1)
         if trainer != self._run.manifest.lead:
             return RecordReply(record=outcome.record, closing=False, seats=seats)
         return RecordReply(

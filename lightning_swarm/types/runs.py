@@ -112,10 +112,14 @@ class LoopReply(Wire, frozen=True):
 
 
 class RestartRequest(Wire, frozen=True):
-    """The run goes back: the running generation is void, and the stages wait for weights of `first_step`."""
+    """The run goes back: the running generation is void, and the stages wait for weights of `first_step`.
+
+    Records say what changes of who is in, and some server may have missed the newest one, so it is said once more.
+    """
 
     generation: Count  # the next one
     first_step: Count
+    seats: Seats
     selection: Selection | None  # of the first step, as in the manifest
 
 

@@ -19,6 +19,7 @@ from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
 from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.types.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
 from lightning_swarm.types.calls import Recompute, Ticket
+from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import AverageRequest, Closing, FreezeRequest, Named, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
 from tests.held import batches_of
@@ -406,7 +407,7 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
 
 def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
-    swarm.servers[B].stepping._boot_id = 999
+    swarm.servers[B].stepping._me = Member(peer_id=B, boot_id=999)
     assert_undecided(swarm, "b was restarted")
 
 

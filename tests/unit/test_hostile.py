@@ -102,6 +102,7 @@ from lightning_swarm.types.runs import (
     PullRequest,
     ReleaseRequest,
     RestartRequest,
+    Seats,
     Selection,
     WatchRequest,
 )
@@ -196,6 +197,13 @@ class Sample:
 
 def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
     return lambda swarm: Message(encode(record(swarm)))
+
+
+def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
+    """To weights of step 3."""
+    seats = swarm.steps.run.seats
+    asked = RestartRequest(generation=1, first_step=3, seats=seats, selection=other_selection(swarm))
+    return msgspec.structs.replace(asked, **changes)
 
 
 NOTHING = ReportReply(begun=True, leases=[], close_asked=False, total_weight=None)
@@ -378,7 +386,7 @@ SAMPLES = [
     Sample(CALL, LEAVE, lambda _: Message()),
     Sample(CALL, BREAK_OFF, plain(lambda _: BrokenOff(reason="the lead is gone")), target=B, caller=A),
     Sample(CALL, RELEASE, plain(lambda _: ReleaseRequest(generation=0))),
-    Sample(CALL, RESTART, plain(lambda s: RestartRequest(generation=1, first_step=3, selection=other_selection(s)))),
+    Sample(CALL, RESTART, plain(restarting)),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
     Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),
     Sample(STREAM, BACKWARD, from_nothing),
@@ -726,13 +734,31 @@ def test_a_freeze_reads_every_ledger(make_swarm: MakeSwarm) -> None:
 
 
 @pytest.mark.parametrize(
+    "rosters",
+    [lambda s: [[s.members[A]]], lambda s: [[s.members[A], s.members[B]], []], lambda s: [[s.members[A]]] * 2],
+    ids=["a stage is missing", "a stage is empty", "it names others only"],
+)
+def test_a_run_goes_back_with_no_rosters_that_cannot_be(
+    make_swarm: MakeSwarm, rosters: Callable[[Swarm], list[list[Member]]]
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == RESTART)
+    swarm = sample.prepared(make_swarm)
+    before = swarm.state()
+    asked = restarting(swarm, seats=Seats(rosters=rosters(swarm), voters=[swarm.members[A]]))
+    with pytest.raises(ProtocolError, match=r"at least one server|is not among those"):
+        sample.send(swarm, Message(encode(asked)))
+    assert swarm.state() == before
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda s: {"left": [Vacancy(member=s.members[B], stage_index=1)]},
         lambda s: {"left": [Vacancy(member=s.members[B], stage_index=2)]},
         lambda s: {"newcomers": [Candidate(member=s.members[A], stage_index=9, addresses=[])]},
+        lambda s: {"newcomers": [Candidate(member=s.members[B], stage_index=1, addresses=[])]},
     ],
-    ids=["a stage is empty", "somebody left no stage", "somebody joins no stage"],
+    ids=["a stage is empty", "somebody left no stage", "somebody joins no stage", "somebody joins who is there"],
 )
 def test_a_record_of_rosters_that_cannot_be_changes_nothing(
     make_swarm: MakeSwarm, change: Callable[[Swarm], dict[str, Any]]
@@ -740,6 +766,20 @@ def test_a_record_of_rosters_that_cannot_be_changes_nothing(
     sample = next(sample for sample in SAMPLES if sample.method == APPLY)
     swarm = sample.prepared(make_swarm)
     before = swarm.state()
-    with pytest.raises(ProtocolError, match="must name at least one server"):
+    with pytest.raises(ProtocolError, match=r"at least one server|there are 2 stages"):
         sample.send(swarm, Message(encode(msgspec.structs.replace(record(swarm), **change(swarm)))))
+    assert swarm.state() == before
+
+
+def test_a_record_of_another_number_of_stages_is_not_applied(make_swarm: MakeSwarm) -> None:
+    """By who joins: who averaged looks whether it is the round's."""
+    swarm = next(sample for sample in SAMPLES if sample.method == APPLY).prepared(make_swarm)
+    before, stepping = swarm.state(), swarm.servers[B].stepping
+    short = msgspec.structs.replace(closing(swarm), touched=[])
+    with pytest.raises(ProtocolError, match="a closing of 0 stages; there are 2"):
+        swarm.run(
+            stepping.commit(
+                msgspec.structs.replace(record(swarm), closing=short), {1: stepping.stage(1).gradient_sum.clone()}
+            )
+        )
     assert swarm.state() == before

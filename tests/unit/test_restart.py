@@ -12,8 +12,10 @@ import torch
 from msgspec import structs
 
 from lightning_swarm import checkpoint, membership
-from lightning_swarm.errors import ProtocolError, SwarmError
+from lightning_swarm.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
+from lightning_swarm.rebalancing.balance import Balance
+from lightning_swarm.rebalancing.shedding import Shed
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import FORWARD, RESTART
 from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
@@ -23,13 +25,15 @@ from lightning_swarm.types.wire import encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, key, make_module, plain_steps, rows
 
-A, B = PeerId("a"), PeerId("b")
+A, B, J = PeerId("a"), PeerId("b"), PeerId("j")
 
 
 def restarting(swarm: Swarm, step: int = 0) -> RestartRequest:
     """Back to the weights that the run began with."""
-    generation = swarm.steps.run.manifest.generation + 1
-    return RestartRequest(generation=generation, first_step=step, selection=swarm.manifest.selection)
+    run = swarm.steps.run
+    return RestartRequest(
+        generation=run.manifest.generation + 1, first_step=step, seats=run.seats, selection=swarm.manifest.selection
+    )
 
 
 def go_back(swarm: Swarm, step: int = 0) -> None:
@@ -82,6 +86,36 @@ def test_it_goes_back_again_and_again(make_swarm: MakeSwarm) -> None:
         go_back(swarm)
         assert {server.admission.run.manifest.generation for server in swarm.servers.values()} == {generation}
     assert_trains_as_from_the_beginning(swarm)
+
+
+def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By it one came in, who has not heard of it either, one gave up a stage, and others vote."""
+    swarm = make_swarm("a b", "b")
+    swarm.join("j")
+    handlers = {peer: swarm.network.find(peer)._call_handlers for peer in (B, J)}
+    apply = {peer: one[APPLY] for peer, one in handlers.items()}
+    sheds = [[Shed(B, 0)]]
+    monkeypatch.setattr(Balance, "sheds", lambda *_, **__: sheds.pop() if sheds else [])
+
+    async def lose(caller: PeerId, body: bytes) -> bytes:
+        raise Unreachable("it was lost on its way")
+
+    for one in handlers.values():
+        one[APPLY] = lose
+    swarm.run(step(swarm, 5, 6))
+    assert [swarm.servers[peer].stepping.version for peer in (A, B, J)] == [1, 0, 0]
+    assert swarm.names_after(swarm.steps.newest) == ["a", "bj"]
+    go_back(swarm)
+    for peer, one in handlers.items():
+        one[APPLY] = apply[peer]
+    swarm.rosters = [[A], [B, J]]
+    assert_trains_as_from_the_beginning(swarm)
+    assert all(server.admission.run.seats == swarm.steps.run.seats for server in swarm.servers.values())
+    assert swarm.rosters_now == [[swarm.members[A]], [swarm.members[B], swarm.servers[J].admission.me]]
+    assert [swarm.servers[peer].stepping.stages for peer in (A, B, J)] == [(0,), (1,), (1,)]
+    assert not swarm.servers[A].events.counts["gone"]
 
 
 def test_how_long_a_stage_was_without_anybody_is_forgotten(make_swarm: MakeSwarm) -> None:

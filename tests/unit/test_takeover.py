@@ -271,7 +271,7 @@ def test_a_voter_that_tried_to_coordinate_in_vain_still_makes_a_majority(make_sw
     trial = Trial(make_swarm, FaultPlan().kill("c", at=Phase.DECIDE, of="c", step=1))
     trial.train(1)
     server = trial.swarm.servers[B]
-    boot_id = server.stepping._boot_id
+    boot_id = server.admission.me.boot_id
     higher = Prepare(term=(number, B, boot_id), boot_id=boot_id, generation=0, step=1, fence=False)
     assert server.voter.promise(higher).promised
     trial.train(3, avoid="c")

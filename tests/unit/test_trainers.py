@@ -12,7 +12,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver, StepError
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.steps import DONE, GRANT, QUIT, RENEW
+from lightning_swarm.steps import APPLY, DONE, GRANT, QUIT, RENEW
 from lightning_swarm.steps.client import StepClient
 from lightning_swarm.steps.policy import OpenStep, fold
 from lightning_swarm.types.batches import (
@@ -31,7 +31,7 @@ from lightning_swarm.types.wire import decode, encode
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
-A, OTHER, SECOND = PeerId("a"), PeerId("other"), PeerId("second")
+A, B, OTHER, SECOND = PeerId("a"), PeerId("b"), PeerId("other"), PeerId("second")
 LIMITS = Limits(call_timeout=30.0, lead_timeout=100.0)
 
 
@@ -88,6 +88,39 @@ def test_a_trainer_that_was_busy_elsewhere_jumps_to_the_newest_record(make_swarm
     assert other.newest is not None
     assert other.newest.step == 2
     assert [(one.record.step, one.logs) for one in other.heard] == [(2, [])], "what was logged is for the lead"
+
+
+def test_a_trainer_that_passed_over_records_is_told_who_is_in_after_its_record_and_not_after_a_later_one(
+    make_swarm: MakeSwarm,
+) -> None:
+    """It asks while the later one is applied where that was decided, and not yet everywhere."""
+    swarm, other = begun(make_swarm, 2)
+    swarm.run(swarm.record(0))
+    swarm.run(swarm.step(rows(1)))
+    swarm.join("j")
+    handlers = swarm.network.find(B)._call_handlers
+    apply = handlers[APPLY]
+
+    async def late(caller: PeerId, body: bytes) -> bytes:
+        await asyncio.sleep(20.0)
+        return await apply(caller, body)
+
+    handlers[APPLY] = late
+
+    async def go() -> None:
+        await swarm.batch(rows(2))
+        deciding = asyncio.create_task(swarm.record(2))
+        await asyncio.sleep(10.0)
+        assert swarm.servers[A].stepping.version == 3
+        await other.record(0)
+        assert other.version == 2
+        assert [len(roster) for roster in other.run.rosters] == [1, 1]
+        await deciding
+        await other.record(2)
+        assert other.run.seats == swarm.steps.run.seats
+        assert sorted(len(roster) for roster in other.run.rosters) == [1, 2]
+
+    swarm.run(go())
 
 
 # ---------------------------------------------------------------------- the lead
