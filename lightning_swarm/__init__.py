@@ -10,13 +10,23 @@ from pytorch_lightning.strategies import Strategy as _OtherStrategy
 from pytorch_lightning.strategies import StrategyRegistry as _OtherRegistry
 
 from lightning_swarm import pytorch_lightning
+from lightning_swarm.boundary import Bottleneck, Maxout, insert_boundary, restore_boundary
 from lightning_swarm.config import Limits
 from lightning_swarm.framework import explain_mixed_imports
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.view import SwarmView
 
 __version__ = "0.1.0"
-__all__ = ["Limits", "SwarmStrategy", "SwarmView", "__version__"]
+__all__ = [
+    "Bottleneck",
+    "Limits",
+    "Maxout",
+    "SwarmStrategy",
+    "SwarmView",
+    "__version__",
+    "insert_boundary",
+    "restore_boundary",
+]
 
 for _registry, _class in ((_Registry, SwarmStrategy), (_OtherRegistry, pytorch_lightning.SwarmStrategy)):
     # A bare class path on a command line reaches Lightning as a name in lower case.

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from lightning_swarm.boundary import Boundary
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network.addresses import Address, Place
 
@@ -101,6 +102,7 @@ class SwarmConfig:
     num_stages: int | None
     pipeline: str | None
     split: str | tuple[str, ...]
+    boundary: Boundary | None
     microbatch_size: int | None
     shared: tuple[str, ...]
     target_batch_size: int | None
@@ -132,6 +134,11 @@ class SwarmConfig:
             raise ConfigError(
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
                 f"got {self.split!r}. {_nearest(self.split)}Leave it out to balance by parameters."
+            )
+        if self.boundary is not None and not isinstance(self.boundary, Boundary):
+            raise ConfigError(
+                "`boundary` must be a `Bottleneck`, a `Maxout` or None (all features travel), got "
+                f"{self.boundary!r}. Write `boundary=Bottleneck(ratio=4)`, say."
             )
         if self.rebalancing not in get_args(Rebalancing):
             raise ConfigError(

@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_swarm import checkpoint
 from lightning_swarm.assembly import Peer
+from lightning_swarm.boundary import restore_boundary
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.going_back.way_back import WayBack
 from lightning_swarm.launcher import SwarmLauncher
@@ -101,6 +102,8 @@ class ResumingHooks(_Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._way_back.goes_on and not self.is_global_zero:
             return  # the lead hands them out
+        assert self.lightning_module is not None
+        restore_boundary(self.lightning_module, checkpoint["state_dict"])
         load = functools.partial(super().load_model_state_dict, checkpoint, strict)
         if self._session is None:  # the run is still to begin, with these weights
             load()

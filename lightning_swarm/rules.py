@@ -118,6 +118,20 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             )
 
 
+def check_copies(trainer: Trainer) -> None:
+    """Refuse to put layers into a model of which a callback has made a copy by now.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if isinstance(callback, callbacks_named("StochasticWeightAveraging", "WeightAveraging")):
+            raise ConfigError(
+                "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
+                f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
+            )
+
+
 def _of_tuner(callback: object) -> str:
     """What the user may have written instead of the callback."""
     return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_swarm.boundary import boundary_layers
 from lightning_swarm.errors import ConfigError, ProtocolError
 from lightning_swarm.types.runs import Selection, StageManifest
 
@@ -19,7 +20,8 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
         optimizer: Of its parameters.
 
     Raises:
-        ConfigError: The optimizer holds a parameter that is not the module's: no stage could.
+        ConfigError: The optimizer holds a parameter that is not the module's: no stage could. Or it does not hold one
+            of a boundary layer.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
@@ -30,6 +32,7 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
                 f"group {index} has foreign ones of the shapes {shapes[:5]}. Make their module an attribute of the "
                 "LightningModule, in a block of the pipeline."
             )
+    _check_boundaries(module, {id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
     return Selection(
         num_groups=len(optimizer.param_groups),
         groups={
@@ -39,6 +42,15 @@ def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
         },
         frozen=[name for name, parameter in module.named_parameters() if not parameter.requires_grad],
     )
+
+
+def _check_boundaries(module: nn.Module, held: Collection[int]) -> None:
+    for after, layer in boundary_layers(module).items():
+        if any(parameter.requires_grad and id(parameter) not in held for parameter in layer.parameters()):
+            raise ConfigError(
+                f"`configure_optimizers` must train the boundary layers, got an optimizer without the one after "
+                f"{after!r}. Give it `self.parameters()`, which has them, or `requires_grad_(False)` them."
+            )
 
 
 def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:

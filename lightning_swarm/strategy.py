@@ -16,11 +16,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
+from lightning_swarm.boundary import Boundary, boundary_layers, hook
 from lightning_swarm.config import Limits, Preemption, Rebalancing, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
@@ -28,7 +29,7 @@ from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
-from lightning_swarm.partition import choose_ranges, find_blocks
+from lightning_swarm.partition import choose_ranges, find_blocks, insert_at_cuts, layers_behind
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.resuming import ResumingHooks
 from lightning_swarm.saving import Files
@@ -55,6 +56,8 @@ class SwarmHooks(ResumingHooks):
             LightningModule's `configure_stages()` returns, else the one `Sequential` that holds all parameters.
         split: How the cut is balanced: by ``"parameters"``, or by the ``"time"`` that each block takes on this machine
             with the LightningModule's `example_input_array`. Or the names of the blocks where stages begin.
+        boundary: Layers that are put into the model where it is cut, so that fewer features travel, and trained with
+            it: `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers is cut where they stand.
         microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy.
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
@@ -97,6 +100,7 @@ class SwarmHooks(ResumingHooks):
         num_stages: int | None = None,
         pipeline: str | None = None,
         split: Literal["parameters", "time"] | Sequence[str] = "parameters",
+        boundary: Boundary | None = None,
         microbatch_size: int | None = None,
         shared: Sequence[str] = (),
         target_batch_size: int | None = None,
@@ -122,6 +126,7 @@ class SwarmHooks(ResumingHooks):
             num_stages=num_stages,
             pipeline=pipeline,
             split=split if isinstance(split, str) else tuple(split),
+            boundary=boundary,
             microbatch_size=microbatch_size,
             shared=_as_tuple(shared),
             target_batch_size=target_batch_size,
@@ -143,6 +148,7 @@ class SwarmHooks(ResumingHooks):
         self._interception: Interception | None = None
         self._restore_dtype: Callable[[], None] = lambda: None
         self.num_trainers = 1  # that are started together, on this machine
+        self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
         self._writes_files = False  # nobody brought a `CheckpointIO`
@@ -272,7 +278,8 @@ class SwarmHooks(ResumingHooks):
         if not (is_overridden("setup", module) or is_overridden("configure_model", module)):
             # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
             named = self.config.split if not isinstance(self.config.split, str) else "parameters"
-            choose_ranges(find_blocks(module, self.config.pipeline), self._num_stages, named)
+            blocks = find_blocks(module, self.config.pipeline)
+            choose_ranges(blocks, self._num_stages, named, seams=layers_behind(module, blocks))
         if self.config.role == "trainer" and len(self._devices) < 2 and not self.config.initial_peers:
             raise ConfigError(
                 f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
@@ -299,6 +306,25 @@ class SwarmHooks(ResumingHooks):
         following.follow(trainer)
 
     @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """The last that is done to the module before its optimizer is made."""
+        module = self.lightning_module
+        assert module is not None
+        blocks = find_blocks(module, self.config.pipeline)
+        self._ranges = choose_ranges(
+            blocks,
+            self._num_stages,
+            self.config.split,
+            lambda: settings.block_costs(module.trainer, blocks),
+            seams=layers_behind(module, blocks),
+        )
+        if self.config.boundary is not None:
+            if not boundary_layers(module):
+                rules.check_copies(module.trainer)
+            insert_at_cuts(module, blocks, self._ranges, self.config.boundary)
+        return super()._setup_model(model)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         if not self.is_global_zero:
             following.reseed(self.local_rank)
@@ -310,11 +336,8 @@ class SwarmHooks(ResumingHooks):
         module = self.lightning_module
         selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
         model = self._model_of(module, keep=True)
-        ranges = choose_ranges(
-            model.blocks, self._num_stages, self.config.split, lambda: settings.block_costs(trainer, model.blocks)
-        )
-        model.cut(ranges)  # what cannot be cut is refused here, before anyone is asked
-        self._session = self._start_run(trainer, model, ranges, selection)
+        model.cut(self._ranges)  # what cannot be cut is refused here, before anyone is asked
+        self._session = self._start_run(trainer, model, self._ranges, selection)
         self._interception = Interception(model.blocks, self._session.pipeline)
         if fitting:
             most = self.config.limits.max_metric_bytes
@@ -516,6 +539,8 @@ class SwarmHooks(ResumingHooks):
 
     def _end_run(self) -> None:
         """Leave module, loop and callbacks as they were."""
+        if self.lightning_module is not None:
+            hook(self.lightning_module)
         if self._interception is not None:
             self._interception.remove()
         self._restore_dtype()

@@ -101,6 +101,8 @@ class SwarmCLIHooks(_LightningCLI):
         if not isinstance(strategy, str) and strategy.get("class_path") == self.strategy_class.framework.strategy_path:
             given = strategy.as_dict().get("init_args", {})
             limits = Limits(**given.pop("limits", {}))
+            if given.get("boundary"):
+                given["boundary"] = instantiate_class((), given["boundary"])
             of_lightning = ("accelerator", "checkpoint_io", "precision_plugin")
             self.strategy_class(
                 limits=limits, **{name: value for name, value in given.items() if name not in of_lightning}

@@ -1,6 +1,7 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
 from lightning_swarm.partition.blocks import Blocks, find_blocks
+from lightning_swarm.partition.boundaries import insert_at_cuts, layers_behind
 from lightning_swarm.partition.choice import choose_ranges
 from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
@@ -18,7 +19,9 @@ __all__ = [
     "cut",
     "find_blocks",
     "guard",
+    "insert_at_cuts",
     "is_computing",
+    "layers_behind",
     "named",
     "parameter_costs",
     "time_costs",

@@ -6,6 +6,7 @@ from typing import Final
 
 from torch import Tensor, nn
 
+from lightning_swarm.boundary import boundary_layers
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.nn import Sequential
 
@@ -87,7 +88,8 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
-    parameters = {id(parameter) for parameter in model.parameters()}
+    layers = {id(parameter) for layer in boundary_layers(model).values() for parameter in layer.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()} - layers
     if not parameters:
         raise ConfigError(
             f"a model must have parameters to be cut, got {type(model).__name__} without any. "

@@ -13,9 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from lightning_swarm.boundary import BoundaryLayer
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.nn import accepted_keywords, call_blocks
 from lightning_swarm.partition.blocks import Blocks
+from lightning_swarm.partition.boundaries import layers_behind
 
 _MAX_NAMED: Final = 5
 
@@ -57,7 +59,7 @@ class StageSpec(msgspec.Struct, frozen=True):
 
 
 class StageModule(nn.Module):
-    """A run of the user's blocks.
+    """A run of the user's blocks, with the boundary layers between them, and the halves of those at its ends.
 
     Attributes:
         spec: What it holds.
@@ -140,11 +142,12 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
         The stages that the ranges make; then, if parameters are in no block, one that holds them, on the trainers.
     """
     _check_ranges(ranges, len(blocks.modules))
-    outside = _outside(model, blocks)
+    layers = layers_behind(model, blocks)
+    outside = _outside(model, [*blocks.modules, *layers.values()])
     for refuse in (_refuse_lazy, _refuse_sparse, _refuse_complex):
         refuse([*_inner(blocks), *outside])
     _refuse_batch_statistics(_inner(blocks))
-    runs = [tuple(blocks.modules[i] for i in indices) for indices in ranges]
+    runs = [_run(blocks, layers, indices) for indices in ranges]
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
     parameters, buffers = _parameter_slots(model), _buffer_slots(model)
     held = [_ids(block.parameters() for block in run) for run in runs]
@@ -307,9 +310,21 @@ def _refuse_lazy(modules: Iterable[_Named]) -> None:
         )
 
 
-def _outside(model: nn.Module, blocks: Blocks) -> list[_Named]:
-    """The modules that are no part of a block."""
-    inside = {id(module) for block in blocks.modules for module in block.modules()}
+def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> tuple[nn.Module, ...]:
+    """What a stage computes, in order."""
+    before = layers.get(indices.start - 1)
+    run: list[nn.Module] = [] if before is None else [before.decompress]
+    for index in indices:
+        run.append(blocks.modules[index])
+        if index in layers:
+            goes_on_elsewhere = indices.stop == index + 1 < len(blocks.modules)
+            run.append(layers[index].compress if goes_on_elsewhere else layers[index])
+    return tuple(run)
+
+
+def _outside(model: nn.Module, run: Iterable[nn.Module]) -> list[_Named]:
+    """The modules that are no part of what stages run."""
+    inside = {id(module) for one in run for module in one.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm import partition
+from lightning_swarm.boundary import adopt, unhook
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.selection import check_selection
@@ -48,6 +49,7 @@ class Model:
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self._module = module
+        unhook(module)  # a stage computes the layers at its ends in part
         self.blocks = blocks
         self._optimizer = optimizer
         self.device = device
@@ -77,11 +79,13 @@ class Model:
         ]
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse a run of another model.
+        """Refuse a run of another model. Boundary layers are the run's: they come and go with it.
 
         Raises:
             ConfigError: This peer's model is not the run's; names the first field that differs.
         """
+        adopt(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
+        unhook(self._module)
         num_blocks = len(self.blocks.modules)
         if any(stage.end_block > num_blocks for stage in manifest.stages):
             raise ConfigError(

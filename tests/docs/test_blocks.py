@@ -47,6 +47,7 @@ RULES = {
 
 NUM_SWARMS = {
     "README.md": 1,
+    "docs/boundary.md": 2,
     "docs/models.md": 4,
     "docs/faults.md": 5,
 }

@@ -70,7 +70,7 @@ def test_unknown_arguments_are_found() -> None:
 
 def test_the_reference_has_what_users_call() -> None:
     text = (ROOT / "docs" / "reference.md").read_text()
-    classes = set(re.findall(r"^\.\. auto(?:class|method):: ([\w.]+)$", text, re.MULTILINE))
+    classes = set(re.findall(r"^\.\. auto(?:class|method|function):: ([\w.]+)$", text, re.MULTILINE))
     modules = set(re.findall(r"^\.\. automodule:: ([\w.]+)$", text, re.MULTILINE))
     for name in set(lightning_swarm.__all__) - {"__version__"}:
         assert f"lightning_swarm.{name}" in classes

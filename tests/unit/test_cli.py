@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 import lightning_swarm
-from lightning_swarm import Limits, SwarmStrategy, cli
+from lightning_swarm import Bottleneck, Limits, Maxout, SwarmStrategy, cli
+from lightning_swarm.boundary import Boundary
 from lightning_swarm.cli import SwarmCLI
 from lightning_swarm.testing import InMemoryStrategy
 
@@ -142,6 +143,22 @@ def test_limits_are_set_one_by_one() -> None:
     assert limits != Limits()
 
 
+@pytest.mark.parametrize(
+    ("options", "boundary"),
+    [
+        ([], None),
+        (["--trainer.strategy.boundary=null"], None),
+        (["--trainer.strategy.boundary=Bottleneck", "--trainer.strategy.boundary.ratio=4"], Bottleneck(ratio=4)),
+        (
+            ["--trainer.strategy.boundary={class_path: lightning_swarm.Maxout, init_args: {ratio: 2, features: 8}}"],
+            Maxout(ratio=2, features=8),
+        ),
+    ],
+)
+def test_boundary_layers_are_named_by_their_class(options: list[str], boundary: Boundary | None) -> None:
+    assert strategy_of(*options).config.boundary == boundary
+
+
 def test_another_strategy_can_be_named() -> None:
     named = SwarmCLI(Net, Data, run=False, args=[*QUIET, "--trainer.strategy=auto"])
     assert not isinstance(named.trainer.strategy, SwarmStrategy)
@@ -153,6 +170,7 @@ def test_another_strategy_can_be_named() -> None:
     ("option", "rule"),
     [
         ("num_stages=0", "`num_stages` must be a positive whole number or None, got 0. Leave it out"),
+        ("boundary={class_path: Bottleneck, init_args: {ratio: 1}}", "`Bottleneck.ratio` must be a whole number of at"),
         ("limits.call_timeout=-1", "`Limits.call_timeout` must be a number of at least 0.001, got -1.0. Leave it out"),
     ],
 )

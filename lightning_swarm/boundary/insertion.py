@@ -1,0 +1,208 @@
+"""Layers in a model: where they are kept, which there are, and how a plain forward goes through them."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.boundary.layers import Bottleneck, Boundary, BoundaryLayer, Maxout
+from lightning_swarm.errors import ConfigError
+
+_CONTAINER: Final = "boundary_layers"
+_LAYER: Final = re.compile(rf"(?:(?P<owner>.+)\.)?{_CONTAINER}\.(?P<path>.+)")
+_PARAMETER: Final = re.compile(r"(?P<layer>.+)\.(?P<rest>(?:de)?compress\.(?:norm|linear|norm_out)\.(?:weight|bias))")
+
+
+class _Tree(nn.Module):
+    """Holds the layers of a model, each under the name of what it stands after."""
+
+
+def insert_boundary(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> None:
+    """Put boundary layers into a model for good: what stands before each goes through it, with and without a swarm.
+
+    A swarm cuts such a model at these places. New layers are drawn from the seed, not from torch's generator, which is
+    left as it is. Whoever wants them trained makes the optimizer afterwards.
+
+    Args:
+        module: The model.
+        boundary: Which layers.
+        after: Full names of submodules, such as ``"net.3"``, each of which gives one tensor.
+
+    Raises:
+        ConfigError: There is no such submodule, a layer stands there, or the number of features is not known or not
+            divisible. The model is as it was.
+    """
+    layers = boundary_layers(module)
+    for name in after:
+        if name in layers:
+            raise ConfigError(f"at most one boundary layer may stand after a module, got {name!r} again. Name it once.")
+        layers[name] = _made(module, name, boundary)
+    _settle(module, layers)
+
+
+def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Put the boundary layers into a model that a checkpoint has, to load it afterwards.
+
+    Args:
+        module: The model. If it has such layers, nothing happens.
+        state_dict: The checkpoint's, of which the names and shapes count. Without such layers nothing happens.
+
+    Raises:
+        ConfigError: They stand after something that this model does not have.
+    """
+    if not boundary_layers(module):
+        layers = {name: one for name, one in state_dict.items() if f"{_CONTAINER}." in name}  # others may be no tensors
+        adopt(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
+
+
+def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
+    """The layers in a model, in its order, by the full names of what they stand after."""
+    found = {}
+    for name, inner in module.named_modules():
+        place = _LAYER.fullmatch(name) if isinstance(inner, BoundaryLayer) else None
+        if place is not None:
+            found[".".join(filter(None, place.group("owner", "path")))] = inner
+    return found
+
+
+def adopt(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Have the very boundary layers in a model that another one has.
+
+    Args:
+        module: The model.
+        shapes: Of the other's parameters, by their full names.
+
+    Raises:
+        ConfigError: They stand after something that this model does not have, or are none.
+    """
+    own = described(module)
+    wanted = _described(shapes)
+    if own != wanted:
+        layers = boundary_layers(module)
+        same = {name for name in layers if own[name] == wanted.get(name)}
+        made = {name: layers[name] if name in same else _made(module, name, one) for name, one in wanted.items()}
+        _settle(module, made)
+
+
+def described(module: nn.Module) -> dict[str, Boundary]:
+    """What `boundary_layers` are, with their features."""
+    return _described({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
+
+
+def unhook(module: nn.Module) -> None:
+    """Leave what the layers stand after without them: whoever calls these computes the layers, too."""
+    for inner in module.modules():
+        for key, hook in list(inner._forward_hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), BoundaryLayer):
+                del inner._forward_hooks[key]
+
+
+def hook(module: nn.Module) -> None:
+    """Have what the layers stand after go through them. Twice is fine."""
+    unhook(module)
+    for name, layer in boundary_layers(module).items():
+        _submodule(module, name).register_forward_hook(layer.follow)
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
+    block = _submodule(module, name)
+    features = boundary.features or _features(block)
+    if features is None:
+        raise ConfigError(
+            f"the number of features after {name!r} must be known, and {type(block).__name__} has no layer that says "
+            f"it. Say it: `{type(boundary).__name__}(ratio={boundary.ratio}, features=...)`, the size of the hidden "
+            "state's last dimension."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed((torch.initial_seed() + zlib.crc32(name.encode())) % (1 << 63))
+        layer = boundary.layer(features)
+    like = next((p for part in (block, module) for p in part.parameters() if p.is_floating_point()), None)
+    if like is not None:
+        layer.to(like.device, like.dtype)
+    return layer.train(block.training)
+
+
+def _features(block: nn.Module) -> int | None:
+    """Of what a block gives, as the last of its layers says."""
+    said: int | None = None
+    for layer in block.modules():
+        if isinstance(layer, nn.Linear):
+            said = layer.out_features
+        elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+            said = layer.normalized_shape[-1]
+        elif isinstance(layer, nn.Embedding):
+            said = layer.embedding_dim
+    return said
+
+
+def _settle(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
+    """Have these layers and no others, in the model's order whoever came first, so that numbers of parameters agree."""
+    owners = {name: _owner(module, name) for name in layers}
+    unhook(module)
+    for inner in list(module.modules()):
+        if isinstance(getattr(inner, _CONTAINER, None), _Tree):
+            delattr(inner, _CONTAINER)
+    for name in [name for name, _ in module.named_modules(remove_duplicate=False) if name in layers]:
+        node: nn.Module = module.get_submodule(owners[name])
+        path = [_CONTAINER, *name.removeprefix(f"{owners[name]}.").split(".")]
+        for part in path[:-1]:
+            if part not in node._modules:
+                node.add_module(part, _Tree())
+            node = node.get_submodule(part)
+        node.add_module(path[-1], layers[name])
+    hook(module)
+
+
+def _owner(module: nn.Module, name: str) -> str:
+    """The nearest module around another one that does not run its children in a row."""
+    while name:
+        name = name.rpartition(".")[0]
+        owner = module.get_submodule(name)
+        if not isinstance(owner, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            if not isinstance(getattr(owner, _CONTAINER, _Tree()), _Tree):
+                break
+            return name
+    raise ConfigError(
+        f"the module around what boundary layers stand after must have room for them under the name `{_CONTAINER}`, "
+        f"got a {type(owner).__name__} that has it otherwise. Put it into a module of its own, or rename what is there."
+    )
+
+
+def _described(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
+    """Which layers have parameters of these names and shapes, by what they stand after."""
+    found: dict[str, dict[str, Sequence[int]]] = {}
+    for name, shape in shapes.items():
+        parameter = _PARAMETER.fullmatch(name)
+        layer = _LAYER.fullmatch(parameter["layer"]) if parameter else None
+        if parameter and layer:
+            after = ".".join(filter(None, layer.group("owner", "path")))
+            found.setdefault(after, {})[parameter["rest"]] = shape
+    boundaries: dict[str, Boundary] = {}
+    for after, parts in found.items():
+        shape = parts.get("decompress.linear.weight", ())
+        if len(shape) != 2 or not 0 < shape[1] < shape[0] or shape[0] % shape[1]:
+            raise ConfigError(f"what stands after {after!r} must be a boundary layer, got {parts}. Correct its names.")
+        kind = Bottleneck if "compress.linear.weight" in parts else Maxout
+        boundaries[after] = kind(shape[0] // shape[1], shape[0])
+    return boundaries
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        found = module.get_submodule(name)
+        if found is module:
+            raise AttributeError("a part of itself")
+        return found
+    except AttributeError as error:
+        raise ConfigError(
+            f"a boundary layer stands after a submodule, got {name!r}, which {type(module).__name__} does not have. "
+            "Build the same model, or correct the name."
+        ) from error

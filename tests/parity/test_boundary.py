@@ -1,0 +1,201 @@
+"""Boundary layers: a swarm that sends half a layer's output computes what one machine does with the whole layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm import Bottleneck, Maxout, SwarmStrategy, insert_boundary, restore_boundary
+from lightning_swarm.boundary import Boundary, boundary_layers
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.partition import StageModule
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import (
+    LOSS_TOLERANCE,
+    QUIET,
+    WEIGHT_TOLERANCE,
+    assert_exact,
+    quiet_warnings,
+    run_plain,
+    run_swarm,
+)
+from tests.parity.models import NanoGPT, Net, Recipe, TinyGPTWithLosses, Trees, digits, loader, records, sentences
+from tests.parity.test_going_back import Fit, Killing, assert_same
+from tests.parity.test_going_back import plain as plain_to_the_end
+from tests.parity.test_joining import Joining
+from tests.parity.test_resume import EPOCH, go
+
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+HALF = Bottleneck(ratio=2)
+IN_LIST: dict[str, Any] = {"split": ["1", "3"], "pipeline": "transformer.h"}
+AFTER = ["transformer.h.0", "transformer.h.2"]
+
+
+def gpt() -> NanoGPT:
+    # Of two numbers a LayerNorm leaves little but their order, and of its gradient little but noise.
+    return NanoGPT(Recipe(schedule="onecycle"), width=16)
+
+
+class Restoring(NanoGPT):
+    """Loads what a swarm with boundary layers has saved."""
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        restore_boundary(self, checkpoint["state_dict"])
+
+
+def restoring() -> Restoring:
+    return Restoring(Recipe(schedule="onecycle"), width=16).double()
+
+
+def inserted(module: Any, boundary: Boundary = HALF, after: list[str] = AFTER) -> Any:
+    insert_boundary(module, boundary, after)
+    return module
+
+
+@pytest.mark.parametrize("boundary", [HALF, Bottleneck(ratio=4), Maxout(ratio=2), Maxout(ratio=4)], ids=str)
+@pytest.mark.parametrize(
+    ("model", "after", "swarm"),
+    [(TinyGPTWithLosses, ["net.0", "net.2"], {"split": ["1", "3"]}), (gpt, AFTER, IN_LIST)],
+    ids=["sequential", "list"],
+)
+def test_the_curve_of_the_same_model_on_one_machine(
+    boundary: Boundary, model: Any, after: list[str], swarm: dict[str, Any]
+) -> None:
+    def with_layers() -> Any:
+        return inserted(model(), boundary, after)
+
+    data = loader(sentences())
+    plain = run_plain(with_layers, data, max_steps=15)
+    run = run_swarm(model, data, num_stages=3, num_servers=4, boundary=boundary, max_steps=15, **swarm)
+    assert_exact(run, plain)
+    assert list(boundary_layers(run.module)) == after
+    before = with_layers().double().state_dict()
+    moved = {name for name, tensor in run.weights.items() if not torch.equal(tensor, before[name])}
+    assert moved == before.keys(), "the layers are trained, too"
+    batch = list(sentences()[:3])
+    pipelines = [one if model is gpt else one.net for one in (run.module, plain.module)]
+    ours, theirs = (one(batch[0], targets=batch[1]) for one in pipelines)
+    torch.testing.assert_close(ours, theirs)  # by a plain forward, after the run
+
+
+def test_only_some_features_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: dict[int, set[tuple[int, int]]] = {}
+    forward = StageModule.forward
+
+    def watched(self: StageModule, inputs: tuple[Any, ...], extras: Any) -> Any:
+        output = forward(self, inputs, extras)
+        widths.setdefault(self.spec.index, set()).add((inputs[0].shape[-1], output.shape[-1]))
+        return output
+
+    monkeypatch.setattr(StageModule, "forward", watched)
+    run_swarm(gpt, loader(sentences()), num_stages=3, num_servers=3, boundary=Maxout(ratio=4), max_steps=2, **IN_LIST)
+    assert widths == {0: {(16, 4)}, 1: {(4, 4)}, 2: {(4, 16)}}
+
+
+def test_one_curve_through_a_swarm_one_machine_and_a_swarm_of_fewer_stages(tmp_path: Path) -> None:
+    """Layers that no stage ends at any more are computed whole; who has them from the file is told of them nowhere."""
+    plain = run_plain(lambda: inserted(restoring()), loader(sentences()), max_epochs=4)
+    parts = [
+        go(run_swarm, restoring, sentences(), tmp_path, 1, num_stages=3, num_servers=4, boundary=HALF, **IN_LIST),
+        go(run_plain, restoring, sentences(), tmp_path, 2),
+        go(run_swarm, restoring, sentences(), tmp_path, 3, num_stages=2, num_servers=3, pipeline="transformer.h"),
+        go(run_swarm, restoring, sentences(), tmp_path, 4, num_stages=1, num_servers=2, pipeline="transformer.h"),
+    ]
+    assert [len(part.losses) for part in parts] == 4 * [EPOCH]
+    assert [loss for part in parts for loss in part.losses] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    torch.testing.assert_close(parts[-1].weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+    loaded = Restoring.load_from_checkpoint(
+        next(tmp_path.glob("*28.ckpt")), recipe=None, width=16, weights_only=True
+    ).double()
+    assert list(boundary_layers(loaded)) == AFTER
+    tokens = sentences()[:3]
+    torch.testing.assert_close(loaded(*tokens), plain.module(*tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_whoever_joins_has_the_layers_of_the_run() -> None:
+    joining = Joining(count=2)
+    options: dict[str, Any] = {"max_steps": 12, "max_epochs": -1}
+    plain = run_plain(lambda: inserted(gpt()), loader(sentences()), **options)
+    run = run_swarm(
+        gpt,
+        loader(sentences()),
+        num_stages=3,
+        num_servers=3,
+        num_joiners=2,
+        boundary=HALF,
+        callbacks=[joining],
+        latency_s=0.001,
+        **IN_LIST,
+        **options,
+    )
+    assert_exact(run, plain)
+    assert all(joiner.calls.num_forwards for joiner in joining.joiners)
+    assert run.strategy.refusals == []
+
+
+def test_a_run_that_goes_back_has_the_same_layers() -> None:
+    killing = Killing([6], [[1]])
+    data = loader(sentences())
+    back = Fit(killing, gpt, data=data, num_stages=3, devices=3, swarm={"boundary": HALF, **IN_LIST})
+    assert len(back.went_back_to()) == 1
+    assert list(boundary_layers(back.module)) == AFTER
+    assert_same(back, killing, plain_to_the_end(lambda: inserted(gpt()), data))
+
+
+class Own(Net):
+    """Layers from the beginning, so that callbacks copy them, too; trained by whom the user says."""
+
+    def __init__(self, trains: str = "all") -> None:
+        super().__init__(nn.Sequential(nn.Linear(64, 12), nn.ReLU(), nn.Linear(12, 10)))
+        self.trains = trains
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters() if self.trains == "all" else self.net.parameters(), lr=0.1)
+
+
+def fit(module: Any, *callbacks: L.Callback, **swarm: Any) -> None:
+    strategy: SwarmStrategy = InMemoryStrategy(**{"num_stages": 2, "microbatch_size": 4, **swarm})
+    with quiet_warnings():
+        trainer = L.Trainer(**QUIET, devices=2, strategy=strategy, max_steps=2, max_epochs=2, callbacks=list(callbacks))
+        trainer.fit(module, loader(digits()))
+
+
+def test_an_optimizer_without_the_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"must train the boundary layers, got .* after 'net\.0'.*self\.parameters"):
+        fit(Own("some"), boundary=HALF, split=["1"])
+
+
+def test_one_stage_has_no_boundary() -> None:
+    with pytest.raises(ConfigError, match=r"at least 2, got 1\. Raise `num_stages`"):
+        fit(Own(), boundary=HALF, num_stages=1)
+
+
+def test_a_callback_that_has_a_copy_by_now_is_refused() -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    with pytest.raises(ConfigError, match=r"got StochasticWeightAveraging\. Call `insert_boundary\(self"):
+        fit(Own(), averaging, boundary=HALF, split=["1"])
+    own = Own()
+    insert_boundary(own, HALF, ["net.0"])
+    fit(own, StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1), split=["1"])
+    assert list(boundary_layers(own)) == ["net.0"]
+
+
+def test_a_hidden_state_of_several_tensors_is_refused() -> None:
+    layers = Bottleneck(ratio=2, features=8)
+    with quiet_warnings(), pytest.raises(ConfigError, match=r"the hidden state is one tensor, got .* output is a dict"):
+        run_swarm(Trees, loader(records()), boundary=layers, max_steps=2)
