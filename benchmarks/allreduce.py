@@ -83,10 +83,10 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 async def _by_swarm(tickets: TicketStore, ids: Sequence[PeerId], rank: int, number: int, own: Tensor) -> Round:
     async def once() -> Tensor:
-        mean, _ = await average(
+        found = await average(
             own, len(ids), roster=ids, place=rank, prefix=f"round{number}", tickets=tickets, timeout=_TIMEOUT_S
         )
-        return mean
+        return found.mean
 
     return once
 

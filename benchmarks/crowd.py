@@ -110,7 +110,7 @@ class Trainer:
         await asyncio.sleep(COMPUTING_S)
         receipts = [passage.microbatch.key.receipt for passage in passages]
         await self.steps.armed(grant.lease, receipts)
-        await gather(passage.backward([output]) for passage, (_, (output,)) in zip(passages, outputs, strict=True))
+        await gather(passage.backward([output]) for passage, (output, _) in zip(passages, outputs, strict=True))
         await self.steps.done(grant.lease, receipts)
         while self.steps.version == grant.step:
             await self.steps.record(grant.step)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_swarm.boundary import Boundary
 from lightning_swarm.errors import ConfigError
@@ -15,6 +16,54 @@ Role = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
 Rebalancing = Literal["none", "paper", "gain"]
 """Who moves to another stage: nobody; by the paper's rule; whoever gains more by it than it costs."""
+
+CodecName = Literal["none", "float16", "bfloat16", "8bit", "4bit"]
+"""How tensors travel: as they are, or in fewer bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """By which codec tensors travel between peers.
+
+    Args:
+        activations: Outputs of stages, and floating-point inputs of the first one. Small ones travel as they are.
+        gradients: Their gradients, on the way back.
+        averaging: Sums of gradients, between the servers of a stage.
+        error_feedback: Add to the next step's sums what the codec lost of those of this one.
+    """
+
+    activations: CodecName = "none"
+    gradients: CodecName = "none"
+    averaging: CodecName = "none"
+    error_feedback: bool = False
+
+    @classmethod
+    def parse(cls, given: CodecName | Compression | Mapping[str, Any]) -> Compression:
+        """What a user gives: one codec for all, or a record."""
+        if isinstance(given, Compression):
+            return given
+        if isinstance(given, str):
+            return cls(activations=given, gradients=given, averaging=given)
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ConfigError(f"`compression` has {', '.join(names)}, got {unknown}. Correct it.")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        for name in ("activations", "gradients", "averaging"):
+            value = getattr(self, name)
+            if value not in get_args(CodecName):
+                raise ConfigError(
+                    f"`compression` must name one of {', '.join(get_args(CodecName))}, got {value!r} for {name}. "
+                    "Choose one of them."
+                )
+        feedback: object = self.error_feedback
+        if not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
+            raise ConfigError(
+                "`error_feedback` must be True or False, and True only where `averaging` has a codec, got "
+                f"{self.error_feedback!r} with {self.averaging!r}. Leave it out, or choose a codec."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +165,7 @@ class SwarmConfig:
     rebalancing: Rebalancing
     rebalance_interval: float
     preemption: Preemption | None
+    compression: Compression = Compression()
     limits: Limits
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lightning_swarm import membership, survey
 from lightning_swarm.config import SwarmConfig
@@ -13,7 +13,7 @@ from lightning_swarm.server.model import Model
 from lightning_swarm.steps import VIEW
 from lightning_swarm.steps.rosters import choose_voters
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.runs import Manifest, Member, Selection
+from lightning_swarm.types.runs import Encoding, Manifest, Member, Selection
 from lightning_swarm.types.wire import PROTOCOL_VERSION
 
 
@@ -119,6 +119,7 @@ def manifest(
         target_batch_size=config.target_batch_size,
         rebalancing=config.rebalancing,
         rebalance_interval=config.rebalance_interval,
+        encoding=Encoding(**asdict(config.compression)),
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,
         first_step=spec.first_step,

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import Boundary, boundary_layers, hook
-from lightning_swarm.config import Limits, Preemption, Rebalancing, Role, SwarmConfig
+from lightning_swarm.config import CodecName, Compression, Limits, Preemption, Rebalancing, Role, SwarmConfig
 from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
@@ -80,6 +80,9 @@ class SwarmHooks(ResumingHooks):
         preemption: Whose notice to heed that this machine is about to be taken away: ``"aws"``, ``"gcp"``, ``"azure"``,
             or ``"auto"`` for whichever answers. A server leaves the run in order then; a trainer takes it for a
             SIGTERM. None: nobody is asked.
+        compression: How tensors travel between stages and between the servers of a stage: ``"float16"``,
+            ``"bfloat16"``, ``"8bit"``, ``"4bit"`` or, as they are, ``"none"``. Or a `Compression`, which says it of
+            activations, gradients and averaging apart. The starter's word holds.
         limits: Bounds on waiting and memory.
         accelerator: As in every strategy of Lightning.
         checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written while training
@@ -114,6 +117,7 @@ class SwarmHooks(ResumingHooks):
         rebalancing: Rebalancing = "gain",
         rebalance_interval: float = 300.0,
         preemption: Preemption | None = None,
+        compression: CodecName | Compression = "none",
         limits: Limits = _LIMITS,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -140,6 +144,7 @@ class SwarmHooks(ResumingHooks):
             rebalancing=rebalancing,
             rebalance_interval=rebalance_interval,
             preemption=preemption,
+            compression=Compression.parse(compression),
             limits=limits,
         )
         # Lightning's accelerator connector sets these two.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_swarm.compression import Codecs
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Transport
@@ -83,6 +84,7 @@ class Training:
                 num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
                 max_in_flight=limits.max_in_flight,
                 device=device,
+                codecs=Codecs.of(run.manifest.encoding),
             ),
         )
         is_lead = self._transport.peer_id == run.manifest.lead

@@ -9,6 +9,7 @@ in the tree        in the structure
 =================  =========================================
 a constant         itself
 a tensor           ``["tensor", index]``
+an encoded tensor  ``["encoded", codec, dtype, shape, *places of its parts]``
 a tuple            ``["tuple", *children]``
 a list             ``["list", *children]``
 a dict             a dict of its children
@@ -17,12 +18,15 @@ a dict             a dict of its children
 Only lists and dicts are used, because msgpack does not tell a tuple from a list.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import msgspec
 from torch import Tensor
 
 from lightning_swarm.errors import ConfigError, ProtocolError
+from lightning_swarm.network.tensors import TensorSpec, parse_spec
 
 Tree: TypeAlias = Any
 """Nested tuples, lists and dicts of tensors and constants."""
@@ -33,9 +37,38 @@ Structure: TypeAlias = Any
 MAX_DEPTH: Final = 32
 """Containers within containers. Deeper structures overflow decoders written in C."""
 
+MAX_PARTS: Final = 8
+"""Of an encoded tensor."""
+
+_MAX_CODEC_CHARS: Final = 32
 _CONSTANTS: Final = frozenset({type(None), bool, int, float, str})
 _MIN_INT: Final = -(2**63)
 _MAX_INT: Final = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor as a codec wrote it. In a tree it stands where the tensor would.
+
+    Args:
+        codec: Its name.
+        spec: Dtype and shape of the tensor.
+        parts: What the codec made of it.
+    """
+
+    codec: str
+    spec: TensorSpec
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int:
+        """Likewise."""
+        return len(self.spec.shape)
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
@@ -75,15 +108,42 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
     return tree
 
 
-def is_differentiable(tensor: Tensor) -> bool:
-    """Whether a leaf of its dtype can require a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
+def leaves(tree: Tree) -> list[Tensor | Encoded]:
+    """The tensors of a tree, in its order."""
+    found: list[Tensor | Encoded] = []
+
+    def note(leaf: Tensor | Encoded) -> Tensor | Encoded:
+        found.append(leaf)
+        return leaf
+
+    transform(tree, note)
+    return found
+
+
+def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]) -> Tree:
+    """The same tree with what `change` makes of its tensors. It holds nothing but what `flatten` takes."""
+    if isinstance(tree, (Tensor, Encoded)):
+        return change(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(transform(child, change) for child in tree)
+    if isinstance(tree, dict):
+        return {key: transform(child, change) for key, child in tree.items()}
+    return tree
+
+
+def is_differentiable(leaf: Tensor | Encoded) -> bool:
+    """Whether a leaf of its dtype can require a gradient. Codecs take real numbers only."""
+    return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
 
 
 def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Structure:
     if isinstance(tree, Tensor):
         tensors.append(tree)
         return ["tensor", len(tensors) - 1]
+    if isinstance(tree, Encoded):
+        tensors.extend(tree.parts)
+        places = range(len(tensors) - len(tree.parts), len(tensors))
+        return ["encoded", tree.codec, tree.spec.dtype, list(tree.spec.shape), *places]
     # Exact types: a namedtuple or an enum would come back as something else.
     kind = type(tree)
     if kind in _CONSTANTS:
@@ -138,6 +198,8 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
     tag, *children = structure
     if tag == "tensor":
         return _tensor_at(children, tensors, missing)
+    if tag == "encoded":
+        return _encoded(children, tensors, missing)
     if tag not in ("tuple", "list"):
         # The tag is a stranger's: no more of it than fits in a line goes into a log.
         raise ProtocolError(
@@ -159,20 +221,16 @@ def _tensor_at(children: list[Any], tensors: Sequence[Tensor], missing: set[int]
     return tensors[children[0]]
 
 
-def placed(present: Sequence[bool], tensors: Sequence[Tensor]) -> tuple[list[Tensor | None], Sequence[Tensor]]:
-    """Put tensors that came without the places of the missing ones where they belong.
-
-    Args:
-        present: For each place, whether a tensor came for it.
-        tensors: Those that came, in order; more may follow.
-
-    Returns:
-        The tensors at their places, `None` elsewhere; and the tensors that are left over.
-
-    Raises:
-        ProtocolError: Fewer came than were announced.
-    """
-    if sum(present) > len(tensors):
-        raise ProtocolError(f"{sum(present)} tensors were announced, {len(tensors)} came")
-    remaining = iter(tensors)
-    return [next(remaining) if flag else None for flag in present], list(remaining)
+def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Encoded:
+    codec, dtype, shape, *places = children if len(children) > 3 else ("", "", [])
+    if type(codec) is not str or len(codec) > _MAX_CODEC_CHARS or not 0 < len(places) <= MAX_PARTS:
+        raise ProtocolError(
+            f"an encoded tensor in a structure must name its codec and at most {MAX_PARTS} parts, got {len(places)}. "
+            "The message was refused."
+        )
+    try:
+        spec = msgspec.convert([dtype, shape], TensorSpec)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"an encoded tensor must have a dtype and a shape: {error}") from error
+    parse_spec(spec)
+    return Encoded(codec, spec, tuple(_tensor_at([place], tensors, missing) for place in places))

@@ -1,7 +1,8 @@
 """A butterfly all-reduce over tickets: each peer reduces one part and hands the same bytes to all.
 
 The roster is known, so there is no matchmaking. A round is complete or it raises: there are no partial results.
-Only the sums are read; the mean goes into memory of its own.
+Only the sums are read; the mean goes into memory of its own. Parts may travel encoded, once each way: what a peer
+reduced it decodes itself, too, so that all have the same bits.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
-from lightning_swarm.network import Message, PeerId
+from lightning_swarm.averaging.parts import AS_THEY_ARE, Parts
+from lightning_swarm.errors import DeadlineExceeded, PeerError, SwarmError, TicketGone, Unreachable
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.room import new_bytes
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
@@ -37,6 +39,20 @@ class RoundFailed(PeerError):
         self.missed = missed
 
 
+class Mean(NamedTuple):
+    """What a round ends with.
+
+    Attributes:
+        mean: ``[n]``, the same bits on every peer.
+        squared_norm: Of the part that this peer reduced.
+        lost: ``[n]``, what a codec lost of the mean, in what this peer sent. None: it was not asked for.
+    """
+
+    mean: Tensor
+    squared_norm: float
+    lost: Tensor | None = None
+
+
 async def average(
     vector: Tensor,
     total_weight: float,
@@ -46,7 +62,9 @@ async def average(
     prefix: str,
     tickets: TicketStore,
     timeout: float,
-) -> tuple[Tensor, float]:
+    parts: Parts = AS_THEY_ARE,
+    carried: Tensor | None = None,
+) -> Mean:
     """Sum `vector` over the roster, in roster order, and divide once.
 
     Args:
@@ -57,38 +75,61 @@ async def average(
         prefix: Names the round; unique to generation, step, attempt, round and stage.
         tickets: Carries the parts.
         timeout: Seconds for each exchange.
-
-    Returns:
-        The mean ``[n]``, the same bytes on every peer, and the squared norm of the part that this peer reduced.
+        parts: How they travel.
+        carried: ``[n]``, what an earlier round lost, to be added to this one; then what this one loses is found. None:
+            nothing of that.
 
     Raises:
         RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
     """
-    parts = _parts(len(vector), len(roster))
+    bounds = _parts(len(vector), len(roster))
+    lost = None if carried is None else torch.zeros_like(vector)
     others = [i for i in range(len(roster)) if i != place]
 
     async def take(i: int, name: str, part: slice) -> Tensor:
         ticket = Ticket(peer_id=roster[i], name=f"{prefix}/{name}")
         try:
-            return _checked(await tickets.fetch(ticket, timeout=timeout), vector, part, roster[i])
+            message = await tickets.fetch(ticket, timeout=timeout)
+            return await parts.from_message(message, like=vector, length=part.stop - part.start)
         except SwarmError as error:
             # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
             blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
             missed = None if blameless else roster[i]
             raise RoundFailed(f"{ticket.name} did not come from {roster[i]}: {error}", missed) from error
 
-    for i in others:
-        tickets.offer(f"{prefix}/part{i}", Message(tensors=(vector[parts[i]].cpu(),)))
-    pieces = dict(zip(others, await gather(take(i, f"part{place}", parts[place]) for i in others), strict=True))
-    pieces[place] = vector[parts[place]]
-    mean = _new(vector)
-    reduced = mean[parts[place]]
-    squared_norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
-    tickets.offer(f"{prefix}/reduced{place}", Message(tensors=(reduced.cpu(),)))
+    async def send(name: str, part: Tensor, lost: Tensor | None) -> Tensor:
+        """Returns what the others make of it, and notes the difference."""
+        message = await parts.to_message(part)
+        tickets.offer(f"{prefix}/{name}", message)
+        if parts.codec is None:
+            return part
+        received = await parts.from_message(message, like=vector, length=len(part))
+        if lost is not None:
+            torch.sub(part, received, out=lost)
+        return received
 
-    for i, part in zip(others, await gather(take(i, f"reduced{i}", parts[i]) for i in others), strict=True):
-        mean[parts[i]] = part
-    return mean, squared_norm
+    for i in others:
+        part, left_over = vector[bounds[i]], None
+        if carried is not None and lost is not None:
+            part, left_over = torch.add(part, carried[bounds[i]], alpha=total_weight), lost[bounds[i]]
+        await send(f"part{i}", part, left_over)
+    if lost is not None:
+        lost /= total_weight
+    pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
+    pieces[place] = vector[bounds[place]]
+    mean = _new(vector)
+    reduced = mean[bounds[place]]
+    squared_norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
+    if carried is not None:
+        reduced += carried[bounds[place]]
+    received = await send(f"reduced{place}", reduced, None if lost is None else lost[bounds[place]])
+    if received is not reduced:
+        reduced.copy_(received)
+        squared_norm = float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
+
+    for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
+        mean[bounds[i]] = part
+    return Mean(mean, squared_norm, lost)
 
 
 def refuse(roster: Sequence[PeerId], place: int, *, prefix: str, tickets: TicketStore, reason: str) -> None:
@@ -103,7 +144,13 @@ def refuse(roster: Sequence[PeerId], place: int, *, prefix: str, tickets: Ticket
 
 
 async def collect(
-    like: Tensor, *, roster: Sequence[PeerId], prefix: str, tickets: TicketStore, timeout: float
+    like: Tensor,
+    *,
+    roster: Sequence[PeerId],
+    prefix: str,
+    tickets: TicketStore,
+    timeout: float,
+    parts: Parts = AS_THEY_ARE,
 ) -> Tensor:
     """The mean of a round that this peer has no part in, as every member of `roster` has it.
 
@@ -112,16 +159,17 @@ async def collect(
         roster: The peers of the stage.
         prefix: Names the round.
         tickets: Carries the parts.
+        parts: How they travel.
         timeout: Seconds for each exchange.
     """
 
     async def take(i: int, part: slice) -> Tensor:
         message = await tickets.fetch(Ticket(peer_id=roster[i], name=f"{prefix}/reduced{i}"), timeout=timeout)
-        return _checked(message, like, part, roster[i])
+        return await parts.from_message(message, like=like, length=part.stop - part.start)
 
     mean = _new(like)
-    parts = _parts(len(like), len(roster))
-    for part, found in zip(parts, await gather(take(i, part) for i, part in enumerate(parts)), strict=True):
+    bounds = _parts(len(like), len(roster))
+    for part, found in zip(bounds, await gather(take(i, part) for i, part in enumerate(bounds)), strict=True):
         mean[part] = found
     return mean
 
@@ -148,11 +196,3 @@ def _new(like: Tensor) -> Tensor:
 def _parts(length: int, num_peers: int) -> list[slice]:
     bounds = [length * i // num_peers for i in range(num_peers + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
-def _checked(message: Message, vector: Tensor, part: slice, sender: PeerId) -> Tensor:
-    shape = (part.stop - part.start,)
-    if len(message.tensors) != 1 or message.tensors[0].shape != shape or message.tensors[0].dtype != vector.dtype:
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
-        raise ProtocolError(f"{sender} sent {found} for a part of shape {shape} and {vector.dtype}")
-    return message.tensors[0]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from lightning_swarm import trees
 from lightning_swarm.clock import now_s
@@ -23,7 +21,6 @@ from lightning_swarm.types.calls import (
     CancelRequest,
     Direction,
     ForwardRequest,
-    Recompute,
     Ticket,
 )
 from lightning_swarm.types.wire import decode
@@ -68,7 +65,7 @@ class Calls:
 
     Attributes:
         route: Who computes each stage.
-        gradients: Of the output's tensors, when they are known.
+        gradients: For each of the output's tensors its gradient or None, as they travel, when they are known.
     """
 
     def __init__(self, link: Link, microbatch: Microbatch, holders: Mapping[int, PeerId] | None = None) -> None:
@@ -77,7 +74,7 @@ class Calls:
         self._holders = holders
         self._told: dict[tuple[int, Direction], _Told] = {}
         self.route: list[Charge] = []
-        self.gradients: Sequence[Tensor | None] = ()
+        self.gradients: trees.Tree = []
 
     @property
     def step(self) -> int:
@@ -129,7 +126,7 @@ class Calls:
         told = _Told(self.peer(stage), self.peer(stage - 1) if stage else None)
         await self._untell(stage, "forward", told)
         microbatch = self._microbatch
-        structure, tensors = trees.flatten((None if stage else microbatch.inputs, microbatch.extras[stage]))
+        structure, tensors = trees.flatten(self._brought(stage))
         request = ForwardRequest(
             key=microbatch.key,
             stage_index=stage,
@@ -158,12 +155,8 @@ class Calls:
         told = _Told(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
         await self._untell(stage, "backward", told)
         microbatch = self._microbatch
-        tensors = [] if source else [gradient for gradient in self.gradients if gradient is not None]
-        again = None
-        if recompute:
-            structure, inputs = trees.flatten((None if stage else microbatch.inputs, microbatch.extras[stage]))
-            again = Recompute(source=self._ticket(stage - 1, "forward") if stage else None, structure=structure)
-            tensors += inputs
+        again = self._brought(stage) if recompute else None
+        structure, tensors = trees.flatten((None if source else self.gradients, again))
         request = BackwardRequest(
             key=microbatch.key,
             stage_index=stage,
@@ -171,12 +164,16 @@ class Calls:
             weight=microbatch.weight,
             accumulate=self.accumulates(stage),
             source=self._ticket(stage + 1, "backward") if source else None,
-            present=[] if source else [gradient is not None for gradient in self.gradients],
-            recompute=again,
+            structure=structure,
+            inputs=self._ticket(stage - 1, "forward") if recompute and stage else None,
         )
         self._told[stage, "backward"] = told
         with self._blaming(stage):
             await self._link.send(told.peer, BACKWARD, request, tensors)
+
+    def _brought(self, stage: int) -> trees.Tree:
+        """What a stage gets of the trainer itself."""
+        return (None if stage else self._microbatch.inputs, self._microbatch.extras[stage])
 
     async def cancel(self, stage: int, direction: Direction) -> bool:
         """Tell a peer to leave a call undone. True: too late, the gradient is in its sum."""

@@ -27,7 +27,7 @@ class Microbatch:
     Args:
         key: Names it.
         num_rows: Its size along dimension 0.
-        inputs: Positional inputs of the first stage.
+        inputs: Positional inputs of the first stage, as they travel.
         extras: For each stage, the keyword arguments that it takes.
         mode: The trainer's mode.
         weight: Of its batch.
@@ -49,12 +49,12 @@ class Copy:
 
     Args:
         microbatch: As it was sent.
-        gradients: For each tensor of the last stage's output its gradient, or None.
+        gradients: For each tensor of the last stage's output its gradient or None, as they travel.
         route: Who computed it, stage by stage. They may hold its activations still.
     """
 
     microbatch: Microbatch
-    gradients: Sequence[Tensor | None]
+    gradients: trees.Tree
     route: Sequence[PeerId]
 
 
@@ -173,7 +173,7 @@ class Copies:
 
 
 def _tensors_of(copy: Copy) -> tuple[Any, ...]:
-    return copy.microbatch.inputs, list(copy.microbatch.extras), list(copy.gradients)
+    return copy.microbatch.inputs, list(copy.microbatch.extras), copy.gradients
 
 
 def _num_bytes(copy: Copy) -> int:

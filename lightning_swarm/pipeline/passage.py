@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from torch import Tensor
-
 from lightning_swarm import trees
 from lightning_swarm.clock import now_s
+from lightning_swarm.compression import from_message
 from lightning_swarm.errors import DeadlineExceeded, ProtocolError, TicketGone
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.calls import Calls, Failed
@@ -20,8 +19,7 @@ from lightning_swarm.pipeline.copies import Copy, Microbatch
 from lightning_swarm.pipeline.link import Link
 from lightning_swarm.pipeline.recovery import BackwardRecovery, ForwardRecovery
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.calls import Computed, StageReport
-from lightning_swarm.types.wire import decode
+from lightning_swarm.types.calls import StageReport
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
@@ -45,8 +43,8 @@ class Passage:
         self.microbatch = microbatch
         self._calls = Calls(link, microbatch)
 
-    async def forward(self) -> tuple[Computed, tuple[Tensor, ...]]:
-        """The output of the last stage.
+    async def forward(self) -> tuple[trees.Tree, list[bool]]:
+        """The output of the last stage, as it travels, and which of its tensors require grad.
 
         Raises:
             StepError: No way through was found.
@@ -65,7 +63,7 @@ class Passage:
                     calls.release()
         return found
 
-    async def _forward(self) -> tuple[Computed, tuple[Tensor, ...]]:
+    async def _forward(self) -> tuple[trees.Tree, list[bool]]:
         calls, link = self._calls, self.link
         began_s = now_s()
         sender = _Sender(link, calls, self.microbatch)
@@ -78,7 +76,7 @@ class Passage:
                     link.heard(charge.peer, step=calls.step)
                 # After a failure it is not sure whose reports these are.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
-                return decode(message.body, Computed), message.tensors
+                return from_message(message)
             except Failed as failure:
                 await recovery.mend(failure)
 
@@ -93,13 +91,11 @@ class Passage:
         for router, charge, busy_s in zip(self.link.routers, route, times, strict=True):
             router.note_forward(charge, busy_s=busy_s)
 
-    async def backward(
-        self, gradients: Sequence[Tensor | None], *, sent: Callable[[], Awaitable[None]] = _nothing
-    ) -> list[Tensor | None] | None:
+    async def backward(self, gradients: trees.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing) -> trees.Tree:
         """Have every stage add its gradients; returns the input's gradients if the mode asks for them.
 
         Args:
-            gradients: For each output tensor its gradient, or None.
+            gradients: For each output tensor its gradient or None, as they travel.
             sent: Called once, when all stages have accepted their calls.
 
         Raises:
@@ -241,10 +237,8 @@ class _WayBack:
         self._sender = _Sender(link, calls, microbatch)
         self._recovery = BackwardRecovery(link, calls, microbatch, holders=holders or {}, avoid=avoid)
 
-    async def go(
-        self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing
-    ) -> list[Tensor | None] | None:
-        """Returns the input's gradients, if they are wanted.
+    async def go(self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing) -> trees.Tree:
+        """Returns the input's gradients, as they travel, or None where they are not wanted.
 
         Args:
             anew: No forward went before it.
@@ -329,9 +323,9 @@ class _WayBack:
         _settle(self._link, calls, stage, report)
         self._recovery.done.add(stage)
 
-    async def _input_gradient(self) -> list[Tensor | None]:
+    async def _input_gradient(self) -> trees.Tree:
         message, _ = await self._calls.fetch(0, "backward")
-        return trees.placed(decode(message.body, Computed).flags, message.tensors)[0]
+        return from_message(message)[0]
 
 
 def _settle(link: Link, calls: Calls, stage: int, report: StageReport) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm import trees
+from lightning_swarm.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.errors import ConfigError, LeaseRevoked
 from lightning_swarm.pipeline import autograd
 from lightning_swarm.pipeline.copies import Microbatch
@@ -22,7 +23,7 @@ from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.mode import capture
 from lightning_swarm.tasks import gather_bounded
 from lightning_swarm.types.batches import Grant
-from lightning_swarm.types.calls import CallKey, Computed, Mode, Receipt
+from lightning_swarm.types.calls import CallKey, Mode, Receipt
 
 
 @dataclass
@@ -52,6 +53,7 @@ class PipelineConfig:
         num_microbatches: See above.
         max_in_flight: Microbatches under way at once.
         device: Where the trainer's tensors live.
+        codecs: By which tensors travel.
     """
 
     keywords: Sequence[frozenset[str]]
@@ -60,6 +62,7 @@ class PipelineConfig:
     num_microbatches: int
     max_in_flight: int
     device: torch.device
+    codecs: Codecs = PLAIN
 
 
 class Pipeline:
@@ -97,11 +100,10 @@ class Pipeline:
             input_grad=grad and any(tensor.requires_grad for tensor in tensors),
         )
         with torch.inference_mode(False), torch.no_grad():
-            # Cloned: another thread cannot use inference tensors, and the user may overwrite the batch while a
+            # Cloned there: another thread cannot use inference tensors, and the user may overwrite the batch while a
             # microbatch may still have to be sent again.
-            copies = [_copied(tensor) for tensor in tensors]
-            extras = _detached(extras)
-        call = _Call(self, trees.unflatten(structure, copies), extras, mode)
+            detached = [tensor.detach() for tensor in tensors]
+            call = _Call(self, trees.unflatten(structure, detached), _detached(extras), mode)
         if grad:
             outputs = autograd.apply(call, tensors)
         else:
@@ -183,7 +185,7 @@ class _Call:
                 Microbatch(
                     key=pipeline.key(self._batch, number, index),
                     num_rows=part.num_rows,
-                    inputs=part.args,
+                    inputs=_to_send(part.args, config.codecs.activations, copy=True),
                     extras=[_taken(part.kwargs, keywords) for keywords in config.keywords],
                     mode=mode,
                     weight=self._batch.grant.weight if self._batch else 0.0,
@@ -200,10 +202,10 @@ class _Call:
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `autograd.Call`."""
         results = self._run([passage.forward() for passage in self._passages])
-        outputs = [trees.unflatten(computed.structure, list(tensors)) for computed, tensors in results]
-        computed: Computed = results[0][0]
+        config = self._pipeline.config
+        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
         self.output_structure, flat = trees.flatten(concat(outputs, self._sizes))
-        return [tensor.to(self._pipeline.config.device) for tensor in flat], computed.flags
+        return flat, results[0][1]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """See `autograd.Call`."""
@@ -215,9 +217,11 @@ class _Call:
                 "has gone on. Detach what you keep from one batch to the next."
             )
         batch.backward_begun = True
-        parts = split_gradients([g if g is None else g.cpu() for g in gradients], self._sizes)
+        config = self._pipeline.config
+        codec = config.codecs.gradients
+        parts = [_to_send(list(part), codec, copy=False) for part in split_gradients(gradients, self._sizes)]
         first = self._passages[0].microbatch
-        no_gradients = [None] * len(trees.flatten(first.inputs)[1])
+        no_gradients = [None] * len(trees.leaves(first.inputs))
         works = [
             passage.backward(part, sent=partial(self._sent, batch, passage.microbatch.key.receipt))
             for passage, part in zip(self._passages, parts, strict=True)
@@ -231,7 +235,9 @@ class _Call:
             self._pipeline.runtime.run(batch.confirm())
             return no_gradients  # there is nothing around the pipeline that wants one
         batch.completed += [passage.microbatch.key.receipt for passage in self._passages]
-        return concat_gradients(found, self._sizes) if first.mode.input_grad else no_gradients
+        if not first.mode.input_grad:
+            return no_gradients
+        return concat_gradients([decoded(one, codec, config.device) for one in found], self._sizes)
 
     async def _sent(self, batch: BatchInHand, receipt: Receipt) -> None:
         batch.sent.append(receipt)
@@ -254,6 +260,17 @@ def _detached(extras: dict[str, Any]) -> dict[str, Any]:
             "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
         )
     return dict(trees.unflatten(structure, [_copied(tensor) for tensor in tensors]))
+
+
+def _to_send(tree: trees.Tree, codec: Codec | None, *, copy: bool) -> trees.Tree:
+    """Encoded where the tensors are, then where they can be sent from again and again."""
+
+    def on_cpu(leaf: Tensor | trees.Encoded) -> Tensor | trees.Encoded:
+        if isinstance(leaf, trees.Encoded):
+            return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
+        return _copied(leaf) if copy else leaf.cpu()
+
+    return trees.transform(encoded(tree, codec), on_cpu)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_swarm import trees
+from lightning_swarm.compression import from_message, to_message
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import (
     Busy,
@@ -42,7 +43,6 @@ from lightning_swarm.types.calls import (
     CallReport,
     CancelReply,
     CancelRequest,
-    Computed,
     ForwardRequest,
     StageReport,
     Ticket,
@@ -51,6 +51,7 @@ from lightning_swarm.types.steps import ReceiptsReply, ReceiptsRequest, StageRec
 from lightning_swarm.types.wire import decode, encode, to_bitmap
 
 _T = TypeVar("_T")
+_Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extras
 
 
 class Calls:
@@ -165,12 +166,11 @@ class Calls:
         if keep:
             kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
             self._keep(name, kept, result)
-        computed = Computed(structure=result.structure, flags=result.requires_grad)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
-        outputs = tuple(tensor.cpu() for tensor in result.outputs)
         # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
         once = self.cache.full or not keep
-        self._tickets.fulfil(name, Message(encode(computed), outputs), encode(report), once=once)
+        message = to_message(result.output, result.requires_grad)
+        self._tickets.fulfil(name, message, encode(report), once=once)
 
     def _keep(self, name: str, kept: Kept, result: Forwarded) -> None:
         kept.graph = result.graph
@@ -183,10 +183,10 @@ class Calls:
     ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[StageReport, ...]]:
         """The positional inputs of a stage, which of their tensors want a gradient, and the reports they came with."""
         if source is None:
-            return inputs, [input_grad and trees.is_differentiable(t) for t in trees.flatten(inputs)[1]], ()
+            return inputs, [input_grad and trees.is_differentiable(leaf) for leaf in trees.leaves(inputs)], ()
         message, report = await self._fetch(source)
-        computed = decode(message.body, Computed)
-        return (trees.unflatten(computed.structure, list(message.tensors)),), computed.flags, _reports(report)
+        output, flags = from_message(message)
+        return (output,), flags, _reports(report)
 
     # ------------------------------------------------------------------ backward
 
@@ -201,25 +201,22 @@ class Calls:
             raise ProtocolError(
                 f"a backward must belong to a forward with gradients of the open step {stage.version}: {request.key}"
             )
-        _, rest = trees.placed(request.present, message.tensors)
-        if request.recompute is not None:
-            _input_tree(request.recompute.structure, rest, request.recompute.source)
-        elif rest:
-            raise ProtocolError(f"{sum(request.present)} tensors were announced, {len(message.tensors)} came")
+        gradients, again = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward")
-        self.under_way.begin(name, lambda: self._backward(name, stage, request, message.tensors))
+        self.under_way.begin(name, lambda: self._backward(name, stage, request, gradients, again))
         return Message()
 
-    async def _backward(self, name: str, stage: Stage, request: BackwardRequest, tensors: tuple[Tensor, ...]) -> None:
+    async def _backward(
+        self, name: str, stage: Stage, request: BackwardRequest, gradients: trees.Tree, again: _Inputs | None
+    ) -> None:
         key, mode = request.key, request.mode
-        gradients, rest = trees.placed(request.present, tensors)
-        kept = await self._kept(stage, request, rest)  # before the gradient, which can be fetched only once
+        kept = await self._kept(stage, request, again)  # before the gradient, which can be fetched only once
         after: tuple[StageReport, ...] = ()
         if request.source is not None:
             gradients, after = await self._gradients(request.source, stage, key, kept)
         receipt = False
 
-        def compute() -> list[Tensor | None]:
+        def compute() -> trees.Tree:
             nonlocal receipt
             self._sums.check_counts(stage, key)
             stage.check_version(key.step)
@@ -233,15 +230,13 @@ class Calls:
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
-        computed = Computed(structure=None, flags=[gradient is not None for gradient in found])
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
         stage.load.note(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
-        present = tuple(gradient.cpu() for gradient in found if gradient is not None)
-        self._tickets.fulfil(name, Message(encode(computed), present), encode(own), once=True)
+        self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
     async def _gradients(
         self, source: Ticket, stage: Stage, key: CallKey, kept: Kept
-    ) -> tuple[list[Tensor | None], tuple[StageReport, ...]]:
+    ) -> tuple[trees.Tree, tuple[StageReport, ...]]:
         """What a backward begins with, and the reports that it came with; without it `kept` goes back to the cache."""
         try:
             message, report = await self._fetch(source, gradient=True)
@@ -249,20 +244,19 @@ class Calls:
             if self._sums.may_count(stage, key):
                 self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
             raise
-        gradients, _ = trees.placed(decode(message.body, Computed).flags, message.tensors)
-        return gradients, _reports(report)
+        return from_message(message)[0], _reports(report)
 
-    async def _kept(self, stage: Stage, request: BackwardRequest, tensors: Sequence[Tensor]) -> Kept:
+    async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> Kept:
         """What this peer kept of the forward, or what the request brings instead."""
         key = request.key
         forward_name = key.name(stage.index, "forward")
         kept = self.cache.take(forward_name)
         if kept is not None:
             return kept
-        if request.recompute is None:
+        if again is None:
             raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
-        inputs, extras = _input_tree(request.recompute.structure, tensors, request.recompute.source)
-        inputs, wants_grad, _ = await self._inputs(request.recompute.source, inputs, request.mode.input_grad)
+        inputs, extras = again
+        inputs, wants_grad, _ = await self._inputs(request.inputs, inputs, request.mode.input_grad)
         seed = self._seed(key, stage)
         return Kept(inputs, extras, wants_grad, request.mode, seed)
 
@@ -357,13 +351,25 @@ class Calls:
             ) from error
 
 
-def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> tuple[Any, dict[str, Any]]:
-    tree = trees.unflatten(structure, list(tensors))
+def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> _Inputs:
+    return _checked_inputs(trees.unflatten(structure, list(tensors)), source)
+
+
+def _checked_inputs(tree: trees.Tree, source: Ticket | None) -> _Inputs:
     if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
         raise ProtocolError("a call must bring a pair of inputs and extras")
     if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
         raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
     return tree
+
+
+def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple[trees.Tree, _Inputs | None]:
+    tree = trees.unflatten(request.structure, list(tensors))
+    if not isinstance(tree, tuple) or len(tree) != 2 or isinstance(tree[0], list) != (request.source is None):
+        raise ProtocolError("a backward must bring the output's gradients, or say where they are, and not both")
+    if tree[1] is None and request.inputs is not None:
+        raise ProtocolError("a backward that says where its input is must bring the extras")
+    return tree[0], None if tree[1] is None else _checked_inputs(tree[1], request.inputs)
 
 
 def _reports(report: bytes) -> tuple[StageReport, ...]:
@@ -374,4 +380,4 @@ def _reports(report: bytes) -> tuple[StageReport, ...]:
 
 def _num_samples(inputs: tuple[Any, ...]) -> int:
     """How many samples a microbatch has: it was cut along the first dimension."""
-    return next((tensor.shape[0] for tensor in trees.flatten(inputs)[1] if tensor.ndim), 0)
+    return next((leaf.shape[0] for leaf in trees.leaves(inputs) if leaf.ndim), 0)

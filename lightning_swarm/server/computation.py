@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm import trees
+from lightning_swarm.compression import PLAIN, Codecs, decoded, encoded
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule, computing
 from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom
@@ -38,9 +39,8 @@ class Graph:
 class Forwarded:
     """A forward's result."""
 
-    structure: trees.Structure
-    outputs: tuple[Tensor, ...]  # detached
-    requires_grad: list[bool]
+    output: trees.Tree  # detached, as it travels
+    requires_grad: list[bool]  # of its tensors
     graph: Graph | None
     graph_bytes: int
 
@@ -51,15 +51,17 @@ class Computation:
     Args:
         module: The stage's run of blocks.
         device: Where it computes.
+        codecs: What comes in and goes out is encoded by.
 
     Attributes:
         trainable: The parameters that backward gives gradients of.
         costs: Of a sample, seen in the first forward that keeps a graph; None: there was none yet.
     """
 
-    def __init__(self, module: StageModule, device: torch.device) -> None:
+    def __init__(self, module: StageModule, device: torch.device, codecs: Codecs = PLAIN) -> None:
         self._module = module
         self._device = device
+        self._codecs = codecs
         self._random = KeyedOnDemand(device)
         self.costs: SampleCosts | None = None
         self.trainable: list[nn.Parameter] = []
@@ -75,24 +77,24 @@ class Computation:
         """Run the blocks.
 
         Args:
-            inputs: Positional inputs, trees of tensors ``[microbatch, ...]``.
+            inputs: Positional inputs, trees of tensors ``[microbatch, ...]``, as they came.
             extras: Keyword arguments for the blocks that name them.
             wants_grad: For each tensor of `inputs`, whether backward shall give its gradient.
             mode: The trainer's mode.
             seed: Of all random draws.
         """
-        structure, tensors = trees.flatten(inputs)
+        structure, tensors = trees.flatten(decoded(inputs, self._codecs.activations, self._device))
         if len(tensors) != len(wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
         leaves = [
-            tensor.to(self._device).detach().requires_grad_(mode.grad and wants and trees.is_differentiable(tensor))
+            tensor.detach().requires_grad_(mode.grad and wants and trees.is_differentiable(tensor))
             for tensor, wants in zip(tensors, wants_grad, strict=True)
         ]
         compute = partial(self._run, structure, leaves, extras, mode)
         self._module.train(mode.training)
         with self._unchanged_buffers(mode), computing(), modes.entered(mode, self._device.type):
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
-        out_structure, outputs = trees.flatten(output)
+        _, outputs = trees.flatten(output)
 
         def again() -> Graph:
             graph = self.forward(inputs, extras, wants_grad, mode, seed).graph
@@ -100,8 +102,7 @@ class Computation:
             return graph
 
         return Forwarded(
-            structure=out_structure,
-            outputs=tuple(tensor.detach() for tensor in outputs),
+            output=encoded(trees.transform(output, _detached), self._codecs.activations),
             requires_grad=[tensor.requires_grad for tensor in outputs],
             graph=Graph(leaves, outputs, has_drawn, again) if mode.grad else None,
             graph_bytes=graph_bytes,
@@ -127,28 +128,30 @@ class Computation:
         num_rows = max((len(leaf) for leaf in leaves if leaf.dim()), default=1)
         return output, num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
 
-    def backward(
-        self, graph: Graph, gradients: Sequence[Tensor | None], mode: Mode
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Gradients of the input tensors and of the trainable parameters; adds nothing.
+    def backward(self, graph: Graph, gradients: trees.Tree, mode: Mode) -> tuple[trees.Tree, list[Tensor | None]]:
+        """Gradients of the input tensors, as they travel, and of the trainable parameters; adds nothing.
 
         Args:
             graph: Of the forward.
-            gradients: For each output tensor its gradient of the same shape, or None.
+            gradients: For each output tensor its gradient of the same shape, or None, as they came.
             mode: The trainer's mode in the forward.
         """
-        _check_gradients(graph.outputs, gradients)
+        received = decoded(gradients, self._codecs.gradients, self._device)
+        _check_gradients(graph.outputs, received)
 
         def compute(graph: Graph) -> tuple[list[Tensor | None], list[Tensor | None]]:
-            return self._differentiate(graph, gradients)
+            return self._differentiate(graph, received)
 
         with computing(), modes.entered_backward(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
             # generators back afterwards, so only the mode notices.
             if graph.has_drawn:
                 with KeyedRandom(0):
-                    return compute(graph)
-            return self._random.run("backward", 0, partial(compute, graph), lambda: partial(compute, graph.again()))[0]
+                    found, own = compute(graph)
+            else:
+                again = lambda: partial(compute, graph.again())  # noqa: E731 - mypy infers it
+                found, own = self._random.run("backward", 0, partial(compute, graph), again)[0]
+        return encoded(found, self._codecs.gradients), own
 
     def _differentiate(
         self, graph: Graph, gradients: Sequence[Tensor | None]
@@ -193,10 +196,18 @@ class Computation:
         return output, of_sample(inputs, extras, outputs, forward_flop=flops.flop, graph_bytes=saved.num_bytes)
 
 
-def _check_gradients(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def _detached(leaf: Tensor | trees.Encoded) -> Tensor | trees.Encoded:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _check_gradients(outputs: Sequence[Tensor], gradients: Any) -> None:
+    if not isinstance(gradients, list):
+        raise ProtocolError(f"a backward must bring a list of gradients, got {type(gradients).__name__}")
     if len(outputs) != len(gradients):
         raise ProtocolError(f"a stage with {len(outputs)} output tensors got {len(gradients)} gradients")
     for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is not None and not isinstance(gradient, Tensor):
+            raise ProtocolError(f"the gradient of an output must be a tensor or None, got {type(gradient).__name__}")
         if gradient is not None and (gradient.shape, gradient.dtype) != (output.shape, output.dtype):
             raise ProtocolError(
                 f"an output of shape {tuple(output.shape)} and {output.dtype} got a gradient of shape "

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm import hello
-from lightning_swarm.averaging.butterfly import collect
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Message, PeerId, Transport
@@ -21,7 +20,6 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.download import Download
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.model import Model
-from lightning_swarm.server.rounds import round_name
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import JOIN, LISTEN, READY, VIEW
@@ -292,17 +290,11 @@ class Joiner:
         held = self._stepping.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
             await self._stepping.reselect(closing.step, request.selection)
-            mean = await collect(
-                stage.gradient_sum,
-                roster=[member.peer_id for member in roster],
-                prefix=round_name(closing, stage.index),
-                tickets=self._tickets,
-                timeout=self._limits.call_timeout,
-            )
+            mean = await self._stepping.rounds.collect(closing, stage, roster)
         version_hash, _ = await self._executor.submit(FIRST, stage.fingerprint)
         self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
         if not held:
-            self._stepping.rounds.hold(closing, {stage.index: mean.div_(closing.gradient_scale)})
+            self._stepping.rounds.hold(closing, {stage.index: mean})
         return encode(ListenReply(boot_id=self._admission.me.boot_id, version_hash=version_hash))
 
     @property

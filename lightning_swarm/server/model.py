@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm import partition
 from lightning_swarm.boundary import adopt, unhook
+from lightning_swarm.compression import Codecs
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.selection import check_selection
@@ -147,6 +148,7 @@ class Model:
             version=manifest.first_step,
             clip_value=manifest.gradient_clip_value,
             selection=manifest.selection,
+            codecs=Codecs.of(manifest.encoding),
         )
 
     def _freeze(self, frozen: Collection[str]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from lightning_swarm.averaging.butterfly import RoundFailed, average, refuse
+from lightning_swarm.averaging.butterfly import Mean, RoundFailed, average, collect, refuse
+from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradient_sums import GradientSums
+from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import AVERAGE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
@@ -19,11 +24,14 @@ from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
 
+_NOTHING: Final[Mapping[int, Tensor]] = MappingProxyType({})
+
 
 @dataclass(frozen=True)
 class _Averaged:
     closing: Closing
     gradients: Mapping[int, Tensor]  # by stage
+    lost: Mapping[int, Tensor]  # likewise: what codecs lost of them
 
 
 class Rounds:
@@ -60,12 +68,18 @@ class Rounds:
         """The round's record is applied, or it will have none."""
         self._averaged = None
 
-    def hold(self, closing: Closing, gradients: Mapping[int, Tensor]) -> None:
-        """Keep a round's mean gradients until its record is decided, or those of a later round come."""
+    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], lost: Mapping[int, Tensor] = _NOTHING) -> None:
+        """Keep a round's mean gradients until its record is decided, or those of a later round come.
+
+        Args:
+            closing: Of the round.
+            gradients: By stage.
+            lost: Of each stage, what the codecs lost of them here, if it is to be added to the next step's.
+        """
         before = self._averaged
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
             return  # a coordinator that was replaced had it averaged
-        self._averaged = _Averaged(closing, gradients)
+        self._averaged = _Averaged(closing, gradients, lost)
 
     def holds(self, closing: Closing) -> bool:
         """Whether the round's mean gradients are held here."""
@@ -80,6 +94,24 @@ class Rounds:
         if self._averaged is None or self._averaged.closing != record.closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
         return self._averaged.gradients
+
+    def carry(self, record: Record) -> None:
+        """The record is applied: what the codecs lost of its gradients is added to the next step's."""
+        if self._averaged is not None and self._averaged.closing == record.closing:
+            for index, lost in self._averaged.lost.items():
+                self._sums.stages[index].lost = lost
+
+    async def collect(self, closing: Closing, stage: Stage, roster: Sequence[Member]) -> Tensor:
+        """The mean gradient of a round that this server has no part in."""
+        mean = await collect(
+            stage.gradient_sum,
+            roster=[member.peer_id for member in roster],
+            prefix=round_name(closing, stage.index),
+            tickets=self._tickets,
+            parts=self._parts(stage),
+            timeout=self._timeout,
+        )
+        return mean.div_(closing.gradient_scale)
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
@@ -104,8 +136,11 @@ class Rounds:
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         sums.run.check_generation(closing.generation)
         sums.check_frozen(closing)
-        self.hold(closing, {index: mean for index, (mean, _) in zip(places, averages, strict=True)})
-        return encode(AverageReply(parts=[norm for _, norm in averages]))
+        means = dict(zip(places, averages, strict=True))
+        lost = {index: mean.lost for index, mean in means.items() if mean.lost is not None}
+        self.hold(closing, {index: mean.mean for index, mean in means.items()}, lost)
+        norms = [PartNorm(stage_index=index, squared_norm=mean.squared_norm) for index, mean in means.items()]
+        return encode(AverageReply(parts=norms))
 
     def _refuse(self, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
         for index, members in enumerate(rosters):
@@ -114,24 +149,38 @@ class Rounds:
                 place, prefix = members.index(self._me), round_name(closing, index)
                 refuse(roster, place, prefix=prefix, tickets=self._tickets, reason=reason)
 
-    async def _average(
-        self, closing: Closing, index: int, roster: Sequence[Member], place: int
-    ) -> tuple[Tensor, PartNorm]:
-        mean, squared_norm = await average(
-            self._sums.stages[index].gradient_sum,
+    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> Mean:
+        stage = self._sums.stages[index]
+        # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
+        scale = closing.gradient_scale
+        found = await average(
+            stage.gradient_sum,
             closing.total_weight,
             roster=[member.peer_id for member in roster],
             place=place,
             prefix=round_name(closing, index),
             tickets=self._tickets,
+            parts=self._parts(stage),
+            carried=_carried(stage, scale),
             timeout=self._timeout,
         )
-        # Here, and not in what travels: the scale is what keeps small gradients in the range of a narrow format.
-        scale = closing.gradient_scale
-        # The mean may be on its way to others still.
-        return mean if scale == 1.0 else mean / scale, PartNorm(
-            stage_index=index, squared_norm=squared_norm / scale / scale
-        )
+        if scale == 1.0:
+            return found
+        # Not in place: it may be on its way to others still.
+        lost = None if found.lost is None else found.lost / scale
+        return Mean(found.mean / scale, found.squared_norm / scale / scale, lost)
+
+    def _parts(self, stage: Stage) -> Parts:
+        async def compute(run: Callable[[], Any]) -> Any:
+            return (await self._executor.submit(FIRST, run))[0]
+
+        return Parts(stage.codecs.averaging, compute)
+
+
+def _carried(stage: Stage, scale: float) -> Tensor | None:
+    if not stage.codecs.error_feedback:
+        return None
+    return torch.zeros_like(stage.gradient_sum) if stage.lost is None else stage.lost * scale
 
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:

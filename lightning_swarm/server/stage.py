@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import trees
+from lightning_swarm.compression import PLAIN, Codecs
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
@@ -36,10 +37,13 @@ class Stage:
         version: Of its initial weights.
         clip_value: Each element of the mean gradient is clamped to its range; None: not clipped.
         selection: Which parameters train, and in which group; None: it is not going to train.
+        codecs: By which its tensors travel.
 
     Attributes:
         computation: Of its microbatches.
         load: What these take.
+        lost: What codecs lost here of mean gradients, ``[elements of the trainable parameters]``; the next ones get it.
+            None: nothing, or nobody asks for it.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Stage:
         version: int = 0,
         clip_value: float | None = None,
         selection: Selection | None = None,
+        codecs: Codecs = PLAIN,
     ) -> None:
         self.module = module
         self.index = module.spec.index
@@ -58,7 +63,8 @@ class Stage:
         self.device = device
         self.version = version
         self.clip_value = clip_value
-        self.computation = Computation(module, device)
+        self.codecs = codecs
+        self.computation = Computation(module, device, codecs)
         self.parameters = dict(module.named_stage_parameters())
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         own = set(self.parameters.values())
@@ -101,6 +107,7 @@ class Stage:
         num_elements = sum(parameter.numel() for parameter in trainable)
         self.gradient_sum = torch.zeros(num_elements, dtype=self._sum_dtype, device=self.device)
         self.touched = [False] * len(trainable)
+        self.lost: Tensor | None = None
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -142,7 +149,7 @@ class Stage:
         if selection is not None:
             self.select(selection)
         self.optimizer.state.clear()
-        self._borrowed = None
+        self._borrowed = self.lost = None
         self.zero_sum()
 
     def check_applies(self, record: Record) -> None:

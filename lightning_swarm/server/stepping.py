@@ -243,6 +243,7 @@ class Stepping:
         async with self._applied:
             if not self.sums.in_run or self.version > record.step:
                 return
+            self.rounds.carry(record)
             self.rounds.forget()
             self.sums.turn(record, self._me, now_s=now_s())
             self._on_decided(record, gradients)

@@ -112,13 +112,6 @@ class ForwardRequest(Wire, frozen=True):
     keep: bool = True  # what backward needs; False: no backward will come, whatever the mode
 
 
-class Recompute(Wire, frozen=True):
-    """All that a peer without the forward's leavings needs to do it again."""
-
-    source: Ticket | None  # as in `ForwardRequest`
-    structure: Any
-
-
 class BackwardRequest(Wire, frozen=True):
     """Compute one stage's gradients for one microbatch, and add them to the step's sum once."""
 
@@ -128,15 +121,17 @@ class BackwardRequest(Wire, frozen=True):
     weight: Positive  # of the batch, from its grant
     accumulate: bool  # False: only the input's gradient is wanted
     source: Ticket | None  # the output's gradient, at the next stage's peer; None: it comes with the message
-    present: list[bool]  # with the message: which output leaves have a gradient
-    recompute: Recompute | None = None  # its tensors come with the message, after the gradients
+    # Tree of a pair; its tensors come with the message: for each output leaf its gradient or None, or None where they
+    # come from `source`; and (inputs or None, extras), as in `ForwardRequest`, or None where nothing is said of them.
+    structure: Any
+    inputs: Ticket | None = None  # of whom to fetch the input for doing the forward again
 
 
 class Computed(Wire, frozen=True):
     """Goes with the tensors of a finished call."""
 
-    structure: Any  # forward: tree of the output. backward: None
-    flags: list[bool]  # forward: which leaves require grad. backward: which input leaves have a gradient
+    structure: Any  # tree of the output; of a backward, for each input leaf its gradient or None
+    flags: list[bool]  # of a forward: which leaves require grad
 
 
 class StageReport(Wire, frozen=True):

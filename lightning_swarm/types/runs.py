@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from lightning_swarm.config import Rebalancing
+from lightning_swarm.config import CodecName, Rebalancing
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
@@ -44,6 +44,19 @@ class StageManifest(Wire, frozen=True):
     on_trainers: bool = False  # the last one may be: what stands around the pipeline. No microbatch goes there
 
 
+class Encoding(Wire, frozen=True):
+    """By which codecs the tensors of a run travel; fields are those of `Compression`."""
+
+    activations: CodecName
+    gradients: CodecName
+    averaging: CodecName
+    error_feedback: bool
+
+
+NOT_ENCODED: Final = Encoding(activations="none", gradients="none", averaging="none", error_feedback=False)
+"""They travel as they are."""
+
+
 class Manifest(Wire, frozen=True):
     """Record 0: what a run is. A peer whose own model or version differs refuses, naming the field."""
 
@@ -62,6 +75,7 @@ class Manifest(Wire, frozen=True):
     stages: list[StageManifest]
     rebalancing: Rebalancing = "none"
     rebalance_interval: Positive = 300.0  # seconds between two decisions on who moves, at the latest
+    encoding: Encoding = NOT_ENCODED
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_swarm.compression import Codecs, decoded, encoded
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.network import PeerId
@@ -40,10 +41,11 @@ from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
 from lightning_swarm.types.events import EventKind
-from lightning_swarm.types.runs import Member
+from lightning_swarm.types.runs import NOT_ENCODED, Encoding, Member
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
+from tests.wire import averaged, sent
 
 MODE = Mode(training=True, grad=True, default_dtype="float64")
 LIMITS = Limits(call_timeout=30.0)
@@ -57,6 +59,7 @@ SETTLE_S = 60.0
 SCALE = 1024.0
 """Of all gradients, as with `16-mixed`: a power of two rounds nothing."""
 TOLERANCE = 1e-10
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,7 @@ class Trainer:
         self._pace = pace
         self.transport = transport
         self._books = books
+        self._codecs = Codecs.of(swarm.manifest.encoding)
         self._num_stages = len(swarm.rosters)
         self.tickets = tickets
         rng = random.Random(seed)
@@ -225,16 +229,18 @@ class Trainer:
         )
         self._books.sent[grant.step, key.receipt] = Sent(self.peer_id, number, rows)
         extras: list[dict[str, Any]] = [{} for _ in range(self._num_stages)]
+        inputs = encoded((rows,), self._codecs.activations)
         microbatch = Microbatch(
-            key=key, num_rows=ROWS, inputs=(rows,), extras=extras, mode=MODE, weight=grant.weight, first_trained=0
+            key=key, num_rows=ROWS, inputs=inputs, extras=extras, mode=MODE, weight=grant.weight, first_trained=0
         )
         return Passage(self.link, microbatch)
 
     async def _through_all(self, passage: Passage, number: int) -> None:
-        _, (output,) = await passage.forward()
+        received, _ = await passage.forward()
+        output = decoded(received, self._codecs.activations, CPU)
         await asyncio.sleep(self._pace.losses_s.get(number, 0.0))
         # The batch's loss is the mean of half the squares' sums, so the samples of a step weigh equally.
-        await passage.backward([output * (SCALE / (NUM_MICROBATCHES * ROWS))])
+        await passage.backward(encoded([output * (SCALE / (NUM_MICROBATCHES * ROWS))], self._codecs.gradients))
 
 
 class _Watchman(Saboteur):
@@ -271,6 +277,7 @@ class FaultySwarm(Swarm):
         limits: Of all.
         module: One block for each stage; None: the usual ones, with a buffer each.
         optimizer: Of all, and of the one process.
+        encoding: By which tensors travel.
         look: Called with every message, before anything is done with it.
     """
 
@@ -286,6 +293,7 @@ class FaultySwarm(Swarm):
         limits: Limits = LIMITS,
         module: nn.Module | None = None,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
+        encoding: Encoding = NOT_ENCODED,
         look: Callable[[Passing], None] = lambda _: None,
     ) -> None:
         names = trainers.split()
@@ -300,6 +308,7 @@ class FaultySwarm(Swarm):
             trainers=trainers,
             module=module or nn.Sequential(*(Scaled(b, 1.0 + i / 8) for i, b in enumerate(make_module(len(rosters))))),
             optimizer=optimizer,
+            encoding=encoding,
         )
         self.plan = plan
         self.books = Books()
@@ -509,15 +518,38 @@ class FaultySwarm(Swarm):
         optimizer = self._optimizer(module)
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
-            optimizer.zero_grad()
-            for receipt in self.counted(record):
-                output = module(self.books.sent[step, receipt].rows)
-                (output.square().sum() / 2 / record.closing.total_weight).backward()
+            gradients = {receipt: self._gradients(module, step, receipt) for receipt in self.counted(record)}
+            for stage, block in enumerate(module.children()):
+                mean = self._mean(record, stage, {receipt: one[stage] for receipt, one in gradients.items()})
+                vector_to_gradients(mean, block)
             squared_norm = sum(float(one.grad.square().sum()) for one in module.parameters() if one.grad is not None)
             assert abs(squared_norm - record.squared_norm) <= TOLERANCE * squared_norm
             optimizer.step()
         found = {name: tensor.detach() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
         return found | named({name: optimizer.state[parameter] for name, parameter in module.named_parameters()})
+
+    def _gradients(self, module: nn.Module, step: int, receipt: Receipt) -> list[Tensor]:
+        """Of a microbatch, for each stage: of its batch's loss, times the batch's weight."""
+        codecs = Codecs.of(self.manifest.encoding)
+        x = sent(self.books.sent[step, receipt].rows, codecs)
+        for block in module.children():
+            x = sent(block(x), codecs)
+        module.zero_grad()
+        (x.square().sum() / 2).backward()
+        return [torch.cat([one.grad.reshape(-1) for one in block.parameters()]) for block in module.children()]
+
+    def _mean(self, record: Record, stage: int, gradients: Mapping[Receipt, Tensor]) -> Tensor:
+        """What the servers of a stage make of what each of them holds."""
+        before = self.books.rosters.get(record.step - 1)
+        roster = self.rosters[stage] if before is None else [member.peer_id for member in before[stage]]
+        held = self.held.by_stage(record)[stage]
+        nothing = torch.zeros_like(next(iter(gradients.values())))
+        sums = [
+            sum((gradients[receipt] for receipt in sorted(held.get(peer, ()))), nothing)
+            for peer in roster
+            if peer not in record.closing.absent
+        ]
+        return averaged(sums, record.closing.total_weight, Codecs.of(self.manifest.encoding).averaging)
 
     def final_state(self) -> dict[str, Tensor]:
         """Weights, buffers and what the optimizer keeps, by name; replicas must have the same bytes."""
@@ -574,6 +606,13 @@ class FaultySwarm(Swarm):
 def named(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """An optimizer's state, by the parameter's name and its own."""
     return {f"{name}/{key}": value for name, one in state.items() for key, value in one.items()}
+
+
+def vector_to_gradients(vector: Tensor, block: nn.Module) -> None:
+    """Of its parameters, in their order."""
+    own = list(block.parameters())
+    for parameter, part in zip(own, vector.split([one.numel() for one in own]), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
 
 
 def tasks_of(tasks: Iterable[asyncio.Task[None]]) -> list[str]:

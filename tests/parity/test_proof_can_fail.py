@@ -167,7 +167,7 @@ def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatc
     rounded: list[float] = []
     average = butterfly.average
 
-    async def coarse(vector: Tensor, total_weight: float, **rest: Any) -> tuple[Tensor, float]:
+    async def coarse(vector: Tensor, total_weight: float, **rest: Any) -> butterfly.Mean:
         half = vector.to(torch.float16).to(vector)
         rounded.append(float((half - vector).abs().max()))
         return await average(half, total_weight, **rest)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_swarm import trees
 from lightning_swarm.errors import PeerError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.server import BACKWARD, FORWARD
 from lightning_swarm.steps import REPLAY
 from lightning_swarm.tasks import gather
-from lightning_swarm.types.calls import CallKey, Receipt, Recompute, Ticket
+from lightning_swarm.types.calls import CallKey, Receipt, Ticket
 from lightning_swarm.types.steps import Record, Replay, ReplayReply, ReplayRequest
 from lightning_swarm.types.wire import decode, encode
 from tests.unit.swarm import Swarm, key, rows
@@ -104,7 +103,6 @@ class Replayer:
         for stage in range(last):
             await swarm.send(route[stage], FORWARD, swarm.forward_request(k, stage, route, x))
         for stage in range(last, min(one.holders) - 1, -1):
-            structure, inputs = trees.flatten((None if stage else (x,), {}))
             source = Ticket(peer_id=route[stage - 1], name=k.name(stage - 1, "forward")) if stage else None
             request = swarm.backward_request(
                 k,
@@ -113,8 +111,8 @@ class Replayer:
                 output,
                 weight=weight,
                 accumulate=stage in one.holders,
-                recompute=Recompute(source=source, structure=structure),
-                tensors=inputs,
+                again=(None if stage else (x,), {}),
+                inputs=source,
             )
             await swarm.send(route[stage], BACKWARD, request)
         for stage, peer in one.holders.items():

@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_swarm import hello, membership, survey, trees
 from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.compression import from_message
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.events import Event, EventLog
@@ -37,7 +38,6 @@ from lightning_swarm.types.calls import (
     CallReport,
     CancelReply,
     CancelRequest,
-    Computed,
     Direction,
     ForwardRequest,
     Mode,
@@ -45,7 +45,7 @@ from lightning_swarm.types.calls import (
     Ticket,
 )
 from lightning_swarm.types.reports import PeerReport
-from lightning_swarm.types.runs import Manifest, Member
+from lightning_swarm.types.runs import NOT_ENCODED, Encoding, Manifest, Member
 from lightning_swarm.types.steps import AverageRequest, Record
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 from tests.held import Held
@@ -96,6 +96,7 @@ class Swarm:
         voters: Names of servers; none: the coordinator alone.
         trainers: Names, the lead's first; none: the lead, two more, and all servers.
         module: One block for each stage; None: `make_module`'s.
+        encoding: By which tensors travel.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
 
@@ -110,6 +111,7 @@ class Swarm:
         admit: bool = True,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         around: str = "",
+        encoding: Encoding = NOT_ENCODED,
         hosts: Sequence[PeerId] = (),
         voters: str = "",
         trainers: str = "",
@@ -157,6 +159,7 @@ class Swarm:
             gradient_clip_value=None,
             max_steps=max_steps,
             total_steps=None,
+            encoding=encoding,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(
                 self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]
@@ -355,7 +358,9 @@ class Swarm:
     def backward_request(
         self, k: CallKey, stage: int, route: Sequence[PeerId], gradient: Tensor, **changes: Any
     ) -> Message:
+        """With `again`, a tree of inputs (or None) and extras, the forward can be done again."""
         last = stage == len(self.rosters) - 1
+        structure, tensors = trees.flatten(([gradient] if last else None, changes.pop("again", None)))
         fields: dict[str, Any] = {
             "key": k,
             "stage_index": stage,
@@ -363,10 +368,8 @@ class Swarm:
             "weight": 1.0,
             "accumulate": True,
             "source": None if last else Ticket(peer_id=route[stage + 1], name=k.name(stage + 1, "backward")),
-            "present": [True] if last else [],
+            "structure": structure,
         }
-        tensors = [gradient] if last else []
-        tensors += changes.pop("tensors", [])
         return Message(encode(BackwardRequest(**{**fields, **changes})), tuple(tensors))
 
     async def send(self, peer: PeerId, method: str, message: Message) -> Message:
@@ -400,7 +403,8 @@ class Swarm:
 
     async def input_gradient(self, k: CallKey, peer: PeerId) -> Tensor | None:
         message = await self.tickets.fetch(Ticket(peer_id=peer, name=k.name(0, "backward")), timeout=30.0)
-        return message.tensors[0] if decode(message.body, Computed).flags == [True] else None
+        (gradient,), _ = from_message(message)
+        return gradient
 
     async def cancel(self, k: CallKey, stage: int, direction: Direction, peer: PeerId) -> bool:
         request = CancelRequest(key=k, stage_index=stage, direction=direction)

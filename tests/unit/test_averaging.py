@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.averaging import butterfly
-from lightning_swarm.averaging.butterfly import RoundFailed, average, refuse
+from lightning_swarm.averaging.butterfly import Mean, RoundFailed, average, refuse
+from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.compression import CODECS, Codec
 from lightning_swarm.errors import PeerError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.tickets import TicketStore
-
-Result = tuple[Tensor, float]
 
 
 class Jittery(MemoryNetwork):
@@ -44,7 +45,7 @@ class Ring:
         self.transports = [self.network.transport(name) for name in self.names]
         self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
 
-    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Result:
+    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Mean:
         tickets = self.tickets[place]
         try:
             return await average(
@@ -60,8 +61,33 @@ class Ring:
             refuse(self.names, place, prefix=prefix, tickets=tickets, reason=repr(error))
             raise
 
-    def average(self) -> list[Result]:
-        async def go() -> list[Result]:
+    def average_by(self, codec: Codec, carried: list[Tensor]) -> list[Mean]:
+        """With what an earlier round lost of each peer's."""
+
+        async def compute(run: Callable[[], Any]) -> Any:
+            return run()
+
+        async def go() -> list[Mean]:
+            works = [
+                average(
+                    vector,
+                    4.0,
+                    roster=self.names,
+                    place=place,
+                    prefix="round-0",
+                    tickets=self.tickets[place],
+                    timeout=30.0,
+                    parts=Parts(codec, compute),
+                    carried=carried[place],
+                )
+                for place, vector in enumerate(self.vectors)
+            ]
+            return list(await asyncio.gather(*works))
+
+        return self.loop.run_until_complete(go())
+
+    def average(self) -> list[Mean]:
+        async def go() -> list[Mean]:
             return list(await asyncio.gather(*map(self.one, range(len(self.names)))))
 
         return self.loop.run_until_complete(go())
@@ -96,11 +122,13 @@ def test_all_get_the_same_bytes(loop: VirtualLoop, num_peers: int, length: int, 
     for vector in copies:
         expected += vector
     expected /= 4.0
-    for mean, _ in results:
+    for mean, *_ in results:
         assert torch.equal(mean, expected), "added in another order than the roster's"
         assert mean.dtype == dtype
     assert all(torch.equal(vector, copy) for vector, copy in zip(own, copies, strict=True)), "only the sums are read"
-    assert sum(norm for _, norm in results) == pytest.approx(float(expected.double().square().sum()), rel=1e-6)
+    assert sum(result.squared_norm for result in results) == pytest.approx(
+        float(expected.double().square().sum()), rel=1e-6
+    )
 
 
 def test_a_large_part_is_added_in_slices_that_let_others_be_heard(
@@ -181,17 +209,47 @@ def test_a_repeated_round_gives_the_same_bytes(loop: VirtualLoop) -> None:
     ring = Ring(loop, vectors(3, 50))
     first = ring.average()
     again = ring.average()
-    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(first, again, strict=True))
+    assert all(torch.equal(one.mean, other.mean) for one, other in zip(first, again, strict=True))
 
 
 def test_rounds_do_not_mix(loop: VirtualLoop) -> None:
     ring = Ring(loop, vectors(3, 50))
 
-    async def go() -> list[Result]:
+    async def go() -> list[Mean]:
         works = [ring.one(place, prefix) for prefix in ("r0", "r1") for place in range(3)]
         return list(await asyncio.gather(*works))
 
     results = loop.run_until_complete(go())
-    assert all(torch.equal(results[0][0], mean) for mean, _ in results)
+    assert all(torch.equal(results[0].mean, result.mean) for result in results)
     with pytest.raises(PeerError):
         loop.run_until_complete(ring.one(0, "a round of nobody else", timeout=1.0))
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("num_peers", [1, 2, 3, 5])
+def test_what_a_codec_loses_is_found_to_the_last_bit(loop: VirtualLoop, name: str, num_peers: int) -> None:
+    """The mean that all have, and what each of them carries on, are what went in and what was carried before."""
+    codec = CODECS[name]()
+    own = [normal(8192, seed) for seed in range(num_peers)]
+    carried = [normal(8192, 100 + seed) / 50 for seed in range(num_peers)]
+    results = Ring(loop, own).average_by(codec, carried)
+    assert all(torch.equal(results[0].mean, result.mean) for result in results)
+    exact = sum(own, torch.zeros(8192, dtype=torch.float64)) / 4.0 + sum(carried)
+    assert not torch.allclose(results[0].mean, exact, rtol=1e-6)
+    after = results[0].mean + sum(result.lost for result in results if result.lost is not None)
+    torch.testing.assert_close(after, exact, rtol=1e-12, atol=1e-12)
+    squared_norm = sum(result.squared_norm for result in results)
+    assert squared_norm == pytest.approx(float(results[0].mean.square().sum()), rel=1e-12)
+
+
+def test_numbers_that_no_codec_takes_are_seen_by_all(loop: VirtualLoop) -> None:
+    """The step is skipped then, as without a codec."""
+    own = [normal(8192, seed) for seed in range(3)]
+    own[1][2000] = math.nan
+    results = Ring(loop, own).average_by(CODECS["8bit"](), [torch.zeros(8192, dtype=torch.float64)] * 3)
+    assert all(bool(result.mean[2000].isnan()) for result in results)
+    assert math.isnan(sum(result.squared_norm for result in results))
+
+
+def normal(length: int, seed: int) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replaced
 
-from lightning_swarm import trees
+from lightning_swarm.averaging.butterfly import Mean
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver, StepError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
@@ -18,9 +18,9 @@ from lightning_swarm.server import BACKWARD
 from lightning_swarm.steps import APPLY, AVERAGE, DONE, FREEZE, GRANT
 from lightning_swarm.steps.policy import OpenStep, add_up, clip_factor
 from lightning_swarm.types.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
-from lightning_swarm.types.calls import Recompute, Ticket
+from lightning_swarm.types.calls import Ticket
 from lightning_swarm.types.runs import Member
-from lightning_swarm.types.steps import AverageRequest, Closing, FreezeRequest, Named, PartNorm, Record
+from lightning_swarm.types.steps import AverageRequest, Closing, FreezeRequest, Named, Record
 from lightning_swarm.types.wire import decode, encode
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
@@ -428,9 +428,8 @@ def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.M
     swarm = make_swarm("a", clip=1.0)
     average = swarm.servers[A].stepping.rounds._average
 
-    async def negative(*args: Any) -> tuple[torch.Tensor, PartNorm]:
-        mean, norm = await average(*args)
-        return mean, replaced(norm, squared_norm=-1.0)
+    async def negative(*args: Any) -> Mean:
+        return (await average(*args))._replace(squared_norm=-1.0)
 
     monkeypatch.setattr(swarm.servers[A].stepping.rounds, "_average", negative)
     assert_undecided(swarm, "not negative")
@@ -483,13 +482,13 @@ def test_none_is_added_after_a_closing_that_does_not_name_it_here(make_swarm: Ma
     swarm = make_swarm("a", "b c")
     refusals: list[Any] = []
     source = Ticket(peer_id=A, name=key().name(0, "forward"))
-    again = Recompute(source=source, structure=trees.flatten((None, {}))[0])
     for phase in (FREEZE, AVERAGE):
         handler = swarm.servers[C]._transport._call_handlers[phase]  # type: ignore[attr-defined]
 
         async def late(caller: PeerId, body: bytes, handler: Any = handler) -> bytes:
             answer: bytes = await handler(caller, body)
-            await swarm.send(C, BACKWARD, swarm.backward_request(key(), 1, [A, C], rows(1), recompute=again))
+            request = swarm.backward_request(key(), 1, [A, C], rows(1), again=(None, {}), inputs=source)
+            await swarm.send(C, BACKWARD, request)
             with pytest.raises(LeaseRevoked, match="its closing does not name"):
                 await swarm.tickets.wait(Ticket(peer_id=C, name=key().name(1, "backward")), timeout=1.0)
             refusals.append(caller)

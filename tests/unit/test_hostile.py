@@ -83,7 +83,7 @@ from lightning_swarm.types.batches import (
     ReportReply,
     SelectRequest,
 )
-from lightning_swarm.types.calls import CancelRequest, Receipt, Recompute
+from lightning_swarm.types.calls import CancelRequest, Receipt
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.joining import (
     DrainRequest,
@@ -297,9 +297,7 @@ def momenta(swarm: Swarm) -> Message:
 
 
 def from_nothing(swarm: Swarm) -> Message:
-    structure, tensors = trees.flatten(((rows(1),), {}))
-    again = Recompute(source=None, structure=structure)
-    return swarm.backward_request(key(), 1, [A, B], rows(2), recompute=again, tensors=tensors)
+    return swarm.backward_request(key(), 1, [A, B], rows(2), again=((rows(1),), {}))
 
 
 def other_selection(swarm: Swarm) -> Selection:
@@ -527,7 +525,6 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "default_dtype",
         "deterministic",
         "anomaly",
-        "recompute",
         "keep",
         "weights",
         "logs",
@@ -536,7 +533,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "hyperparameters",
     }
     for path, value in paths(fields):
-        if path[0] in ("structure", "hyperparameters") or path[:2] == ("recompute", "structure"):
+        if path[0] in ("structure", "hyperparameters"):
             continue  # free form
         if isinstance(value, dict):
             yield from (
@@ -647,7 +644,7 @@ STRUCTURES.append(["tuple", ["tuple", deep], {}])
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=range(len(STRUCTURES)))
 def test_a_malformed_structure_is_refused(make_swarm: MakeSwarm, structure: Any) -> None:
-    for method, path in (FORWARD, ("structure",)), (BACKWARD, ("recompute", "structure")):
+    for method, path in (FORWARD, ("structure",)), (BACKWARD, ("structure", 2)):
         sample = next(one for one in SAMPLES if (one.kind, one.method) == (STREAM, method))
         swarm = sample.prepared(make_swarm)
         message = sample.message(swarm)

@@ -145,7 +145,7 @@ class Trial:
         mode = Mode(training=training, grad=True)
         done = self.stage.computation.forward((X,), {}, [False], mode, seed)
         assert done.graph is not None
-        return done.outputs[0], self.stage.computation.backward(done.graph, [torch.ones(8, 8)], mode)[1]
+        return done.output, self.stage.computation.backward(done.graph, [torch.ones(8, 8)], mode)[1]
 
 
 @pytest.fixture

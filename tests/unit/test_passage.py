@@ -43,7 +43,7 @@ def make_passage(link: Link, x: torch.Tensor, index: int = 0) -> Passage:
 
 
 async def through(passage: Passage) -> torch.Tensor:
-    _, (output,) = await passage.forward()
+    output, _ = await passage.forward()
     await passage.backward([output])
     return output
 

@@ -67,7 +67,7 @@ class Route:
 
     async def through(self, index: int) -> torch.Tensor:
         passage = self.passage(index)
-        _, (output,) = await passage.forward()
+        output, _ = await passage.forward()
         found = await passage.backward([output])
         assert found is not None
         self.input_gradients.append(found[0])

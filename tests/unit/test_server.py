@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replaced
 
-from lightning_swarm import membership, trees
+from lightning_swarm import membership
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import (
     Busy,
@@ -29,7 +29,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.server import ADMIT, BACKWARD, CANCEL, FORWARD, LOAD, STATE
 from lightning_swarm.server.executor import InlineExecutor, Priority
 from lightning_swarm.steps import LEAVE
-from lightning_swarm.types.calls import CallReport, CancelRequest, ForwardRequest, Recompute, StageReport, Ticket
+from lightning_swarm.types.calls import CallReport, CancelRequest, ForwardRequest, StageReport, Ticket
 from lightning_swarm.types.runs import Member, StageManifest
 from lightning_swarm.types.state import StageState, StateRequest
 from lightning_swarm.types.wire import decode, encode
@@ -131,14 +131,12 @@ def again_from_nothing(swarm: Swarm, x: torch.Tensor, output: torch.Tensor) -> l
         server.calls.cache.drop("")
         server._tickets.drop(key().name(1, "backward"))
         server._tickets.drop(key().name(0, "backward"))
-    structure, inputs = trees.flatten(((x,), {}))
-    first = Recompute(source=None, structure=structure)
     source = Ticket(peer_id=A, name=key().name(0, "forward"))
-    later = Recompute(source=source, structure=trees.flatten((None, {}))[0])
 
     async def go() -> list[bool]:
-        await swarm.send(B, BACKWARD, swarm.backward_request(key(), 1, [A, B], output, recompute=later))
-        message = swarm.backward_request(key(), 0, [A, B], output, recompute=first, tensors=inputs)
+        message = swarm.backward_request(key(), 1, [A, B], output, again=(None, {}), inputs=source)
+        await swarm.send(B, BACKWARD, message)
+        message = swarm.backward_request(key(), 0, [A, B], output, again=((x,), {}))
         await swarm.send(A, BACKWARD, message)
         return [report.receipt for report in await swarm.receipts(key(), [A, B])]
 
@@ -415,11 +413,9 @@ def test_a_call_of_a_later_step_waits_for_its_weights(make_swarm: MakeSwarm) -> 
 
 def test_a_backward_of_a_later_step_is_refused(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a"), rows(1)
-    structure, inputs = trees.flatten(((x,), {}))
-    again = Recompute(source=None, structure=structure)
     before = swarm.state()
     for accumulate in (True, False):
-        message = swarm.backward_request(key(step=1), 0, [A], x, accumulate=accumulate, recompute=again, tensors=inputs)
+        message = swarm.backward_request(key(step=1), 0, [A], x, accumulate=accumulate, again=((x,), {}))
         with pytest.raises(ProtocolError, match="open step 0"):
             swarm.run(swarm.send(A, BACKWARD, message))
     assert swarm.state() == before
@@ -439,8 +435,15 @@ BAD_BACKWARDS: dict[str, dict[str, Any]] = {
     "infinite weight": {"weight": math.inf},
     "negative weight": {"weight": -1.0},
     "no gradients kept": {"mode": type(MODE)(training=True, grad=False)},
-    "more gradients named than came": {"present": [True, True]},
-    "more tensors than named": {"tensors": [torch.ones(1)]},
+    "more gradients named than came": {"structure": ["tuple", ["list", ["tensor", 0], ["tensor", 1]], None]},
+    "more tensors than named": {"structure": ["tuple", ["list"], None]},
+    "no list of gradients": {"structure": ["tuple", ["tensor", 0], None]},
+    "no pair": {"structure": ["list", ["tensor", 0]]},
+    "inputs from somewhere, and no extras": {"inputs": Ticket(peer_id=A, name="there")},
+    "inputs from somewhere, and with it": {
+        "structure": ["tuple", ["list"], ["tuple", ["tuple", ["tensor", 0]], {}]],
+        "inputs": Ticket(peer_id=A, name="there"),
+    },
 }
 
 

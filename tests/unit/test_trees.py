@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from lightning_swarm.errors import ConfigError, ProtocolError
-from lightning_swarm.trees import MAX_DEPTH, flatten, placed, unflatten
+from lightning_swarm.network.tensors import TensorSpec
+from lightning_swarm.trees import MAX_DEPTH, Encoded, flatten, leaves, unflatten
+
+C = torch.tensor([1])
 
 
 class Pair(NamedTuple):
@@ -170,12 +173,35 @@ def test_a_hostile_structure_is_refused(structure: Any, words: str) -> None:
     assert len(str(error.value)) < 300
 
 
-def test_tensors_go_to_the_places_that_were_announced() -> None:
-    first, second, more = torch.tensor(1), torch.tensor(2), torch.tensor(3)
-    found, rest = placed([True, False, True], (first, second, more))
-    assert found[0] is first
-    assert found[1] is None
-    assert found[2] is second
-    assert list(rest) == [more]
-    with pytest.raises(ProtocolError, match="2 tensors were announced, 1 came"):
-        placed([True, False, True], (first,))
+def test_an_encoded_tensor_travels_as_its_parts() -> None:
+    spec = TensorSpec("float64", (2, 3))
+    tree = {"hidden": Encoded("8bit", spec, (A, B)), "rest": (C,)}
+    structure, tensors = flatten(tree)
+    assert structure == {"hidden": ["encoded", "8bit", "float64", [2, 3], 0, 1], "rest": ["tuple", ["tensor", 2]]}
+    assert tensors == [A, B, C]
+    found = unflatten(msgspec.msgpack.decode(msgspec.msgpack.encode(structure)), tensors)
+    assert found == tree
+    assert [leaf.shape for leaf in leaves(found)] == [(2, 3), C.shape]
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        ["encoded"],
+        ["encoded", "8bit", "float32", [2]],
+        ["encoded", "8bit", "float32", [2], 0],
+        ["encoded", "8bit", "float32", [2], 0, 0],
+        ["encoded", "8bit", "float32", [2], 0, "1"],
+        ["encoded", "8bit", "float32", [-2], 0, 1],
+        ["encoded", "8bit", "float32", [1 << 40, 1 << 40], 0, 1],
+        ["encoded", "8bit", "float9", [2], 0, 1],
+        ["encoded", "x" * 1000, "float32", [2], 0, 1],
+        ["encoded", 8, "float32", [2], 0, 1],
+        ["encoded", "8bit", "float32", 2, 0, 1],
+        ["encoded", "8bit", "float32", [2], *range(20)],
+    ],
+)
+def test_a_malformed_encoded_tensor_is_refused(structure: Any) -> None:
+    with pytest.raises(ProtocolError) as error:
+        unflatten(structure, [A, B])
+    assert len(str(error.value)) < 400

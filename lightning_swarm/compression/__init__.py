@@ -1,0 +1,19 @@
+"""How tensors travel in fewer bits: codecs, and what is encoded by them."""
+
+from lightning_swarm.compression.codec import Codec, NotFinite
+from lightning_swarm.compression.codecs import CODECS, codec
+from lightning_swarm.compression.messages import from_message, to_message
+from lightning_swarm.compression.packing import PLAIN, Codecs, decoded, encoded
+
+__all__ = [
+    "CODECS",
+    "PLAIN",
+    "Codec",
+    "Codecs",
+    "NotFinite",
+    "codec",
+    "decoded",
+    "encoded",
+    "from_message",
+    "to_message",
+]

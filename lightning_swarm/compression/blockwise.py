@@ -1,0 +1,58 @@
+"""Eight bits an element, by bitsandbytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.compression.codec import Codec, Layout
+
+BLOCK: Final = 256
+
+
+class Blockwise8Bit(Codec):
+    """Blocks of 256 elements, each scaled by its largest, in the 256 values of the dynamic map.
+
+    An element's error is at most ``2**-7`` of the largest one's of its block; of normally distributed elements about a
+    hundredth of them is lost. The values are known to both sides, and are not on the wire.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, as implemented by
+    bitsandbytes.
+    """
+
+    name = "8bit"
+    bits = 8 + 32 / BLOCK
+
+    def __init__(self) -> None:
+        from bitsandbytes import functional  # it takes seconds
+
+        self._functional: Any = functional
+        self._values: dict[torch.device, Tensor] = {}
+
+    @override
+    def layout(self, numel: int) -> Layout:
+        return (torch.float32, -(-numel // BLOCK)), (torch.uint8, numel)
+
+    @override
+    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
+        # Below this a block is zero: a scale's inverse must be a number, too.
+        flat = torch.where(flat.abs() < torch.finfo(torch.float32).tiny, 0.0, flat)
+        codes, state = self._functional.quantize_blockwise(flat, code=self._map(flat.device), blocksize=BLOCK)
+        return state.absmax, codes.reshape(-1)
+
+    @override
+    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
+        scales, codes = parts
+        flat: Tensor = self._functional.dequantize_blockwise(
+            codes, absmax=scales, code=self._map(codes.device), blocksize=BLOCK
+        )
+        return flat
+
+    def _map(self, device: torch.device) -> Tensor:
+        if device not in self._values:
+            self._values[device] = self._functional.create_dynamic_map().to(device, torch.float32)
+        return self._values[device]

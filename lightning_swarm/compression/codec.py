@@ -1,0 +1,99 @@
+"""What a codec is."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.errors import ProtocolError
+
+Layout = tuple[tuple[torch.dtype, int], ...]
+"""Dtype and length of each part."""
+
+_HIGHEST: Final = torch.finfo(torch.float32).max
+
+
+class NotFinite(ValueError):
+    """A tensor holds NaN, an infinity, or what float32 has no room for."""
+
+
+class Codec(ABC):
+    """Writes tensors of real numbers in fewer bits.
+
+    The same tensor gives the same bytes, and the same bytes give the same bits again on every device: decoding adds and
+    multiplies element by element, and nothing whose order a device may choose.
+
+    Attributes:
+        name: As users write it.
+        bits: That an element of a large tensor takes.
+    """
+
+    name: str
+    bits: float
+
+    @abstractmethod
+    def layout(self, numel: int) -> Layout:
+        """What `encode` makes of a tensor of so many elements."""
+
+    @abstractmethod
+    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Encode ``[n]`` in float32, finite, of at least one element."""
+
+    @abstractmethod
+    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
+        """The way back, of parts that are as `layout` says: ``[numel]`` in float32."""
+
+    def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """What travels of a tensor: one-dimensional parts, on its device.
+
+        Args:
+            tensor: Of any shape and any dtype of real numbers; it is read as float32.
+
+        Raises:
+            NotFinite: It cannot be encoded.
+        """
+        flat = tensor.detach().reshape(-1)
+        if flat.numel() and not bool(flat.abs().amax() <= _HIGHEST):  # NaN is not
+            raise NotFinite(f"{self.name} takes finite numbers of float32's range only")
+        flat = flat.to(torch.float32)
+        if not flat.numel():
+            return tuple(torch.empty(0, dtype=dtype, device=flat.device) for dtype, _ in self.layout(0))
+        return self._encode(flat)
+
+    def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """The tensor, but for what is lost, on the parts' device.
+
+        Args:
+            parts: Whoever's.
+            dtype: Of the tensor.
+            shape: Likewise.
+
+        Raises:
+            ProtocolError: They are not what `encode` makes of such a tensor. No memory was taken.
+        """
+        numel = math.prod(shape)
+        found = tuple((part.dtype, part.numel()) for part in parts)
+        flat = all(part.dim() == 1 for part in parts)
+        if not dtype.is_floating_point or not flat or found != self.layout(numel):
+            raise ProtocolError(
+                f"{self.name} makes {self.layout(numel)} of {numel} elements, got {found} for {dtype}"[:500]
+            )
+        if not numel:
+            return torch.empty(*shape, dtype=dtype, device=parts[0].device)
+        self._check(parts)
+        return self._decode(parts, numel).to(dtype).reshape(tuple(shape))
+
+    def _check(self, parts: Sequence[Tensor]) -> None:
+        """Refuse scales that none has: NaN, infinite, negative.
+
+        Raises:
+            ProtocolError: One is.
+        """
+        for part in parts:
+            if part.is_floating_point() and not bool(((part >= 0) & (part <= torch.finfo(part.dtype).max)).all()):
+                raise ProtocolError(f"{self.name} has scales that are finite and not negative, got others")

@@ -1,0 +1,85 @@
+"""Trees as they travel: large tensors of real numbers as a run's codecs write them, all else as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm import trees
+from lightning_swarm.compression.codec import Codec, NotFinite
+from lightning_swarm.compression.codecs import codec
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.network.tensors import parse_spec, spec_of
+from lightning_swarm.trees import Encoded, Tree
+from lightning_swarm.types.runs import Encoding
+
+SMALLEST: Final = 1024
+"""Elements of the smallest tensors that are encoded: losses of a microbatch stay exact, and take no room."""
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """Of a run, by what travels; None: as it is."""
+
+    activations: Codec | None = None
+    gradients: Codec | None = None
+    averaging: Codec | None = None
+    error_feedback: bool = False
+
+    @classmethod
+    def of(cls, encoding: Encoding) -> Codecs:
+        """Those that a run's tensors travel by."""
+        return cls(
+            activations=codec(encoding.activations),
+            gradients=codec(encoding.gradients),
+            averaging=codec(encoding.averaging),
+            error_feedback=encoding.error_feedback,
+        )
+
+
+PLAIN: Final = Codecs()
+"""All as it is."""
+
+
+def encoded(tree: Tree, by: Codec | None) -> Tree:
+    """The tree with its tensors encoded. What is small stays as it is, and so does what no codec takes: NaN, infinity.
+
+    A step of such numbers is skipped, with or without a codec.
+    """
+    if by is None:
+        return tree
+    return trees.transform(tree, lambda leaf: _encoded(leaf, by))
+
+
+def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
+    """The tree as `encoded` got it, but for what the codec lost; on `device`, where the codec works, too.
+
+    Raises:
+        ProtocolError: A tensor was encoded otherwise, or is damaged.
+    """
+    return trees.transform(tree, lambda leaf: _decoded(leaf, by, device))
+
+
+def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:
+    if isinstance(leaf, Encoded) or not leaf.is_floating_point() or leaf.numel() < SMALLEST:
+        return leaf
+    if leaf.element_size() * 8 <= by.bits:
+        return leaf
+    try:
+        return Encoded(by.name, spec_of(leaf), by.encode(leaf))
+    except NotFinite:
+        return leaf
+
+
+def _decoded(leaf: Tensor | Encoded, by: Codec | None, device: torch.device) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.to(device)
+    if by is None or leaf.codec != by.name:
+        raise ProtocolError(
+            f"a tensor came encoded as {leaf.codec!r}, and this run's are {'as they are' if by is None else by.name}"
+        )
+    dtype, shape = parse_spec(leaf.spec)
+    return by.decode([part.to(device) for part in leaf.parts], dtype, shape)

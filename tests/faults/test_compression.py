@@ -1,0 +1,67 @@
+"""Whatever dies meanwhile: with each codec each sample counts once, and replicas have the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from lightning_swarm.compression import CODECS, packing
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.testing import FaultPlan, Phase
+from lightning_swarm.types.runs import Encoding
+from tests.faults.harness import FaultySwarm
+from tests.faults.plans import STAGES, STEP, TRAINERS, VOTERS
+
+PLANS: dict[str, Callable[[], FaultPlan]] = {
+    "nothing": FaultPlan,
+    "a server dies in a forward": lambda: FaultPlan().kill("b", at=Phase.FORWARD, step=STEP),
+    "a server dies with what it added": lambda: FaultPlan().kill("d", at=Phase.CLOSE, of="d", step=STEP),
+    "the coordinator dies as it averages": lambda: FaultPlan().kill("a", at=Phase.AVERAGE, of="a", step=STEP),
+    "a server freezes as it averages": lambda: FaultPlan().freeze(
+        "e", for_s=60.0, at=Phase.AVERAGE_SEND, of="e", step=STEP
+    ),
+    "a trainer dies": lambda: FaultPlan().kill("other", at=Phase.BACKWARD, step=STEP),
+    "an output is lost": lambda: FaultPlan().drop("b", at=Phase.SEND_OUTPUT, step=STEP),
+}
+
+
+@pytest.fixture(autouse=True)
+def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These models' tensors are too small to be encoded else."""
+    monkeypatch.setattr(packing, "SMALLEST", 1)
+
+
+def audited(encoding: Encoding, plan: FaultPlan) -> None:
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, encoding=encoding)
+    try:
+        swarm.train()
+        swarm.audit()
+    finally:
+        swarm.close()
+
+
+def all_by(codec: str) -> Encoding:
+    return Encoding(activations=codec, gradients=codec, averaging=codec, error_feedback=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("codec", ["none", *CODECS])
+def test_all_that_counts_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
+    audited(all_by(codec), plan())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[Stage] = []
+    add = Stage.add
+
+    def adding(stage: Stage, gradients: list[Tensor | None], weight: float) -> None:
+        for _ in range(1 if added else 2):
+            add(stage, gradients, weight)
+        added.append(stage)
+
+    monkeypatch.setattr(Stage, "add", adding)
+    with pytest.raises(AssertionError):
+        audited(all_by(codec), FaultPlan())
