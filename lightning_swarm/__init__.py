@@ -11,7 +11,7 @@ from pytorch_lightning.strategies import StrategyRegistry as _OtherRegistry
 
 from lightning_swarm import pytorch_lightning
 from lightning_swarm.boundary import Bottleneck, Maxout, insert_boundary, restore_boundary
-from lightning_swarm.config import Limits
+from lightning_swarm.config import Compression, Limits
 from lightning_swarm.framework import explain_mixed_imports
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.view import SwarmView
@@ -19,6 +19,7 @@ from lightning_swarm.view import SwarmView
 __version__ = "0.1.0"
 __all__ = [
     "Bottleneck",
+    "Compression",
     "Limits",
     "Maxout",
     "SwarmStrategy",

@@ -331,7 +331,12 @@ def test_fit_saves_its_configuration_beside_its_logs(monkeypatch: pytest.MonkeyP
 
 
 def test_optimizer_of_the_command_line_steps_every_stage() -> None:
-    options = ["--optimizer=Adam", "--optimizer.lr=0.05", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]
+    options = [
+        "--optimizer=torch.optim.Adam",
+        "--optimizer.lr=0.05",
+        "--lr_scheduler=StepLR",
+        "--lr_scheduler.step_size=1",
+    ]
     weights = []
     for strategy in (["auto"], [f"{__name__}.Watched", "--trainer.strategy.num_stages=2", "--trainer.devices=2"]):
         arguments = ["fit", *QUIET, f"--trainer.strategy={strategy[0]}", *strategy[1:], *options]
