@@ -121,9 +121,8 @@ def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
             f"it. Say it: `{type(boundary).__name__}(ratio={boundary.ratio}, features=...)`, the size of the hidden "
             "state's last dimension."
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed((torch.initial_seed() + zlib.crc32(name.encode())) % (1 << 63))
-        layer = boundary.layer(features)
+    seed = (torch.initial_seed() + zlib.crc32(name.encode())) % (1 << 63)
+    layer = boundary.layer(features, torch.Generator().manual_seed(seed))
     like = next((p for part in (block, module) for p in part.parameters() if p.is_floating_point()), None)
     if like is not None:
         layer.to(like.device, like.dtype)

@@ -13,6 +13,9 @@ from typing_extensions import override
 from lightning_swarm.errors import ConfigError
 
 _NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}  # alike on all peers, whatever the defaults are
+SCALE: Final = 4.0
+"""Of the matrices in the beginning. What they compute depends on it little, for norms are around them, but an optimizer
+like Adam turns large ones slower, and what later blocks add outweighs less. See `benchmarks.boundary`."""
 
 
 class BoundaryLayer(nn.Module):
@@ -96,22 +99,21 @@ class Boundary(ABC):
         return features // self.ratio
 
     @abstractmethod
-    def layer(self, features: int) -> BoundaryLayer:
-        """A new layer for so many features, in float32 on the CPU, drawn from torch's own generator."""
+    def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
+        """A new layer for so many features, in float32 on the CPU. None: drawn from torch's own generator."""
 
 
 class Bottleneck(Boundary):
     """``h = LN(W1 LN(x) + b1)`` travels, and ``y = W2 h + b2`` goes on; `W1` has ``features / ratio`` rows.
 
-    In the beginning `W1` is a random projection with orthogonal rows, and `W2` leads back.
+    In the beginning `W1` has random orthogonal rows, and `W2` leads back: together they are a scaled projection.
     """
 
     @override
-    def layer(self, features: int) -> BoundaryLayer:
+    def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
         compress = _Project(features, self.width(features))
         decompress = _Expand(self.width(features), features)
-        nn.init.orthogonal_(compress.linear.weight)
-        nn.init.zeros_(compress.linear.bias)
+        nn.init.orthogonal_(compress.linear.weight, gain=SCALE, generator=generator)
         with torch.no_grad():
             decompress.linear.weight.copy_(compress.linear.weight.T)
         return BoundaryLayer(compress, decompress)
@@ -124,11 +126,11 @@ class Maxout(Boundary):
     """
 
     @override
-    def layer(self, features: int) -> BoundaryLayer:
+    def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
         width = self.width(features)
         decompress = _Expand(width, features)
         with torch.no_grad():
-            decompress.linear.weight.copy_(torch.eye(width, **_NEW).repeat_interleave(self.ratio, dim=0))
+            decompress.linear.weight.copy_(torch.eye(width, **_NEW).repeat_interleave(self.ratio, dim=0) * SCALE)
         return BoundaryLayer(_Pool(features, width), decompress)
 
 
@@ -138,7 +140,7 @@ class _Project(nn.Module):
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(features, **_NEW)
-        self.linear = nn.Linear(features, width, **_NEW)
+        self.linear = _linear(features, width)
         self.norm_out = nn.LayerNorm(width, **_NEW)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -162,16 +164,22 @@ class _Pool(nn.Module):
 
 
 class _Expand(nn.Module):
-    """The second half of either. Without a bias at first."""
+    """The second half of either."""
 
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, features, **_NEW)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = _linear(width, features)
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.linear(hidden)
         return out
+
+
+def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    """Without a bias at first. The weight is for others to draw: nothing is taken from torch's own generator."""
+    linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, **_NEW)
+    nn.init.zeros_(linear.bias)
+    return linear
 
 
 def _is_whole(number: object) -> bool:

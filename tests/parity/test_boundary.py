@@ -9,14 +9,19 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm import Bottleneck, Maxout, SwarmStrategy, insert_boundary, restore_boundary
+import lightning_swarm.nn
+from lightning_swarm import Bottleneck, Maxout, SwarmStrategy, following, insert_boundary, restore_boundary
 from lightning_swarm.boundary import Boundary, boundary_layers
+from lightning_swarm.checkpoint.export import export_safetensors
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import StageModule
 from lightning_swarm.testing import InMemoryStrategy
+from tests.parity import test_moving as moving
 from tests.parity.harness import (
     LOSS_TOLERANCE,
     QUIET,
@@ -26,11 +31,26 @@ from tests.parity.harness import (
     run_plain,
     run_swarm,
 )
-from tests.parity.models import NanoGPT, Net, Recipe, TinyGPTWithLosses, Trees, digits, loader, records, sentences
+from tests.parity.models import (
+    Block,
+    Embed,
+    LossHead,
+    NanoGPT,
+    Net,
+    Recipe,
+    TinyGPTWithLosses,
+    Trees,
+    digits,
+    loader,
+    records,
+    sentences,
+)
 from tests.parity.test_going_back import Fit, Killing, assert_same
 from tests.parity.test_going_back import plain as plain_to_the_end
 from tests.parity.test_joining import Joining
 from tests.parity.test_resume import EPOCH, go
+from tests.parity.trainers import assert_exact as assert_exact_curve
+from tests.parity.trainers import numbered, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -39,9 +59,18 @@ IN_LIST: dict[str, Any] = {"split": ["1", "3"], "pipeline": "transformer.h"}
 AFTER = ["transformer.h.0", "transformer.h.2"]
 
 
+WIDTH = 16
+"""Of two numbers a LayerNorm leaves little but their order, and of its gradient little but noise: a quarter is more."""
+
+
 def gpt() -> NanoGPT:
-    # Of two numbers a LayerNorm leaves little but their order, and of its gradient little but noise.
-    return NanoGPT(Recipe(schedule="onecycle"), width=16)
+    return NanoGPT(Recipe(schedule="onecycle"), width=WIDTH)
+
+
+def gpt_with_losses() -> TinyGPTWithLosses:
+    module = TinyGPTWithLosses()
+    module.net = lightning_swarm.nn.Sequential(Embed(WIDTH), Block(WIDTH), Block(WIDTH), LossHead(WIDTH))
+    return module
 
 
 class Restoring(NanoGPT):
@@ -53,7 +82,7 @@ class Restoring(NanoGPT):
 
 
 def restoring() -> Restoring:
-    return Restoring(Recipe(schedule="onecycle"), width=16).double()
+    return Restoring(Recipe(schedule="onecycle"), width=WIDTH).double()
 
 
 def inserted(module: Any, boundary: Boundary = HALF, after: list[str] = AFTER) -> Any:
@@ -64,7 +93,7 @@ def inserted(module: Any, boundary: Boundary = HALF, after: list[str] = AFTER) -
 @pytest.mark.parametrize("boundary", [HALF, Bottleneck(ratio=4), Maxout(ratio=2), Maxout(ratio=4)], ids=str)
 @pytest.mark.parametrize(
     ("model", "after", "swarm"),
-    [(TinyGPTWithLosses, ["net.0", "net.2"], {"split": ["1", "3"]}), (gpt, AFTER, IN_LIST)],
+    [(gpt_with_losses, ["net.0", "net.2"], {"split": ["1", "3"]}), (gpt, AFTER, IN_LIST)],
     ids=["sequential", "list"],
 )
 def test_the_curve_of_the_same_model_on_one_machine(
@@ -114,12 +143,17 @@ def test_one_curve_through_a_swarm_one_machine_and_a_swarm_of_fewer_stages(tmp_p
     assert [loss for part in parts for loss in part.losses] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
     torch.testing.assert_close(parts[-1].weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
 
-    loaded = Restoring.load_from_checkpoint(
-        next(tmp_path.glob("*28.ckpt")), recipe=None, width=16, weights_only=True
-    ).double()
-    assert list(boundary_layers(loaded)) == AFTER
+    last = next(tmp_path.glob("*28.ckpt"))
+    loaded = Restoring.load_from_checkpoint(last, recipe=None, width=WIDTH, weights_only=True)
+    exported = gpt()
+    export_safetensors(last, tmp_path / "last.safetensors")
+    weights = load_file(tmp_path / "last.safetensors")
+    restore_boundary(exported, weights)
+    exported.load_state_dict(weights)
     tokens = sentences()[:3]
-    torch.testing.assert_close(loaded(*tokens), plain.module(*tokens), rtol=1e-5, atol=1e-5)
+    for model in (loaded, exported):
+        assert list(boundary_layers(model)) == AFTER
+        torch.testing.assert_close(model.double()(*tokens), plain.module(*tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_whoever_joins_has_the_layers_of_the_run() -> None:
@@ -150,6 +184,44 @@ def test_a_run_that_goes_back_has_the_same_layers() -> None:
     assert len(back.went_back_to()) == 1
     assert list(boundary_layers(back.module)) == AFTER
     assert_same(back, killing, plain_to_the_end(lambda: inserted(gpt()), data))
+
+
+def test_who_moves_to_another_stage_takes_its_halves_of_the_layers() -> None:
+    layers = Bottleneck(ratio=2, features=24)
+    run = moving.few(boundary=layers, split=["2"])
+    assert moving.moved(run.records)
+    steps: dict[str, Any] = {"max_steps": moving.STEPS, "max_epochs": -1}
+    assert_exact(run, run_plain(lambda: inserted(moving.net(), layers, ["net.1"]), moving.data(), **steps))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("boundary", [HALF, Maxout(ratio=4)], ids=str)
+def test_halves_are_compiled_with_their_stages(boundary: Boundary) -> None:
+    def compiled() -> Any:
+        return torch.compile(gpt_with_losses(), backend="eager", fullgraph=True)
+
+    try:
+        run = run_swarm(
+            compiled, loader(sentences()), num_stages=3, num_servers=3, boundary=boundary, split=["1", "3"], max_steps=4
+        )
+    finally:
+        torch._dynamo.reset()
+    run.weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in run.weights.items()}
+    after = ["net.0", "net.2"]
+    assert_exact(run, run_plain(lambda: inserted(gpt_with_losses(), boundary, after), loader(sentences()), max_steps=4))
+
+
+def test_several_trainers_train_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "reseed", lambda rank: None)  # the seed belongs to the process, here to all trainers
+    after = ["transformer.h.1"]
+    seen = train(
+        2,
+        lambda _: gpt(),
+        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        swarm={"pipeline": "transformer.h", "split": ["2"], "boundary": HALF},
+    )
+    assert_exact_curve(seen, lambda: inserted(gpt(), HALF, after), sentences(), num_trainers=2)
+    assert all(list(boundary_layers(module)) == after for module in seen.modules.values())
 
 
 class Own(Net):

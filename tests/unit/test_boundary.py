@@ -24,6 +24,7 @@ from lightning_swarm.boundary import (
     restore_boundary,
     unhook,
 )
+from lightning_swarm.boundary.layers import SCALE
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import choose_ranges, cut, find_blocks, insert_at_cuts, layers_behind
 
@@ -76,7 +77,7 @@ def test_a_maxout_is_what_its_formula_says() -> None:
 def test_a_new_bottleneck_projects() -> None:
     layer = Bottleneck(ratio=4).layer(64)
     there, back = layer.compress.linear, layer.decompress.linear
-    product = (back.weight @ there.weight).detach()
+    product = (back.weight @ there.weight).detach() / SCALE**2
     torch.testing.assert_close(product @ product, product, atol=1e-5, rtol=0)
     torch.testing.assert_close(product, product.T, atol=1e-5, rtol=0)
     assert torch.linalg.matrix_rank(product) == 16
@@ -87,7 +88,7 @@ def test_a_new_bottleneck_projects() -> None:
 def test_a_new_maxout_gives_each_maximum_to_all_that_it_is_of() -> None:
     layer = Maxout(ratio=2).layer(4)
     out = layer.decompress(torch.tensor([3.0, -1.0]))
-    assert out.tolist() == [3.0, 3.0, -1.0, -1.0]
+    assert (out / SCALE).tolist() == [3.0, 3.0, -1.0, -1.0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
