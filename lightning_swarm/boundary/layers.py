@@ -177,7 +177,7 @@ class _Expand(nn.Module):
 
 def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     """Without a bias at first. The weight is for others to draw: nothing is taken from torch's own generator."""
-    linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, **_NEW)
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, **_NEW)
     nn.init.zeros_(linear.bias)
     return linear
 
