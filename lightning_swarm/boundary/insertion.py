@@ -18,7 +18,7 @@ _LAYER: Final = re.compile(rf"(?:(?P<owner>.+)\.)?{_CONTAINER}\.(?P<path>.+)")
 _PARAMETER: Final = re.compile(r"(?P<layer>.+)\.(?P<rest>(?:de)?compress\.(?:norm|linear|norm_out)\.(?:weight|bias))")
 
 
-class _Tree(nn.Module):
+class BoundaryLayers(nn.Module):
     """Holds the layers of a model, each under the name of what it stands after."""
 
 
@@ -147,14 +147,14 @@ def _settle(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
     owners = {name: _owner(module, name) for name in layers}
     unhook(module)
     for inner in list(module.modules()):
-        if isinstance(getattr(inner, _CONTAINER, None), _Tree):
+        if isinstance(getattr(inner, _CONTAINER, None), BoundaryLayers):
             delattr(inner, _CONTAINER)
     for name in [name for name, _ in module.named_modules(remove_duplicate=False) if name in layers]:
         node: nn.Module = module.get_submodule(owners[name])
         path = [_CONTAINER, *name.removeprefix(f"{owners[name]}.").split(".")]
         for part in path[:-1]:
             if part not in node._modules:
-                node.add_module(part, _Tree())
+                node.add_module(part, BoundaryLayers())
             node = node.get_submodule(part)
         node.add_module(path[-1], layers[name])
     hook(module)
@@ -166,7 +166,7 @@ def _owner(module: nn.Module, name: str) -> str:
         name = name.rpartition(".")[0]
         owner = module.get_submodule(name)
         if not isinstance(owner, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-            if not isinstance(getattr(owner, _CONTAINER, _Tree()), _Tree):
+            if not isinstance(getattr(owner, _CONTAINER, BoundaryLayers()), BoundaryLayers):
                 break
             return name
     raise ConfigError(
