@@ -118,12 +118,22 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             )
 
 
-def check_copies(trainer: Trainer) -> None:
-    """Refuse to put layers into a model of which a callback has made a copy by now.
+def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
+    """Refuse to put layers into a model of which a callback has made a copy by now, or which a checkpoint has not.
+
+    Args:
+        trainer: Whose.
+        restored: Whether its model comes from a checkpoint.
 
     Raises:
         ConfigError: With the remedy.
     """
+    if restored:
+        raise ConfigError(
+            "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
+            "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`, for the state of the "
+            "optimizer would not fit."
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
         if isinstance(callback, callbacks_named("StochasticWeightAveraging", "WeightAveraging")):
             raise ConfigError(

@@ -325,7 +325,7 @@ class SwarmHooks(ResumingHooks):
         )
         if self.config.boundary is not None:
             if not boundary_layers(module):
-                rules.check_copies(module.trainer)
+                rules.check_new_layers(module.trainer, restored=self._restored_step is not None)
             insert_at_cuts(module, blocks, self._ranges, self.config.boundary)
         return super()._setup_model(model)
 

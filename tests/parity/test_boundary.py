@@ -267,6 +267,12 @@ def test_a_callback_that_has_a_copy_by_now_is_refused() -> None:
     assert list(boundary_layers(own)) == ["net.0"]
 
 
+def test_a_checkpoint_without_layers_is_refused(tmp_path: Path) -> None:
+    go(run_plain, restoring, sentences(), tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"a checkpoint without any\. Leave `boundary` out"):
+        go(run_swarm, restoring, sentences(), tmp_path, 2, num_stages=3, boundary=HALF, **IN_LIST)
+
+
 def test_a_hidden_state_of_several_tensors_is_refused() -> None:
     layers = Bottleneck(ratio=2, features=8)
     with quiet_warnings(), pytest.raises(ConfigError, match=r"the hidden state is one tensor, got .* output is a dict"):
