@@ -131,8 +131,8 @@ def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
     if restored:
         raise ConfigError(
             "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
-            "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`, for the state of the "
-            "optimizer would not fit."
+            "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`: the optimizer's "
+            "state would not fit."
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
         if isinstance(callback, callbacks_named("StochasticWeightAveraging", "WeightAveraging")):

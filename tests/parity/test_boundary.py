@@ -81,6 +81,10 @@ class Restoring(NanoGPT):
         restore_boundary(self, checkpoint["state_dict"])
 
 
+def ordinary() -> NanoGPT:
+    return gpt().double()
+
+
 def restoring() -> Restoring:
     return Restoring(Recipe(schedule="onecycle"), width=WIDTH).double()
 
@@ -134,10 +138,10 @@ def test_one_curve_through_a_swarm_one_machine_and_a_swarm_of_fewer_stages(tmp_p
     """Layers that no stage ends at any more are computed whole; who has them from the file is told of them nowhere."""
     plain = run_plain(lambda: inserted(restoring()), loader(sentences()), max_epochs=4)
     parts = [
-        go(run_swarm, restoring, sentences(), tmp_path, 1, num_stages=3, num_servers=4, boundary=HALF, **IN_LIST),
+        go(run_swarm, ordinary, sentences(), tmp_path, 1, num_stages=3, num_servers=4, boundary=HALF, **IN_LIST),
         go(run_plain, restoring, sentences(), tmp_path, 2),
-        go(run_swarm, restoring, sentences(), tmp_path, 3, num_stages=2, num_servers=3, pipeline="transformer.h"),
-        go(run_swarm, restoring, sentences(), tmp_path, 4, num_stages=1, num_servers=2, pipeline="transformer.h"),
+        go(run_swarm, ordinary, sentences(), tmp_path, 3, num_stages=2, num_servers=3, pipeline="transformer.h"),
+        go(run_swarm, ordinary, sentences(), tmp_path, 4, num_stages=1, num_servers=2, pipeline="transformer.h"),
     ]
     assert [len(part.losses) for part in parts] == 4 * [EPOCH]
     assert [loss for part in parts for loss in part.losses] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
@@ -270,7 +274,7 @@ def test_a_callback_that_has_a_copy_by_now_is_refused() -> None:
 def test_a_checkpoint_without_layers_is_refused(tmp_path: Path) -> None:
     go(run_plain, restoring, sentences(), tmp_path, 1)
     with pytest.raises(ConfigError, match=r"a checkpoint without any\. Leave `boundary` out"):
-        go(run_swarm, restoring, sentences(), tmp_path, 2, num_stages=3, boundary=HALF, **IN_LIST)
+        go(run_swarm, ordinary, sentences(), tmp_path, 2, num_stages=3, boundary=HALF, **IN_LIST)
 
 
 def test_a_hidden_state_of_several_tensors_is_refused() -> None:
