@@ -20,6 +20,7 @@ from lightning_swarm.boundary import Bottleneck, Boundary, BoundaryLayer, Maxout
 from lightning_swarm.boundary.layers import SCALE
 
 AFTER = ("net.1", "net.2", "net.3")
+BATCH = 16
 LAST = 10
 """Steps whose mean loss counts as the loss at their end."""
 
@@ -42,7 +43,8 @@ def losses(boundary: Boundary | None, scale: float | None, arguments: argparse.N
         insert_boundary(model, boundary, AFTER)
     for layer in boundary_layers(model).values():
         rescale(layer, scale)
-    data = PythonSource(batch_size=16, max_bytes=1_000_000, seed=arguments.seed)
+    length = max(1_000_000, (arguments.steps + 1) * BATCH * model.context)
+    data = PythonSource(batch_size=BATCH, max_bytes=length, seed=arguments.seed)
     data.setup("fit")
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95))
     found = []

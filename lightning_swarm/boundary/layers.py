@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_swarm.errors import ConfigError
 
 _NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}  # alike on all peers, whatever the defaults are
-SCALE: Final = 4.0
+SCALE: Final = 8.0
 """Of the matrices in the beginning. What they compute depends on it little, for norms are around them, but an optimizer
 like Adam turns large ones slower, and what later blocks add outweighs less. See `benchmarks.boundary`."""
 
