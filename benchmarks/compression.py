@@ -1,0 +1,257 @@
+"""What compression does to the loss: a small GPT on bytes, cut into three stages of two servers each.
+
+Each way is trained on the same batches from the same weights, three times. One process computes what the swarm would:
+every microbatch's hidden states and their gradients pass the cuts as the codec writes them, and so do the sums that the
+two servers of a stage exchange. `tests/parity/test_compression.py` and `tests/faults/test_compression.py` show that a
+swarm does just that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib as mpl
+import torch
+from matplotlib import pyplot as plt
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from benchmarks.report import OUT, table, write
+from examples.bytes.data import PythonSource
+from examples.bytes.model import ByteGPT, warmup_cosine
+from lightning_swarm.boundary import Bottleneck, Boundary, Maxout, boundary_layers, insert_boundary
+from lightning_swarm.compression import Codec, Codecs, decoded, encoded
+from lightning_swarm.config import Compression
+from lightning_swarm.types.runs import Encoding
+
+CONTEXT: Final = 64
+D_MODEL: Final = 64
+BATCH: Final = 16
+NUM_SERVERS: Final = 2
+"""Of a stage; each computes one microbatch of a batch."""
+CUTS: Final = ("net.1", "net.2")
+"""After the first and the second of three blocks."""
+WARMUP: Final = 100
+LEARNING_RATE: Final = 2e-3
+EVERY: Final = 100
+"""Steps between two points of a curve."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tensors travel.
+
+    Args:
+        compression: The codecs.
+        boundary: Layers at the cuts.
+    """
+
+    compression: Compression
+    boundary: Boundary | None = None
+
+
+WAYS: Final[Mapping[str, Way]] = {
+    "none": Way(Compression()),
+    "8bit": Way(Compression.parse("8bit")),
+    "4bit": Way(Compression.parse("4bit")),
+    "4bit, error feedback": Way(
+        Compression(activations="4bit", gradients="4bit", averaging="4bit", error_feedback=True)
+    ),
+    "bottleneck, 2": Way(Compression(), Bottleneck(ratio=2)),
+    "bottleneck, 4": Way(Compression(), Bottleneck(ratio=4)),
+    "maxout, 2": Way(Compression(), Maxout(ratio=2)),
+    "maxout, 4": Way(Compression(), Maxout(ratio=4)),
+    "8bit and bottleneck, 4": Way(Compression.parse("8bit"), Bottleneck(ratio=4)),
+}
+
+
+class _Wire(torch.autograd.Function):
+    """Hidden states on their way to the next stage, their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codecs: Codecs) -> Tensor:
+        ctx.codecs = codecs
+        return _travelled(x, codecs.activations)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _travelled(gradients[0], ctx.codecs.gradients), None
+
+
+def _travelled(tensor: Tensor, by: Codec | None) -> Tensor:
+    found: Tensor = decoded(encoded(tensor, by), by, tensor.device)
+    return found
+
+
+class _Averaging:
+    """What the servers of all stages make of their sums, and what their codecs lost so far."""
+
+    def __init__(self, codecs: Codecs, length: int) -> None:
+        self._codec = codecs.averaging
+        self._lost = [torch.zeros(length) for _ in range(NUM_SERVERS)] if codecs.error_feedback else None
+
+    def mean(self, sums: Sequence[Tensor]) -> Tensor:
+        """Each reduces a part; see `averaging.butterfly`."""
+        mean = torch.empty_like(sums[0])
+        for place in range(NUM_SERVERS):
+            part = slice(len(mean) * place // NUM_SERVERS, len(mean) * (place + 1) // NUM_SERVERS)
+            pieces = [self._sent(sums, i, part) if i != place else sums[i][part] for i in range(NUM_SERVERS)]
+            reduced = torch.stack(pieces).sum(dim=0) / NUM_SERVERS
+            if self._lost is not None:
+                reduced += self._lost[place][part]
+            mean[part] = _travelled(reduced, self._codec)
+            if self._lost is not None:
+                self._lost[place][part] = reduced - mean[part]
+        return mean
+
+    def _sent(self, sums: Sequence[Tensor], sender: int, part: slice) -> Tensor:
+        if self._lost is None:
+            return _travelled(sums[sender][part], self._codec)
+        own = sums[sender][part] + NUM_SERVERS * self._lost[sender][part]
+        received = _travelled(own, self._codec)
+        self._lost[sender][part] = (own - received) / NUM_SERVERS
+        return received
+
+
+def train(way: Way, seed: int, num_steps: int) -> list[float]:
+    """The losses on files that training never sees, before the first step and after each hundred of them."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    data = PythonSource(context=CONTEXT, batch_size=BATCH, max_bytes=4_000_000, seed=seed)
+    data.setup("fit")
+    model = ByteGPT(d_model=D_MODEL, num_blocks=3, num_heads=4, context=CONTEXT)
+    if way.boundary is not None:
+        insert_boundary(model, way.boundary, after=CUTS)
+    codecs = Codecs.of(Encoding(**asdict(way.compression)))
+    layers = boundary_layers(model)
+    for name in CUTS:
+        last = layers[name].compress if name in layers else model.get_submodule(name)
+        last.register_forward_hook(lambda _, __, hidden: _Wire.apply(hidden, codecs))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    rate = partial(warmup_cosine, warmup_steps=WARMUP, num_steps=num_steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    averaging = _Averaging(codecs, sum(one.numel() for one in model.parameters()))
+    kept = next(iter(DataLoader(data.val_windows, 256, shuffle=True, generator=torch.Generator().manual_seed(0))))
+    losses = [_evaluate(model, kept)]
+    for step, batch in zip(range(1, num_steps + 1), _batches(data), strict=False):
+        halves = zip(*(one.chunk(NUM_SERVERS) for one in batch), strict=True)
+        mean = averaging.mean([_gradient(model, codecs, tokens, targets) for tokens, targets in halves])
+        own = list(model.parameters())
+        for parameter, part in zip(own, mean.split([one.numel() for one in own]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        nn.utils.clip_grad_norm_(own, 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % EVERY == 0:
+            losses.append(_evaluate(model, kept))
+    return losses
+
+
+def _gradient(model: ByteGPT, codecs: Codecs, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Of one microbatch, whose logits travel to the trainer, and their gradients from it."""
+    model.zero_grad()
+    logits = _Wire.apply(model(tokens), codecs)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    return torch.cat([one.grad.reshape(-1) for one in model.parameters() if one.grad is not None])
+
+
+@torch.no_grad()
+def _evaluate(model: ByteGPT, batch: Sequence[Tensor]) -> float:
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+
+
+def _batches(data: PythonSource) -> Iterator[Sequence[Tensor]]:
+    while True:
+        yield from data.train_dataloader()
+
+
+def _trained(job: tuple[str, int, int]) -> tuple[str, int, list[float]]:
+    name, seed, num_steps = job
+    return name, seed, train(WAYS[name], seed, num_steps)
+
+
+def study(names: Sequence[str], num_seeds: int, num_steps: int, num_processes: int) -> dict[str, list[list[float]]]:
+    """The curves of each way, one for each seed."""
+    jobs = [(name, seed, num_steps) for seed in range(num_seeds) for name in names]
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
+    with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
+        begin_s = time.monotonic()
+        for number, (name, seed, losses) in enumerate(pool.imap(_trained, jobs), 1):
+            found[name].append(losses)
+            took_s = time.monotonic() - begin_s
+            print(f"{number} of {len(jobs)}: {name}, seed {seed}: {losses[-1]:.4f} ({took_s:.0f} s)", flush=True)
+    return found
+
+
+def bits(way: Way) -> tuple[float, float]:
+    """Of a hidden element of the model on the wire, and of a gradient between the servers of a stage."""
+    codecs = Codecs.of(Encoding(**asdict(way.compression)))
+    ratio = 1 if way.boundary is None else way.boundary.ratio
+    return (codecs.activations.bits if codecs.activations else 32) / ratio, (
+        codecs.averaging.bits if codecs.averaging else 32
+    )
+
+
+def show(found: Mapping[str, Sequence[Sequence[float]]], num_steps: int) -> None:
+    """A table and a picture."""
+    rows: list[Sequence[object]] = [["way", "bits, cuts", "bits, averaging", "loss", "seeds", "of none", "seeds"]]
+    plain = [one[-1] for one in found["none"]]
+    for name, curves in found.items():
+        last = [one[-1] for one in curves]
+        shares = [100 * (own / other - 1) for own, other in zip(last, plain, strict=True)]
+        cuts, averaging = bits(WAYS[name])
+        rows.append(
+            [
+                name,
+                f"{cuts:.3g}",
+                f"{averaging:.3g}",
+                f"{statistics.mean(last):.4f}",
+                f"{min(last):.4f} to {max(last):.4f}",
+                f"{statistics.mean(shares):+.2f} %",
+                f"{min(shares):+.2f} to {max(shares):+.2f}",
+            ]
+        )
+    write("compression", table(f"Loss on unseen files after {num_steps} steps, in nats a byte", rows))
+    mpl.use("Agg")
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for name, curves in found.items():
+        steps = range(0, EVERY * len(curves[0]), EVERY)
+        mean = [statistics.mean(column) for column in zip(*curves, strict=True)]
+        axes.plot(steps[1:], mean[1:], label=name, linewidth=2.0 if name == "none" else 1.2)
+    axes.set(
+        xlabel="steps", ylabel="nats a byte, unseen files", yscale="log", title="What compression does to the loss"
+    )
+    axes.legend()
+    OUT.mkdir(parents=True, exist_ok=True)
+    figure.savefig(OUT / "compression.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main() -> None:
+    """Train all ways, and show what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
+    options = parser.parse_args()
+    names = ["none", *(name for name in options.only if name != "none")]
+    found = study(names, options.seeds, options.steps, options.processes)
+    OUT.mkdir(parents=True, exist_ok=True)
+    Path(OUT / "compression.json").write_text(json.dumps(found))
+    show(found, options.steps)
+
+
+if __name__ == "__main__":
+    main()
