@@ -33,6 +33,7 @@ class Steps:
     killed_s: float | None = None  # when a server was killed
     trainer_bytes: int = 0  # the most memory that it had
     server_bytes: int = 0  # the most of any
+    num_bytes: Sequence[int] = ()  # by then, over the network device that was to be counted
     held: Sequence[Sequence[Sequence[str]]] = ()  # after each step, from the first on: the peers of each stage
 
     def rate(self, begin_s: float, end_s: float) -> float:
@@ -125,6 +126,7 @@ def train(
         [one["at_s"] for one in steps],
         [one["samples"] for one in steps],
         killed_s=killed[0] if killed else None,
+        num_bytes=[one["bytes"] for one in steps if "bytes" in one],
         held=[one["held"] for one in said if "held" in one],
         **memory,
     )

@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -90,12 +91,20 @@ class Noise(Dataset[Tensor]):
 
 
 class Clock(L.Callback):
-    """Says when steps are over, kills a server when it is time to, and ends the run when the time is up."""
+    """Says when steps are over, kills a server when it is time to, and ends the run when the time is up.
 
-    def __init__(self, seconds: float, kill_after_s: float | None) -> None:
+    Args:
+        seconds: How long it lasts.
+        kill_after_s: When to kill a server.
+        device: Of the network; says how many bytes went over it since the first step.
+    """
+
+    def __init__(self, seconds: float, kill_after_s: float | None, device: str | None = None) -> None:
         self.seconds = seconds
         self.kill_after_s = kill_after_s
         self.begin_s: float | None = None
+        self._device = device
+        self._begin_bytes = 0
 
     @override
     def on_train_batch_end(
@@ -104,9 +113,11 @@ class Clock(L.Callback):
         now_s = time.monotonic()
         if self.begin_s is None:  # the first step warms up
             self.begin_s = now_s
+            self._begin_bytes = self._bytes()
             print(json.dumps({"first": 1}), flush=True)
             return
-        self._say(now_s, samples=len(batch))
+        counted = {} if self._device is None else {"bytes": self._bytes() - self._begin_bytes}
+        self._say(now_s, samples=len(batch), **counted)
         if self.kill_after_s is not None and now_s - self.begin_s >= self.kill_after_s:
             self.kill_after_s = None
             self._kill(trainer)
@@ -117,6 +128,13 @@ class Clock(L.Callback):
     def _say(self, now_s: float, **what: int) -> None:
         assert self.begin_s is not None
         print(json.dumps({"at_s": now_s - self.begin_s, **what}), flush=True)
+
+    def _bytes(self) -> int:
+        """Both ways, headers included."""
+        if self._device is None:
+            return 0
+        folder = Path("/sys/class/net", self._device, "statistics")
+        return sum(int((folder / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 
     def _kill(self, trainer: L.Trainer) -> None:
         """End the last of this machine's servers, as a power cut would."""
@@ -162,6 +180,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--kill-after-s", type=float)
     parser.add_argument("--by-turns", action="store_true", help="a step for each line on the standard input")
+    parser.add_argument("--compression", default="none")
+    parser.add_argument("--count", metavar="DEVICE", help="say what went over this network device, too")
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--snapshot-interval", type=float, help="0: none are taken; left out: the default")
     return parser.parse_args()
@@ -180,6 +200,7 @@ def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
         microbatch_size=arguments.microbatch_size,
         listen=arguments.listen,
         initial_peers=arguments.initial_peers,
+        compression=arguments.compression,
         limits=limits,
     )
 
@@ -196,7 +217,9 @@ def main() -> None:
         num_nodes=2 if arguments.ddp else 1,
         strategy=strategy_of(arguments),
         max_epochs=-1,
-        callbacks=[Turns() if arguments.by_turns else Clock(arguments.seconds, arguments.kill_after_s)],
+        callbacks=[
+            Turns() if arguments.by_turns else Clock(arguments.seconds, arguments.kill_after_s, arguments.count)
+        ],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -21,7 +21,7 @@ _NUM_BINS: Final = 1024
 """The nearest value is looked up: as a search it takes several times as long."""
 
 _HIGHEST: Final = 2.0**120
-_LOWEST: Final = 2.0**-120
+_LOWEST: Final = 2.0**-100
 
 
 class Rotated4Bit(Codec):
@@ -29,7 +29,7 @@ class Rotated4Bit(Codec):
 
     The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) makes outliers of a block into
     something like noise in all of it. An element of the rotated block is off by at most an eighth of the largest one
-    there; of the whole block about a tenth is lost, whatever its distribution. Blocks below ``2**-113`` become zero,
+    there; of the whole block about a tenth is lost, whatever its distribution. Blocks below ``2**-93`` become zero,
     and what is above ``2**120`` is not taken.
 
     Source: Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.

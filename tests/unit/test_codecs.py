@@ -39,6 +39,7 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "one of many": lambda: torch.cat((torch.zeros(999), torch.tensor([5.0]))),
     "denormals": lambda: normal(1000) * 1e-41,
     "tiny": lambda: normal(1000) * 1e-30,
+    "all powers of two": lambda: (2.0 ** torch.arange(-149, 120)).repeat_interleave(BLOCK_OF_4),
     "huge": lambda: normal(1000) * 1e30,
     "the largest": lambda: torch.tensor([3.4e38, -3.4e38, 1.0]),
     "all magnitudes": lambda: normal(1000) * 10.0 ** torch.linspace(-38, 36, 1000),
@@ -71,7 +72,7 @@ def bound_of_8bit(tensor: Tensor) -> Tensor:
 def bound_of_4bit(tensor: Tensor) -> Tensor:
     """Of a whole block: an eighth of its largest rotated element in each of them, and a rotation keeps distances."""
     norms = blocks(tensor, BLOCK_OF_4).norm(dim=1, keepdim=True)
-    return (norms * math.sqrt(BLOCK_OF_4) / 8 + 2.0**-113).expand(-1, BLOCK_OF_4).reshape(-1)[: tensor.numel()]
+    return (norms * math.sqrt(BLOCK_OF_4) / 8 + 2.0**-93).expand(-1, BLOCK_OF_4).reshape(-1)[: tensor.numel()]
 
 
 BOUNDS = {"float16": bound_of_float16, "bfloat16": bound_of_bfloat16, "8bit": bound_of_8bit, "4bit": bound_of_4bit}
