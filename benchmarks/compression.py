@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import matplotlib as mpl
@@ -185,10 +184,12 @@ def study(names: Sequence[str], num_seeds: int, num_steps: int, num_processes: i
     """The curves of each way, one for each seed."""
     jobs = [(name, seed, num_steps) for seed in range(num_seeds) for name in names]
     found: dict[str, list[list[float]]] = {name: [] for name in names}
+    OUT.mkdir(parents=True, exist_ok=True)
     with multiprocessing.get_context("spawn").Pool(num_processes, maxtasksperchild=1) as pool:
         begin_s = time.monotonic()
         for number, (name, seed, losses) in enumerate(pool.imap(_trained, jobs), 1):
             found[name].append(losses)
+            (OUT / "compression.json").write_text(json.dumps(found))
             took_s = time.monotonic() - begin_s
             print(f"{number} of {len(jobs)}: {name}, seed {seed}: {losses[-1]:.4f} ({took_s:.0f} s)", flush=True)
     return found
@@ -248,8 +249,6 @@ def main() -> None:
     options = parser.parse_args()
     names = ["none", *(name for name in options.only if name != "none")]
     found = study(names, options.seeds, options.steps, options.processes)
-    OUT.mkdir(parents=True, exist_ok=True)
-    Path(OUT / "compression.json").write_text(json.dumps(found))
     show(found, options.steps)
 
 

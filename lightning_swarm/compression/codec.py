@@ -97,3 +97,13 @@ class Codec(ABC):
         for part in parts:
             if part.is_floating_point() and not bool(((part >= 0) & (part <= torch.finfo(part.dtype).max)).all()):
                 raise ProtocolError(f"{self.name} has scales that are finite and not negative, got others")
+
+
+def check_finite(name: str, part: Tensor) -> None:
+    """Refuse what no codec writes.
+
+    Raises:
+        ProtocolError: A number is NaN or infinite.
+    """
+    if not bool(part.isfinite().all()):
+        raise ProtocolError(f"{name} makes finite numbers only, got others")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.compression.codec import Codec, Layout
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.compression.codec import Codec, Layout, check_finite
 
 _HIGHEST: Final = 14
 """Exponent of two that the largest elements are scaled to: float16 goes to 65504."""
@@ -45,7 +44,7 @@ class Float16(Codec):
     @override
     def _check(self, parts: Sequence[Tensor]) -> None:
         super()._check(parts[:1])
-        _check_finite(self.name, parts[1])
+        check_finite(self.name, parts[1])
 
 
 class BFloat16(Codec):
@@ -72,9 +71,4 @@ class BFloat16(Codec):
 
     @override
     def _check(self, parts: Sequence[Tensor]) -> None:
-        _check_finite(self.name, parts[0])
-
-
-def _check_finite(name: str, halves: Tensor) -> None:
-    if not bool(halves.isfinite().all()):
-        raise ProtocolError(f"{name} makes finite numbers only, got others")
+        check_finite(self.name, parts[0])

@@ -208,3 +208,11 @@ def test_any_codes_are_finite_numbers(name: str) -> None:
     parts = list(by.encode(x))
     parts[-1] = torch.arange(parts[-1].numel()).to(torch.uint8)
     assert by.decode(parts, torch.float32, x.shape).isfinite().all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_of_a_block_of_8bit_is_exact(sign: float) -> None:
+    """Whatever its sign is: the map of the other end stops a hundredth before it."""
+    x = sign * torch.cat((torch.tensor([3.0]), normal(500) / 10, torch.tensor([7.0])))
+    y = travelled(named("8bit"), x)
+    assert (y[0], y[-1]) == (x[0], x[-1])
