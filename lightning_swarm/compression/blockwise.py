@@ -64,5 +64,18 @@ class Blockwise8Bit(Codec):
 
     def _map(self, device: torch.device) -> Tensor:
         if device not in self._values:
-            self._values[device] = self._functional.create_dynamic_map().to(device, torch.float32)
+            self._values[device] = dynamic_map().to(device)
         return self._values[device]
+
+
+def dynamic_map() -> Tensor:
+    """The 256 values that codes stand for, ascending, in float32.
+
+    Those of bitsandbytes differ in their last bits from processor to processor, and so would what peers decode.
+    """
+    found = [0.0, 1.0]
+    for exponent in range(7):
+        for place in range(2**exponent):
+            middle = (0.1 + 0.9 * (place + 0.5) / 2**exponent) * 10.0 ** (exponent - 6)
+            found += [middle, -middle]
+    return torch.tensor(sorted(found), dtype=torch.float32)

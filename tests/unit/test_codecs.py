@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 
 import pytest
@@ -216,3 +217,16 @@ def test_the_largest_of_a_block_of_8bit_is_exact(sign: float) -> None:
     x = sign * torch.cat((torch.tensor([3.0]), normal(500) / 10, torch.tensor([7.0])))
     y = travelled(named("8bit"), x)
     assert (y[0], y[-1]) == (x[0], x[-1])
+
+
+def test_the_values_of_8_bits_are_those_of_bitsandbytes_on_every_processor() -> None:
+    from bitsandbytes.functional import create_dynamic_map
+
+    from lightning_swarm.compression.blockwise import dynamic_map
+
+    parts = (torch.ones(1), torch.arange(256, dtype=torch.uint8))
+    values = named("8bit").decode(parts, torch.float32, (256,))
+    torch.testing.assert_close(values, create_dynamic_map(), rtol=2e-7, atol=0)
+    # Theirs come in other last bits of processors with other instructions.
+    assert torch.equal(values, dynamic_map())
+    assert zlib.crc32(values.numpy().tobytes()) == 3059976122
