@@ -96,9 +96,13 @@ class Rounds:
         return self._averaged.gradients
 
     def carry(self, record: Record) -> None:
-        """The record is applied: what the codecs lost of its gradients is added to the next step's."""
-        if self._averaged is not None and self._averaged.closing == record.closing:
-            for index, lost in self._averaged.lost.items():
+        """The record is applied: what the codecs lost of its gradients is added to the next step's.
+
+        Of a step that is skipped nothing is: its gradients were no numbers. What was carried to it waits for the next.
+        """
+        averaged = self._averaged
+        if averaged is not None and averaged.closing == record.closing and record.outcome == "apply":
+            for index, lost in averaged.lost.items():
                 self._sums.stages[index].lost = lost
 
     async def collect(self, closing: Closing, stage: Stage, roster: Sequence[Member]) -> Tensor:

@@ -33,8 +33,8 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALLEST", 1)
 
 
-def audited(encoding: Encoding, plan: FaultPlan) -> None:
-    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, encoding=encoding)
+def audited(encoding: Encoding, plan: FaultPlan, **others: str) -> None:
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, encoding=encoding, **others)  # type: ignore[arg-type]
     try:
         swarm.train()
         swarm.audit()
@@ -65,3 +65,8 @@ def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Stage, "add", adding)
     with pytest.raises(AssertionError):
         audited(all_by(codec), FaultPlan())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_who_joins_and_who_leaves_has_the_same_bytes(codec: str) -> None:
+    audited(all_by(codec), FaultPlan(), joiners="j", leavers="e")
