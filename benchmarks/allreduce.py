@@ -23,7 +23,7 @@ from torch import Tensor, distributed
 from benchmarks.peers import hivemind_peer, swarm_peer
 from benchmarks.report import picture, table, write
 from benchmarks.together import Together, run_together
-from lightning_swarm.averaging.butterfly import average
+from lightning_swarm.averaging.butterfly import Group, average
 from lightning_swarm.network import PeerId
 from lightning_swarm.tickets import TicketStore
 
@@ -83,9 +83,8 @@ def _cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 async def _by_swarm(tickets: TicketStore, ids: Sequence[PeerId], rank: int, number: int, own: Tensor) -> Round:
     async def once() -> Tensor:
-        found = await average(
-            own, len(ids), roster=ids, place=rank, prefix=f"round{number}", tickets=tickets, timeout=_TIMEOUT_S
-        )
+        group = Group(roster=ids, prefix=f"round{number}", tickets=tickets, timeout=_TIMEOUT_S)
+        found = await average(own, len(ids), group, rank)
         return found.mean
 
     return once

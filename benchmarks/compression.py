@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from benchmarks.report import OUT, table, write
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
+from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.boundary import Bottleneck, Boundary, Maxout, boundary_layers, insert_boundary
 from lightning_swarm.compression import Codec, Codecs, decoded, encoded
 from lightning_swarm.config import Compression
@@ -66,6 +67,8 @@ WAYS: Final[Mapping[str, Way]] = {
     "4bit, error feedback": Way(
         Compression(activations="4bit", gradients="4bit", averaging="4bit", error_feedback=True)
     ),
+    "powersgd, 1": Way(Compression(averaging="powersgd", rank=1)),
+    "powersgd, 4": Way(Compression(averaging="powersgd", rank=4)),
     "bottleneck, 2": Way(Compression(), Bottleneck(ratio=2)),
     "bottleneck, 4": Way(Compression(), Bottleneck(ratio=4)),
     "maxout, 2": Way(Compression(), Maxout(ratio=2)),
@@ -93,14 +96,33 @@ def _travelled(tensor: Tensor, by: Codec | None) -> Tensor:
 
 
 class _Averaging:
-    """What the servers of all stages make of their sums, and what their codecs lost so far."""
+    """What the servers of all stages make of their sums, and what they carry from one step to the next."""
 
-    def __init__(self, codecs: Codecs, length: int) -> None:
+    def __init__(self, codecs: Codecs, shapes: Sequence[torch.Size]) -> None:
         self._codec = codecs.averaging
+        length = sum(shape.numel() for shape in shapes)
         self._lost = [torch.zeros(length) for _ in range(NUM_SERVERS)] if codecs.error_feedback else None
+        self._low_rank = LowRank(shapes, codecs.rank) if codecs.rank is not None else None
+        self._basis = self._low_rank.begin(torch.zeros(0)) if self._low_rank is not None else torch.zeros(0)
 
     def mean(self, sums: Sequence[Tensor]) -> Tensor:
-        """Each reduces a part; see `averaging.butterfly`."""
+        """As `averaging.averager` has it."""
+        return self._butterfly(sums) if self._low_rank is None else self._by_low_rank(sums, self._low_rank)
+
+    def _by_low_rank(self, sums: Sequence[Tensor], low_rank: LowRank) -> Tensor:
+        """All is linear, so one does what the servers do together."""
+        own = torch.stack(list(sums)).sum(dim=0) / NUM_SERVERS
+        if self._lost is not None:
+            own += self._lost[0]
+        left = low_rank.orthonormal(low_rank.left(own, self._basis))
+        right = low_rank.right(own, left)
+        self._basis = low_rank.basis(right, self._basis)
+        if self._lost is not None:
+            self._lost[0] = low_rank.left_over(own, left, right)
+        return low_rank.product(left, right)
+
+    def _butterfly(self, sums: Sequence[Tensor]) -> Tensor:
+        """Each reduces a part."""
         mean = torch.empty_like(sums[0])
         for place in range(NUM_SERVERS):
             part = slice(len(mean) * place // NUM_SERVERS, len(mean) * (place + 1) // NUM_SERVERS)
@@ -128,7 +150,7 @@ def train(way: Way, seed: int, num_steps: int) -> list[float]:
     torch.manual_seed(seed)
     data = PythonSource(context=CONTEXT, batch_size=BATCH, max_bytes=4_000_000, seed=seed)
     data.setup("fit")
-    model = ByteGPT(d_model=D_MODEL, num_blocks=3, num_heads=4, context=CONTEXT)
+    model = _model()
     if way.boundary is not None:
         insert_boundary(model, way.boundary, after=CUTS)
     codecs = Codecs.of(Encoding(**asdict(way.compression)))
@@ -139,7 +161,7 @@ def train(way: Way, seed: int, num_steps: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     rate = partial(warmup_cosine, warmup_steps=WARMUP, num_steps=num_steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    averaging = _Averaging(codecs, sum(one.numel() for one in model.parameters()))
+    averaging = _Averaging(codecs, [one.shape for one in model.parameters()])
     kept = next(iter(DataLoader(data.val_windows, 256, shuffle=True, generator=torch.Generator().manual_seed(0))))
     losses = [_evaluate(model, kept)]
     for step, batch in zip(range(1, num_steps + 1), _batches(data), strict=False):
@@ -199,9 +221,15 @@ def bits(way: Way) -> tuple[float, float]:
     """Of a hidden element of the model on the wire, and of a gradient between the servers of a stage."""
     codecs = Codecs.of(Encoding(**asdict(way.compression)))
     ratio = 1 if way.boundary is None else way.boundary.ratio
-    return (codecs.activations.bits if codecs.activations else 32) / ratio, (
-        codecs.averaging.bits if codecs.averaging else 32
-    )
+    averaging = codecs.averaging.bits if codecs.averaging else 32.0
+    if codecs.rank is not None:
+        low_rank = LowRank([one.shape for one in _model().parameters()], codecs.rank)
+        averaging = 32.0 * (low_rank.left_length + low_rank.right_length) / low_rank.length
+    return (codecs.activations.bits if codecs.activations else 32) / ratio, averaging
+
+
+def _model() -> ByteGPT:
+    return ByteGPT(d_model=D_MODEL, num_blocks=3, num_heads=4, context=CONTEXT)
 
 
 def show(found: Mapping[str, Sequence[Sequence[float]]], num_steps: int) -> None:

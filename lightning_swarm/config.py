@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from lightning_swarm.boundary import Boundary
 from lightning_swarm.errors import ConfigError
@@ -20,6 +20,11 @@ Rebalancing = Literal["none", "paper", "gain"]
 CodecName = Literal["none", "float16", "bfloat16", "8bit", "4bit"]
 """How tensors travel: as they are, or in fewer bits."""
 
+AveragingName = Literal[CodecName, "powersgd"]
+"""How sums of gradients do: their matrices as products of thin ones, too."""
+
+MAX_RANK: Final = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
@@ -28,14 +33,17 @@ class Compression:
     Args:
         activations: Outputs of stages, and floating-point inputs of the first one. Small ones travel as they are.
         gradients: Their gradients, on the way back.
-        averaging: Sums of gradients, between the servers of a stage.
-        error_feedback: Add to the next step's sums what the codec lost of those of this one.
+        averaging: Sums of gradients, between the servers of a stage. ``"powersgd"``: each matrix as the product of two
+            thin ones, by PowerSGD (arXiv:1905.13727), where that is less.
+        rank: Of these products: their columns.
+        error_feedback: Add to the next step's sums what was lost of those of this one. None: with PowerSGD only.
     """
 
     activations: CodecName = "none"
     gradients: CodecName = "none"
-    averaging: CodecName = "none"
-    error_feedback: bool = False
+    averaging: AveragingName = "none"
+    rank: int = 4
+    error_feedback: bool | None = None
 
     @classmethod
     def parse(cls, given: CodecName | Compression | Mapping[str, Any]) -> Compression:
@@ -51,15 +59,21 @@ class Compression:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in ("activations", "gradients", "averaging"):
+        kinds = {"activations": CodecName, "gradients": CodecName, "averaging": AveragingName}
+        for name, names in ((name, get_args(kind)) for name, kind in kinds.items()):
             value = getattr(self, name)
-            if value not in get_args(CodecName):
+            if value not in names:
+                instead = "`Compression(averaging='powersgd')`" if value == "powersgd" else "one of them"
                 raise ConfigError(
-                    f"`compression` must name one of {', '.join(get_args(CodecName))}, got {value!r} for {name}. "
-                    "Choose one of them."
+                    f"`compression` must name one of {', '.join(names)}, got {value!r} for {name}. Choose {instead}."
                 )
+        rank: object = self.rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise ConfigError(f"`rank` must be an integer of 1..{MAX_RANK}, got {rank!r}. Leave it out, say.")
         feedback: object = self.error_feedback
-        if not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
+        if feedback is None:
+            object.__setattr__(self, "error_feedback", self.averaging == "powersgd")
+        elif not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
             raise ConfigError(
                 "`error_feedback` must be True or False, and True only where `averaging` has a codec, got "
                 f"{self.error_feedback!r} with {self.averaging!r}. Leave it out, or choose a codec."

@@ -36,7 +36,9 @@ def sent(x: Tensor, codecs: Codecs) -> Tensor:
 
 
 def averaged(sums: Sequence[Tensor], total_weight: float, by: Codec | None) -> Tensor:
-    """The mean of what the peers of a roster hold, of which each reduces a part."""
+    """The mean of what the peers of a roster hold, of which each reduces a part; who is alone sends nothing."""
+    if len(sums) == 1:
+        return sums[0] / total_weight
     length, mean = len(sums[0]), torch.empty_like(sums[0])
     for place in range(len(sums)):
         part = slice(length * place // len(sums), length * (place + 1) // len(sums))
@@ -45,3 +47,39 @@ def averaged(sums: Sequence[Tensor], total_weight: float, by: Codec | None) -> T
             total += one[part] if sender == place else travelled(one[part], by)
         mean[part] = travelled(total / total_weight, by)
     return mean
+
+
+class LowRankMeans:
+    """PowerSGD on one machine, by LAPACK: every matrix is projected on the directions that its basis finds.
+
+    Args:
+        shapes: Of the parameters.
+        rank: Of the projections.
+        bases: ``[columns, rank]`` of each parameter to begin with; None where it stays whole.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], rank: int, bases: Sequence[Tensor | None]) -> None:
+        self.shapes = shapes
+        self.rank = rank
+        self.bases = list(bases)
+        self.lost: Tensor | None = None
+
+    def mean(self, total: Tensor, total_weight: float, *, feedback: bool = False) -> Tensor:
+        """Of the sum of all gradients; all that is lost is carried, if it is."""
+        own = total / total_weight
+        if feedback and self.lost is not None:
+            own = own + self.lost
+        means = []
+        for i, part in enumerate(own.split([shape.numel() for shape in self.shapes])):
+            basis = self.bases[i]
+            if basis is None:
+                means.append(part)
+                continue
+            matrix = part.view(self.shapes[i][0], -1)
+            left = torch.linalg.qr(matrix @ basis).Q
+            right = matrix.T @ left
+            self.bases[i] = right / right.norm(dim=0)
+            means.append((left @ right.T).reshape(-1))
+        mean = torch.cat(means)
+        self.lost = own - mean
+        return mean

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -39,6 +40,28 @@ class RoundFailed(PeerError):
         self.missed = missed
 
 
+@dataclass(frozen=True)
+class Group:
+    """Who averages with whom.
+
+    Args:
+        roster: The peers of the stage, the same list on each.
+        prefix: Names the round; unique to generation, step, attempt, round and stage.
+        tickets: Carries the parts.
+        timeout: Seconds for each exchange.
+    """
+
+    roster: Sequence[PeerId]
+    prefix: str
+    tickets: TicketStore
+    timeout: float
+
+    def bounds(self, length: int) -> list[slice]:
+        """Of the parts of a vector; each peer reduces one."""
+        bounds = [length * i // len(self.roster) for i in range(len(self.roster) + 1)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
 class Mean(NamedTuple):
     """What a round ends with.
 
@@ -56,12 +79,9 @@ class Mean(NamedTuple):
 async def average(
     vector: Tensor,
     total_weight: float,
-    *,
-    roster: Sequence[PeerId],
+    group: Group,
     place: int,
-    prefix: str,
-    tickets: TicketStore,
-    timeout: float,
+    *,
     parts: Parts = AS_THEY_ARE,
     carried: Tensor | None = None,
 ) -> Mean:
@@ -70,11 +90,8 @@ async def average(
     Args:
         vector: ``[n]``, this peer's weighted sum. Must not change until the round's record is applied.
         total_weight: Of the step, all peers together.
-        roster: The peers of the stage, the same list on each.
-        place: This peer's index in it.
-        prefix: Names the round; unique to generation, step, attempt, round and stage.
-        tickets: Carries the parts.
-        timeout: Seconds for each exchange.
+        group: Whose sums.
+        place: This peer's index in the roster.
         parts: How they travel.
         carried: ``[n]``, what an earlier round lost, to be added to this one; then what this one loses is found. None:
             nothing of that.
@@ -82,14 +99,15 @@ async def average(
     Raises:
         RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
     """
-    bounds = _parts(len(vector), len(roster))
+    roster, prefix, tickets = group.roster, group.prefix, group.tickets
+    bounds = group.bounds(len(vector))
     lost = None if carried is None else torch.zeros_like(vector)
     others = [i for i in range(len(roster)) if i != place]
 
     async def take(i: int, name: str, part: slice) -> Tensor:
         ticket = Ticket(peer_id=roster[i], name=f"{prefix}/{name}")
         try:
-            message = await tickets.fetch(ticket, timeout=timeout)
+            message = await tickets.fetch(ticket, timeout=group.timeout)
             return await parts.from_message(message, like=vector, length=part.stop - part.start)
         except SwarmError as error:
             # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
@@ -132,43 +150,33 @@ async def average(
     return Mean(mean, squared_norm, lost)
 
 
-def refuse(roster: Sequence[PeerId], place: int, *, prefix: str, tickets: TicketStore, reason: str) -> None:
+def refuse(group: Group, place: int, reason: str) -> None:
     """Give nothing more in a round, so that nobody waits for it, and takes this peer for one that is gone.
 
     Arguments are those of `average`. What it has given stays.
     """
-    for i in range(len(roster)):
-        name = f"{prefix}/part{i}" if i != place else f"{prefix}/reduced{place}"
-        tickets.promise(name)
-        tickets.fail(name, TicketGone(reason))
+    for i in range(len(group.roster)):
+        name = f"{group.prefix}/part{i}" if i != place else f"{group.prefix}/reduced{place}"
+        group.tickets.promise(name)
+        group.tickets.fail(name, TicketGone(reason))
 
 
-async def collect(
-    like: Tensor,
-    *,
-    roster: Sequence[PeerId],
-    prefix: str,
-    tickets: TicketStore,
-    timeout: float,
-    parts: Parts = AS_THEY_ARE,
-) -> Tensor:
-    """The mean of a round that this peer has no part in, as every member of `roster` has it.
+async def collect(like: Tensor, group: Group, *, parts: Parts = AS_THEY_ARE) -> Tensor:
+    """The mean of a round that this peer has no part in, as every member of the roster has it.
 
     Args:
         like: ``[n]``, of the dtype and on the device of the members' sums.
-        roster: The peers of the stage.
-        prefix: Names the round.
-        tickets: Carries the parts.
+        group: Whose sums.
         parts: How they travel.
-        timeout: Seconds for each exchange.
     """
 
     async def take(i: int, part: slice) -> Tensor:
-        message = await tickets.fetch(Ticket(peer_id=roster[i], name=f"{prefix}/reduced{i}"), timeout=timeout)
+        ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}")
+        message = await group.tickets.fetch(ticket, timeout=group.timeout)
         return await parts.from_message(message, like=like, length=part.stop - part.start)
 
     mean = _new(like)
-    bounds = _parts(len(like), len(roster))
+    bounds = group.bounds(len(like))
     for part, found in zip(bounds, await gather(take(i, part) for i, part in enumerate(bounds)), strict=True):
         mean[part] = found
     return mean
@@ -191,8 +199,3 @@ def _new(like: Tensor) -> Tensor:
     if like.device.type != "cpu":
         return torch.empty_like(like)
     return new_bytes(like.nbytes).view(like.dtype)
-
-
-def _parts(length: int, num_peers: int) -> list[slice]:
-    bounds = [length * i // num_peers for i in range(num_peers + 1)]
-    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -22,20 +22,31 @@ SMALLEST: Final = 1024
 
 @dataclass(frozen=True)
 class Codecs:
-    """Of a run, by what travels; None: as it is."""
+    """Of a run, by what travels; None: as it is.
+
+    Args:
+        activations: Of hidden states.
+        gradients: Of their gradients.
+        averaging: Of what the servers of a stage exchange.
+        rank: Of the products that these exchange in place of matrices. None: whole ones.
+        error_feedback: Carry what averaging loses to the next step.
+    """
 
     activations: Codec | None = None
     gradients: Codec | None = None
     averaging: Codec | None = None
+    rank: int | None = None
     error_feedback: bool = False
 
     @classmethod
     def of(cls, encoding: Encoding) -> Codecs:
         """Those that a run's tensors travel by."""
+        by_rank = encoding.averaging == "powersgd"
         return cls(
             activations=codec(encoding.activations),
             gradients=codec(encoding.gradients),
-            averaging=codec(encoding.averaging),
+            averaging=None if by_rank else codec(encoding.averaging),
+            rank=encoding.rank if by_rank else None,
             error_feedback=encoding.error_feedback,
         )
 

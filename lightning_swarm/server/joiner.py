@@ -290,11 +290,11 @@ class Joiner:
         held = self._stepping.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
             await self._stepping.reselect(closing.step, request.selection)
-            mean = await self._stepping.rounds.collect(closing, stage, roster)
+            mean, carried = await self._stepping.rounds.collect(closing, stage, roster)
         version_hash, _ = await self._executor.submit(FIRST, stage.fingerprint)
         self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
         if not held:
-            self._stepping.rounds.hold(closing, {stage.index: mean})
+            self._stepping.rounds.hold(closing, {stage.index: mean}, {stage.index: carried})
         return encode(ListenReply(boot_id=self._admission.me.boot_id, version_hash=version_hash))
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_swarm.averaging.butterfly import Mean, RoundFailed, average, collect, refuse
+from lightning_swarm.averaging.averager import Averaged, Averager, Butterfly, Carried, PowerSGD, refuse
+from lightning_swarm.averaging.butterfly import Group, RoundFailed
+from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId, Transport
@@ -24,14 +24,12 @@ from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
 
-_NOTHING: Final[Mapping[int, Tensor]] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
-class _Averaged:
+class _Held:
     closing: Closing
     gradients: Mapping[int, Tensor]  # by stage
-    lost: Mapping[int, Tensor]  # likewise: what codecs lost of them
+    carried: Mapping[int, Carried]  # likewise
 
 
 class Rounds:
@@ -61,29 +59,29 @@ class Rounds:
         self._sums = sums
         self._me = Member(peer_id=transport.peer_id, boot_id=boot_id)
         self._timeout = timeout
-        self._averaged: _Averaged | None = None
+        self._held: _Held | None = None
         transport.handle_call(AVERAGE, self._handle_average)
 
     def forget(self) -> None:
         """The round's record is applied, or it will have none."""
-        self._averaged = None
+        self._held = None
 
-    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], lost: Mapping[int, Tensor] = _NOTHING) -> None:
+    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, Carried]) -> None:
         """Keep a round's mean gradients until its record is decided, or those of a later round come.
 
         Args:
             closing: Of the round.
             gradients: By stage.
-            lost: Of each stage, what the codecs lost of them here, if it is to be added to the next step's.
+            carried: By stage, to the next step.
         """
-        before = self._averaged
+        before = self._held
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
             return  # a coordinator that was replaced had it averaged
-        self._averaged = _Averaged(closing, gradients, lost)
+        self._held = _Held(closing, gradients, carried)
 
     def holds(self, closing: Closing) -> bool:
         """Whether the round's mean gradients are held here."""
-        return self._averaged is not None and self._averaged.closing == closing
+        return self._held is not None and self._held.closing == closing
 
     def counted(self, record: Record) -> Mapping[int, Tensor]:
         """The mean gradients that a record counts, by stage.
@@ -91,31 +89,25 @@ class Rounds:
         Raises:
             ProtocolError: Another round's are held, or none.
         """
-        if self._averaged is None or self._averaged.closing != record.closing:
+        if self._held is None or self._held.closing != record.closing:
             raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
-        return self._averaged.gradients
+        return self._held.gradients
 
     def carry(self, record: Record) -> None:
-        """The record is applied: what the codecs lost of its gradients is added to the next step's.
+        """The record is applied: what its round carries to the next step is the stage's from now on.
 
         Of a step that is skipped nothing is: its gradients were no numbers. What was carried to it waits for the next.
         """
-        averaged = self._averaged
-        if averaged is not None and averaged.closing == record.closing and record.outcome == "apply":
-            for index, lost in averaged.lost.items():
-                self._sums.stages[index].lost = lost
+        held = self._held
+        if held is not None and held.closing == record.closing and record.outcome == "apply":
+            for index, carried in held.carried.items():
+                self._sums.stages[index].carried = carried
 
-    async def collect(self, closing: Closing, stage: Stage, roster: Sequence[Member]) -> Tensor:
-        """The mean gradient of a round that this server has no part in."""
-        mean = await collect(
-            stage.gradient_sum,
-            roster=[member.peer_id for member in roster],
-            prefix=round_name(closing, stage.index),
-            tickets=self._tickets,
-            parts=self._parts(stage),
-            timeout=self._timeout,
-        )
-        return mean.div_(closing.gradient_scale)
+    async def collect(self, closing: Closing, stage: Stage, roster: Sequence[Member]) -> tuple[Tensor, Carried]:
+        """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
+        group = self._group(closing, stage.index, roster)
+        mean, carried = await self._averager(stage).collect(stage.gradient_sum, group)
+        return mean.div_(closing.gradient_scale), carried
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
@@ -140,51 +132,50 @@ class Rounds:
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         sums.run.check_generation(closing.generation)
         sums.check_frozen(closing)
-        means = dict(zip(places, averages, strict=True))
-        lost = {index: mean.lost for index, mean in means.items() if mean.lost is not None}
-        self.hold(closing, {index: mean.mean for index, mean in means.items()}, lost)
-        norms = [PartNorm(stage_index=index, squared_norm=mean.squared_norm) for index, mean in means.items()]
+        found = dict(zip(places, averages, strict=True))
+        carried = {index: one.carried for index, one in found.items()}
+        self.hold(closing, {index: one.mean for index, one in found.items()}, carried)
+        norms = [PartNorm(stage_index=index, squared_norm=one.squared_norm) for index, one in found.items()]
         return encode(AverageReply(parts=norms))
 
     def _refuse(self, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
         for index, members in enumerate(rosters):
             if self._me in members:
-                roster = [member.peer_id for member in members]
-                place, prefix = members.index(self._me), round_name(closing, index)
-                refuse(roster, place, prefix=prefix, tickets=self._tickets, reason=reason)
+                refuse(self._group(closing, index, members), members.index(self._me), reason)
 
-    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> Mean:
+    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> Averaged:
         stage = self._sums.stages[index]
         # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
         scale = closing.gradient_scale
-        found = await average(
+        found = await self._averager(stage).average(
             stage.gradient_sum,
             closing.total_weight,
-            roster=[member.peer_id for member in roster],
-            place=place,
-            prefix=round_name(closing, index),
-            tickets=self._tickets,
-            parts=self._parts(stage),
-            carried=_carried(stage, scale),
-            timeout=self._timeout,
+            self._group(closing, index, roster),
+            place,
+            stage.carried.times(scale),
         )
         if scale == 1.0:
             return found
         # Not in place: it may be on its way to others still.
-        lost = None if found.lost is None else found.lost / scale
-        return Mean(found.mean / scale, found.squared_norm / scale / scale, lost)
+        return Averaged(found.mean / scale, found.squared_norm / scale / scale, found.carried.times(1.0 / scale))
 
-    def _parts(self, stage: Stage) -> Parts:
+    def _group(self, closing: Closing, index: int, roster: Sequence[Member]) -> Group:
+        return Group(
+            roster=[member.peer_id for member in roster],
+            prefix=round_name(closing, index),
+            tickets=self._tickets,
+            timeout=self._timeout,
+        )
+
+    def _averager(self, stage: Stage) -> Averager:
         async def compute(run: Callable[[], Any]) -> Any:
             return (await self._executor.submit(FIRST, run))[0]
 
-        return Parts(stage.codecs.averaging, compute)
-
-
-def _carried(stage: Stage, scale: float) -> Tensor | None:
-    if not stage.codecs.error_feedback:
-        return None
-    return torch.zeros_like(stage.gradient_sum) if stage.lost is None else stage.lost * scale
+        codecs = stage.codecs
+        if codecs.rank is None:
+            return Butterfly(Parts(codecs.averaging, compute), codecs.error_feedback)
+        shapes = [parameter.shape for parameter in stage.trainable]
+        return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, compute)
 
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:

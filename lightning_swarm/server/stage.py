@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import trees
+from lightning_swarm.averaging.averager import Carried
 from lightning_swarm.compression import PLAIN, Codecs
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule
@@ -42,8 +43,7 @@ class Stage:
     Attributes:
         computation: Of its microbatches.
         load: What these take.
-        lost: What codecs lost here of mean gradients, ``[elements of the trainable parameters]``; the next ones get it.
-            None: nothing, or nobody asks for it.
+        carried: From the last step's averaging to the next one's.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Stage:
         num_elements = sum(parameter.numel() for parameter in trainable)
         self.gradient_sum = torch.zeros(num_elements, dtype=self._sum_dtype, device=self.device)
         self.touched = [False] * len(trainable)
-        self.lost: Tensor | None = None
+        self.carried = Carried()
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -149,7 +149,7 @@ class Stage:
         if selection is not None:
             self.select(selection)
         self.optimizer.state.clear()
-        self._borrowed = self.lost = None
+        self._borrowed, self.carried = None, Carried()
         self.zero_sum()
 
     def check_applies(self, record: Record) -> None:

@@ -97,7 +97,7 @@ _OF_RESULTS: Final = {
     "forward": (Phase.FORWARD_DONE, Phase.SEND_OUTPUT),
     "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),
 }
-_ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(part|reduced)\d+")
+_ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|right/)?(part|reduced)\d+")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from lightning_swarm.config import CodecName, Rebalancing
+from lightning_swarm.config import MAX_RANK, AveragingName, CodecName, Rebalancing
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
@@ -49,11 +49,12 @@ class Encoding(Wire, frozen=True):
 
     activations: CodecName
     gradients: CodecName
-    averaging: CodecName
+    averaging: AveragingName
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
     error_feedback: bool
 
 
-NOT_ENCODED: Final = Encoding(activations="none", gradients="none", averaging="none", error_feedback=False)
+NOT_ENCODED: Final = Encoding(activations="none", gradients="none", averaging="none", rank=1, error_feedback=False)
 """They travel as they are."""
 
 

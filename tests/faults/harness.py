@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.compression import Codecs, decoded, encoded
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
@@ -45,7 +46,7 @@ from lightning_swarm.types.runs import NOT_ENCODED, Encoding, Member
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
-from tests.wire import averaged, sent
+from tests.wire import LowRankMeans, averaged, sent
 
 MODE = Mode(training=True, grad=True, default_dtype="float64")
 LIMITS = Limits(call_timeout=30.0)
@@ -515,6 +516,12 @@ class FaultySwarm(Swarm):
     def reference(self) -> dict[str, Tensor]:
         """What one process comes to by the samples that the records name: see `final_state`."""
         module = copy.deepcopy(self.module)
+        encoding = self.manifest.encoding
+        self._low_rank = (
+            [low_rank_means(block, encoding.rank) for block in module.children()]
+            if encoding.averaging == "powersgd"
+            else None
+        )
         optimizer = self._optimizer(module)
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
@@ -549,7 +556,10 @@ class FaultySwarm(Swarm):
             for peer in roster
             if peer not in record.closing.absent
         ]
-        return averaged(sums, record.closing.total_weight, Codecs.of(self.manifest.encoding).averaging)
+        total_weight = record.closing.total_weight
+        if self._low_rank is not None and len(sums) > 1:
+            return self._low_rank[stage].mean(sum(sums, nothing), total_weight)
+        return averaged(sums, total_weight, Codecs.of(self.manifest.encoding).averaging)
 
     def final_state(self) -> dict[str, Tensor]:
         """Weights, buffers and what the optimizer keeps, by name; replicas must have the same bytes."""
@@ -613,6 +623,16 @@ def vector_to_gradients(vector: Tensor, block: nn.Module) -> None:
     own = list(block.parameters())
     for parameter, part in zip(own, vector.split([one.numel() for one in own]), strict=True):
         parameter.grad = part.view_as(parameter).clone()
+
+
+def low_rank_means(block: nn.Module, rank: int) -> LowRankMeans:
+    """PowerSGD of a block's gradients, from the directions that servers begin with."""
+    shapes = [parameter.shape for parameter in block.parameters()]
+    cut = [len(shape) == 2 and rank * sum(shape) < shape.numel() for shape in shapes]
+    columns = [shape[1] for shape, is_cut in zip(shapes, cut, strict=True) if is_cut]
+    begin = LowRank(shapes, rank).begin(next(block.parameters()).detach())
+    bases = iter(begin.split([rank * number for number in columns]))
+    return LowRankMeans(shapes, rank, [next(bases).view(-1, rank) if is_cut else None for is_cut in cut])
 
 
 def tasks_of(tasks: Iterable[asyncio.Task[None]]) -> list[str]:

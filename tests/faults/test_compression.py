@@ -14,6 +14,7 @@ from lightning_swarm.types.runs import Encoding
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, STEP, TRAINERS, VOTERS
 
+WAYS = [*CODECS, "powersgd"]
 PLANS: dict[str, Callable[[], FaultPlan]] = {
     "nothing": FaultPlan,
     "a server dies in a forward": lambda: FaultPlan().kill("b", at=Phase.FORWARD, step=STEP),
@@ -43,16 +44,18 @@ def audited(encoding: Encoding, plan: FaultPlan, **others: str) -> None:
 
 
 def all_by(codec: str) -> Encoding:
-    return Encoding(activations=codec, gradients=codec, averaging=codec, error_feedback=False)  # type: ignore[arg-type]
+    """All that travels by a codec, or averaging by PowerSGD."""
+    hidden = "none" if codec == "powersgd" else codec
+    return Encoding(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-@pytest.mark.parametrize("codec", ["none", *CODECS])
+@pytest.mark.parametrize("codec", ["none", *WAYS])
 def test_all_that_counts_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
     audited(all_by(codec), plan())
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", WAYS)
 def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     added: list[Stage] = []
     add = Stage.add
@@ -67,6 +70,6 @@ def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.Monkey
         audited(all_by(codec), FaultPlan())
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", WAYS)
 def test_who_joins_and_who_leaves_has_the_same_bytes(codec: str) -> None:
     audited(all_by(codec), FaultPlan(), joiners="j", leavers="e")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_swarm.averaging import butterfly
 from lightning_swarm.pipeline.passage import Passage, replay
-from lightning_swarm.server import rounds
 from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import sums
@@ -167,12 +166,12 @@ def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatc
     rounded: list[float] = []
     average = butterfly.average
 
-    async def coarse(vector: Tensor, total_weight: float, **rest: Any) -> butterfly.Mean:
+    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> butterfly.Mean:
         half = vector.to(torch.float16).to(vector)
         rounded.append(float((half - vector).abs().max()))
-        return await average(half, total_weight, **rest)
+        return await average(half, total_weight, *rest, **options)
 
-    monkeypatch.setattr(rounds, "average", coarse)
+    monkeypatch.setattr(butterfly, "average", coarse)
     swarm = train()
     assert max(rounded) > 0.0
     assert_seen(swarm, plain)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_swarm.averaging import butterfly
-from lightning_swarm.averaging.butterfly import Mean, RoundFailed, average, refuse
+from lightning_swarm.averaging.butterfly import Group, Mean, RoundFailed, average, refuse
 from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.compression import CODECS, Codec
@@ -21,6 +21,10 @@ from lightning_swarm.errors import PeerError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.tickets import TicketStore
+
+
+async def compute(run: Callable[[], Any]) -> Any:
+    return run()
 
 
 class Jittery(MemoryNetwork):
@@ -46,40 +50,23 @@ class Ring:
         self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
 
     async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Mean:
-        tickets = self.tickets[place]
+        group = self.group(place, prefix, timeout)
         try:
-            return await average(
-                self.vectors[place],
-                4.0,
-                roster=self.names,
-                place=place,
-                prefix=prefix,
-                tickets=tickets,
-                timeout=timeout,
-            )
+            return await average(self.vectors[place], 4.0, group, place)
         except BaseException as error:
-            refuse(self.names, place, prefix=prefix, tickets=tickets, reason=repr(error))
+            refuse(group, place, repr(error))
             raise
+
+    def group(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Group:
+        return Group(self.names, prefix, self.tickets[place], timeout)
 
     def average_by(self, codec: Codec, carried: list[Tensor]) -> list[Mean]:
         """With what an earlier round lost of each peer's."""
 
-        async def compute(run: Callable[[], Any]) -> Any:
-            return run()
-
         async def go() -> list[Mean]:
+            parts = Parts(codec, compute)
             works = [
-                average(
-                    vector,
-                    4.0,
-                    roster=self.names,
-                    place=place,
-                    prefix="round-0",
-                    tickets=self.tickets[place],
-                    timeout=30.0,
-                    parts=Parts(codec, compute),
-                    carried=carried[place],
-                )
+                average(vector, 4.0, self.group(place), place, parts=parts, carried=carried[place])
                 for place, vector in enumerate(self.vectors)
             ]
             return list(await asyncio.gather(*works))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.config import Limits, SwarmConfig
+from lightning_swarm.config import Compression, Limits, SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network.addresses import Address, Place
 
@@ -110,3 +110,34 @@ def test_counts_are_whole_and_times_may_be_fractions(name: str) -> None:
 def test_settings_do_not_change(record: Any) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, dataclasses.fields(record)[0].name, 1)
+
+
+def test_compression_of_all_or_of_each_kind_apart() -> None:
+    assert Compression.parse("8bit") == Compression(activations="8bit", gradients="8bit", averaging="8bit")
+    assert Compression.parse({"averaging": "4bit"}) == Compression(averaging="4bit")
+    assert Compression(averaging="4bit").error_feedback is False
+    assert Compression(averaging="powersgd").error_feedback is True
+    assert Compression(averaging="powersgd", error_feedback=False).error_feedback is False
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("2bit", ["none, float16, bfloat16, 8bit, 4bit", "got '2bit'", "Choose one"]),
+        ("powersgd", ["got 'powersgd' for activations", "Choose `Compression(averaging='powersgd')`"]),
+        ({"gradients": "powersgd"}, ["got 'powersgd' for gradients"]),
+        ({"averaging": "low rank"}, ["4bit, powersgd", "got 'low rank' for averaging"]),
+        ({"averages": "8bit"}, ["activations, gradients, averaging, rank, error_feedback", "got ['averages']"]),
+        *(
+            ({"averaging": "powersgd", "rank": rank}, ["rank", "1..1024", f"got {rank!r}"])
+            for rank in (0, 1025, True, 2.0, None)
+        ),
+        ({"error_feedback": True}, ["only where `averaging` has a codec", "True with 'none'"]),
+        ({"averaging": "4bit", "error_feedback": "yes"}, ["True or False", "got 'yes'"]),
+    ],
+)
+def test_compression_that_cannot_be_is_refused(given: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Compression.parse(given)
+    for word in words:
+        assert word in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.averaging.butterfly import Mean
+from lightning_swarm.averaging.averager import Averaged
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver, StepError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
@@ -428,7 +428,7 @@ def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.M
     swarm = make_swarm("a", clip=1.0)
     average = swarm.servers[A].stepping.rounds._average
 
-    async def negative(*args: Any) -> Mean:
+    async def negative(*args: Any) -> Averaged:
         return (await average(*args))._replace(squared_norm=-1.0)
 
     monkeypatch.setattr(swarm.servers[A].stepping.rounds, "_average", negative)

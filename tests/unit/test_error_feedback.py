@@ -15,7 +15,7 @@ from lightning_swarm.types.runs import Encoding
 from tests.unit.swarm import Swarm, key, rows
 
 A, B = PeerId("a"), PeerId("b")
-FEEDBACK = Encoding(activations="none", gradients="none", averaging="4bit", error_feedback=True)
+FEEDBACK = Encoding(activations="none", gradients="none", averaging="4bit", rank=4, error_feedback=True)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ async def step(swarm: Swarm, number: int, *, factor: float = 1.0, scale: float =
 
 
 def lost(swarm: Swarm) -> list[Tensor | None]:
-    return [swarm.servers[peer].stepping.stage(0).lost for peer in (A, B)]
+    return [swarm.servers[peer].stepping.stage(0).carried.lost for peer in (A, B)]
 
 
 def assert_alike(swarm: Swarm) -> None:
@@ -102,4 +102,4 @@ def test_a_run_that_goes_back_carries_nothing_there(swarm: Swarm) -> None:
     swarm.run(step(swarm, 0))
     stage = swarm.servers[A].stepping.stage(0)
     stage.go_back(0, None)
-    assert stage.lost is None
+    assert stage.carried.lost is None
