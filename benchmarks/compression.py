@@ -67,6 +67,9 @@ WAYS: Final[Mapping[str, Way]] = {
     "4bit, error feedback": Way(
         Compression(activations="4bit", gradients="4bit", averaging="4bit", error_feedback=True)
     ),
+    "8bit, activations 4bit": Way(Compression(activations="4bit", gradients="8bit", averaging="8bit")),
+    "8bit, gradients 4bit": Way(Compression(activations="8bit", gradients="4bit", averaging="8bit")),
+    "8bit, averaging 4bit": Way(Compression(activations="8bit", gradients="8bit", averaging="4bit")),
     "powersgd, 1": Way(Compression(averaging="powersgd", rank=1)),
     "powersgd, 4": Way(Compression(averaging="powersgd", rank=4)),
     "bottleneck, 2": Way(Compression(), Bottleneck(ratio=2)),

@@ -305,7 +305,7 @@ class Swarm:
                 str(server.admission.end),
                 stepping.version,
                 stepping.sums.attempt,
-                stepping.rounds._averaged,
+                stepping.rounds._held,
                 stepping.sums._fenced,
                 stepping.sums.reselected,
             )
