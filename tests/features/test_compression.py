@@ -1,0 +1,31 @@
+"""The study of what compression does to the loss, in short: a small GPT on bytes learns with each kind of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.compression import EVERY, WAYS, train
+
+SHORT = EVERY
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return train(WAYS["none"], seed=0, num_steps=SHORT)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("8bit", 0.005), ("4bit, error feedback", 0.02), ("powersgd, 4", 0.05), ("8bit and bottleneck, 4", 0.05)],
+)
+def test_it_learns_nearly_as_fast(name: str, share: float, plain: list[float]) -> None:
+    found = train(WAYS[name], seed=0, num_steps=SHORT)
+    assert plain[-1] < 0.6 * plain[0]
+    assert found[-1] != plain[-1], "nothing was compressed"
+    assert found[-1] < (1 + share) * plain[-1]
