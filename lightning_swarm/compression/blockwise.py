@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -12,6 +13,10 @@ from typing_extensions import override
 from lightning_swarm.compression.codec import Codec, Layout, check_finite
 
 BLOCK: Final = 256
+
+_LOG: Final = "bitsandbytes.backends.cpu.ops"
+_MISSING: Final = "Failed to load CPU gemm_4bit_forward"
+"""How that logger begins where a package for products of 4-bit matrices is not installed. No codec computes any."""
 
 
 class Blockwise8Bit(Codec):
@@ -28,9 +33,7 @@ class Blockwise8Bit(Codec):
     bits = 8 + 32 / BLOCK
 
     def __init__(self) -> None:
-        from bitsandbytes import functional  # it takes seconds
-
-        self._functional: Any = functional
+        self._functional = _bitsandbytes()
         self._values: dict[torch.device, Tensor] = {}
 
     @override
@@ -66,6 +69,21 @@ class Blockwise8Bit(Codec):
         if device not in self._values:
             self._values[device] = dynamic_map().to(device)
         return self._values[device]
+
+
+def _bitsandbytes() -> Any:
+    """Its functions. The first import takes seconds, and would tell people to install what is not needed."""
+    log = logging.getLogger(_LOG)
+    log.addFilter(_is_needed)
+    try:
+        from bitsandbytes import functional
+    finally:
+        log.removeFilter(_is_needed)
+    return functional
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_MISSING)
 
 
 def dynamic_map() -> Tensor:

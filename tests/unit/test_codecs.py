@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from lightning_swarm.compression import CODECS, Codec, NotFinite, codec
 from lightning_swarm.compression.blockwise import BLOCK as BLOCK_OF_8
+from lightning_swarm.compression.blockwise import Blockwise8Bit
 from lightning_swarm.compression.rotated import BLOCK as BLOCK_OF_4
 from lightning_swarm.errors import ProtocolError
 
@@ -230,3 +234,27 @@ def test_the_values_of_8_bits_are_those_of_bitsandbytes_on_every_processor() -> 
     # Theirs come in other last bits of processors with other instructions.
     assert torch.equal(values, dynamic_map())
     assert zlib.crc32(values.numpy().tobytes()) == 3059976122
+
+
+def test_nobody_is_told_to_install_what_no_codec_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As bitsandbytes does when it is first imported on a processor that has instructions for 4-bit matrices."""
+    from bitsandbytes.backends.cpu import ops
+
+    [said] = re.findall(r'"(Failed to load .*?)"', Path(ops.__file__).read_text())
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    log = f"import logging\nlog = logging.getLogger({ops.__name__!r})\n"
+    (package / "__init__.py").write_text(
+        f"{log}log.warning({said!r}, 'there is none')\nlog.warning('of another kind')\n"
+    )
+    (package / "functional.py").touch()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    caplog.clear()
+    Blockwise8Bit()
+    assert caplog.messages == ["of another kind"]
+    ops.logger.warning(said, "there is none")  # by whoever else imports it
+    assert len(caplog.messages) == 2
