@@ -6,15 +6,19 @@ import argparse
 import contextlib
 import json
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from lightning_swarm.cli import watching
+import msgspec
+
+from lightning_swarm.cli import travelling, watching
+from lightning_swarm.config import Compression
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.planner.choice import make_plan, predict
 from lightning_swarm.planner.live import Assumed, Live, Pace, read
-from lightning_swarm.planner.records import Now
+from lightning_swarm.planner.records import Model, Now
+from lightning_swarm.planner.travel import Travel
 from lightning_swarm.planner.words import describe, describe_now
 from lightning_swarm.survey.policy import picture, short_name
 
@@ -58,18 +62,22 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
     assumed = Assumed(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
+    said = travelling.of_command(arguments)
     live = _look(arguments, assumed)
+    has = Travel(Compression(**msgspec.structs.asdict(live.encoding)))
+    travel = said.or_else(has)
+    model = replace(live.model, wire=travel.wire)
     plan = make_plan(
-        live.model,
+        model,
         live.machines,
         target_batch_size=arguments.target_batch_size,
         largest_batch_size=arguments.largest_batch_size,
     )
-    now = _now(live)
+    now = _now(live, replace(live.model, wire=has.wire))
     if arguments.json:
-        print(json.dumps({**plan.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
+        print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
     else:
-        print(f"{describe(live.model, plan)}\n\n{describe_now(plan, now, line_bytes_per_s)}")  # noqa: T201 - a command
+        print(f"{describe(model, plan)}\n\n{describe_now(plan, now, line_bytes_per_s)}")  # noqa: T201 - a command
     return 0 if plan.possible else 1
 
 
@@ -82,6 +90,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--sequence": arguments.sequence,
         "--measure": arguments.measure,
         "--picture": arguments.picture,
+        "--boundary-ratio": arguments.boundary_ratio,  # a stage's costs are those with the layers that it has
     }
     both = [name for name, value in given.items() if value]
     if both:
@@ -105,13 +114,13 @@ def _look(arguments: argparse.Namespace, assumed: Assumed) -> Live:
     return read(reports, paces, assumed, str if arguments.json else short_name)
 
 
-def _now(live: Live) -> Now:
+def _now(live: Live, model: Model) -> Now:
     setting = live.setting
     return Now(
         setting=setting,
         samples_per_s=live.samples_per_s,
         sent_bytes_per_s=live.sent_bytes_per_s,
-        predicted_samples_per_s=predict(live.model, live.machines, setting) if setting is not None else None,
+        predicted_samples_per_s=predict(model, live.machines, setting) if setting is not None else None,
         unmeasured=live.unmeasured,
         assumed_lines=live.assumed_lines,
     )

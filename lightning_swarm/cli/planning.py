@@ -6,19 +6,20 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_swarm.cli import live, pytorch_lightning, swarm_cli
+from lightning_swarm.cli import live, pytorch_lightning, swarm_cli, travelling
 from lightning_swarm.cli.choosing import choose_framework
 from lightning_swarm.cli.trainer import require_jsonargparse
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import LIGHTNING
 from lightning_swarm.planner.choice import LARGEST_BATCH, make_plan
-from lightning_swarm.planner.files import read_machines
+from lightning_swarm.planner.files import read_machines, read_travel
 from lightning_swarm.planner.records import Machine, Model
 from lightning_swarm.planner.transformer import transformer
+from lightning_swarm.planner.travel import NOTHING_SAID, Travel
 from lightning_swarm.planner.words import describe
 from lightning_swarm.strategy import SwarmHooks
 
@@ -44,6 +45,7 @@ The file lists the machines. The first one starts the run: it trains, and holds 
         processor: accelerator   # or cpu, which also has to send and receive
         host_memory_gb: 64       # these two: for training alone with offloading
         bus_gb_per_s: 12
+    compression: 8bit            # how tensors travel, as in SwarmStrategy; may be left out
 
 Predictions are counted; docs/planning.md says how far off they were.
 """
@@ -58,12 +60,14 @@ class _Subject:
         measure: FLOP/s of this machine with it.
         sequence: Tokens of a sample, where they are known.
         width: Features of a token, likewise.
+        travel: How its tensors do, as far as it is said.
     """
 
     model: Model
     measure: Callable[[], float]
     sequence: int = 1024
     width: int | None = None
+    travel: Travel = NOTHING_SAID
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
     parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
+    travelling.add_arguments(parser)
     live.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
 
@@ -109,13 +114,16 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
     measure = subject.measure if arguments.measure else None
     machines = read_machines(arguments.machines, subject.model.flop, measure)
+    travel = travelling.of_command(arguments).or_else(read_travel(arguments.machines)).or_else(subject.travel)
+    model = replace(subject.model, wire=travel.wire)
     plan = make_plan(
-        subject.model,
+        model,
         machines,
         target_batch_size=arguments.target_batch_size,
         largest_batch_size=arguments.largest_batch_size,
     )
-    print(json.dumps(plan.as_json()) if arguments.json else describe(subject.model, plan))  # noqa: T201 - a command
+    said = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
+    print(said)  # noqa: T201 - a command
     if arguments.picture:
         _draw(arguments.picture, machines[0], subject)
     return 0 if plan.possible else 1
@@ -174,13 +182,16 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
         raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
     module: Any = made.model
     strategy = made.trainer.strategy
-    pipeline = strategy.config.pipeline if isinstance(strategy, SwarmHooks) else None
+    swarm = strategy.config if isinstance(strategy, SwarmHooks) else None
+    pipeline = swarm.pipeline if swarm else None
+    boundary = swarm.boundary if swarm else None
+    travel = Travel(swarm.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
     # Counting takes the weights away, so it comes second.
     blocks_s = probe.measure_blocks(module, pipeline, example) if measured and example is not None else 0.0
     model = probe.count(module, pipeline, example)
-    return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s)
+    return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
 
 
 def _draw(path: Path, machine: Machine, subject: _Subject) -> None:

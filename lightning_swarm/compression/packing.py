@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -72,6 +73,12 @@ def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
         ProtocolError: A tensor was encoded otherwise, or is damaged.
     """
     return trees.transform(tree, lambda leaf: _decoded(leaf, by, device))
+
+
+def number_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of one number of the largest of these tensors that may be encoded; 0: there is none."""
+    real = [tensor for tensor in tensors if tensor.is_floating_point()]
+    return max(real, key=Tensor.numel).element_size() if real else 0
 
 
 def _encoded(leaf: Tensor | Encoded, by: Codec) -> Tensor | Encoded:

@@ -12,6 +12,7 @@ import yaml
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.planner.records import Machine, Processor
+from lightning_swarm.planner.travel import NOTHING_SAID, Travel
 
 HERE: Final = "here"
 """Stands for a rate that is measured on this machine."""
@@ -45,6 +46,7 @@ _NUMBERS: Final = {
     "bus_gb_per_s": _Key("GB/s between GPU and host, each way", _GB, 0.0, zero=True),
 }
 _RATES: Final = ("tflops", "samples_per_s")
+_TOP: Final = ("machines", "compression", "boundary_ratio")
 _KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
 
 
@@ -59,12 +61,7 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
     Raises:
         ConfigError: The file is none, or says what cannot be.
     """
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"the list of machines must be a YAML file, and {path} is none: {error}. Check the path."
-        ) from error
+    content = _content(path)
     listed = content.get("machines") if isinstance(content, Mapping) else content
     if not isinstance(listed, list) or not listed:
         raise ConfigError(
@@ -77,6 +74,33 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
         machine, count = _machine(entry, where, flop_per_sample, here_flop_per_s)
         found += [machine] * count
     return found
+
+
+def read_travel(path: Path) -> Travel:
+    """What a file of machines says of how tensors travel.
+
+    Args:
+        path: As in `read_machines`.
+
+    Raises:
+        ConfigError: The file is none, or says what cannot be.
+    """
+    content = _content(path)
+    if not isinstance(content, Mapping):
+        return NOTHING_SAID
+    unknown = [key for key in content if key not in _TOP]
+    if unknown:
+        raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")
+    return Travel.parse(content.get("compression"), content.get("boundary_ratio"))
+
+
+def _content(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the list of machines must be a YAML file, and {path} is none: {error}. Check the path."
+        ) from error
 
 
 def _machine(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lightning_swarm.errors import SwarmError
@@ -13,6 +13,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.planner.passage import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.planner.records import Block, Machine, Model, Setting
 from lightning_swarm.types.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
+from lightning_swarm.types.runs import Encoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,8 @@ class Live:
     """A swarm that runs.
 
     Args:
-        model: What it trains: the blocks of a stage are taken for equal.
+        model: What it trains: the blocks of a stage are taken for equal. Its tensors travel as they are.
+        encoding: How they really travel.
         machines: Its servers whose rate is known, the lead first.
         setting: Of its newest step; None: none was decided since it was admitted whom we ask.
         samples_per_s: That went through all stages.
@@ -43,6 +45,7 @@ class Live:
     """
 
     model: Model
+    encoding: Encoding
     machines: tuple[Machine, ...]
     setting: Setting | None
     samples_per_s: float
@@ -91,6 +94,7 @@ def read(
     pipelined = [[peer for peer, one in servers.items() if _holds(one, index)] for index in range(len(stages))]
     return Live(
         model=_model(stages, work, max(one.around_parameters for one in servers.values())),
+        encoding=next(iter(servers.values())).encoding,
         machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in names),
         setting=_setting(servers.values(), len(stages)),
         samples_per_s=min(sum(paces[peer].samples_per_s for peer in peers) for peers in pipelined),
@@ -137,20 +141,20 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
         last = index == len(stages) - 1
         # What leaves the last stage is often no activation, nor is what enters the first.
-        inner = max(costs.input_bytes, costs.output_bytes) if index == 0 and last else costs.output_bytes
-        if last and index > 0:
-            inner = costs.input_bytes
+        came, out = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
+        inner = max(came, out) if index == 0 and last else came if last else out
         share = Block(
             parameters=stage.num_parameters // stage.num_blocks,
             flop=flop / stage.num_blocks,
-            output_bytes=inner,
+            output_bytes=inner[0],
             graph_bytes=costs.graph_bytes // stage.num_blocks,
+            number_bytes=inner[1],
         )
-        end = Block(
+        end = replace(
+            share,
             parameters=stage.num_parameters - share.parameters * (stage.num_blocks - 1),
-            flop=share.flop,
             output_bytes=costs.output_bytes,
-            graph_bytes=share.graph_bytes,
+            number_bytes=costs.output_number_bytes,
         )
         blocks += [share] * (stage.num_blocks - 1) + [end]
     first = stages[0][1]
@@ -161,6 +165,7 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
         extra_bytes=sum(costs.extra_bytes for _, costs in stages),
         around=Block(parameters=around, flop=0.0, output_bytes=0, graph_bytes=0),
         weight_bytes=max(stage.weight_bytes for stage, _ in stages),
+        input_number_bytes=first.input_number_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Final
 from lightning_swarm.config import Limits
 from lightning_swarm.planner.records import Machine, Model, Processor, Stage
 from lightning_swarm.planner.stages import kept_samples
+from lightning_swarm.planner.wire import USUAL_MICROBATCH
 
 CALL_S: Final = 0.0016
 """Seconds of a core for a microbatch at a stage, there and back: as many at its server as at the trainer. By the clock
@@ -47,12 +48,14 @@ class Phase:
         parameters: That get a gradient, once for each microbatch.
         received_bytes: Over the line.
         sent_bytes: Likewise.
+        coding_s: Seconds of a core for reading and writing what is encoded of that. A GPU does it in passing.
     """
 
     flop: float
     parameters: int
     received_bytes: float
     sent_bytes: float
+    coding_s: float
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,8 @@ def phases(stage: Stage, recomputed: float) -> tuple[Phase, Phase]:
     """Forward and backward, if of so large a share the forward is computed again in the backward."""
     backward_flop = stage.flop * (1.0 - _FORWARD + recomputed * _FORWARD)
     return (
-        Phase(stage.flop * _FORWARD, 0, stage.input_bytes, stage.output_bytes),
-        Phase(backward_flop, stage.parameters, stage.output_bytes, stage.gradient_bytes),
+        Phase(stage.flop * _FORWARD, 0, stage.input_bytes + stage.extra_bytes, stage.output_bytes, stage.coding_s[0]),
+        Phase(backward_flop, stage.parameters, stage.output_gradient_bytes, stage.gradient_bytes, stage.coding_s[1]),
     )
 
 
@@ -90,7 +93,8 @@ def pace(machine: Machine, phase: Phase, microbatch_size: int) -> Pace:
     computing_s = phase.flop / machine.flop_per_s
     computing_s += phase.parameters * MICROBATCH_S_PER_PARAMETER[machine.processor] / microbatch_size
     handling_s = (phase.received_bytes + phase.sent_bytes) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size
-    busy_s = computing_s + handling_s if machine.processor == "cpu" else max(computing_s, handling_s)
+    both_s = computing_s + phase.coding_s + handling_s
+    busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
     line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
     return Pace(line_s + busy_s, line_s, machine.name)
 
@@ -135,8 +139,8 @@ class Swarm:
 
     def recomputed(self, index: int, batch_size: int) -> float:
         """Of the machines of a stage, the largest share of forwards for whose graph there is no room."""
-        stage, weight_bytes = self.stages[index], self.model.weight_bytes
-        kept = (kept_samples(stage, self.machines[n], weight_bytes, self.limits) for n, _ in self.kinds[index])
+        stage = self.stages[index]
+        kept = (kept_samples(stage, self.machines[n], self.limits) for n, _ in self.kinds[index])
         return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
 
     def phase(self, index: int, number: int, way: int, batch_size: int) -> Phase:
@@ -146,16 +150,18 @@ class Swarm:
             alone = len(self.stages) == 1
             stage = replace(
                 stage,
-                input_bytes=0 if alone else stage.input_bytes - self.model.extra_bytes,
-                gradient_bytes=0 if alone else stage.gradient_bytes,
-                output_bytes=0,
+                input_bytes=0.0 if alone else stage.input_bytes,
+                extra_bytes=0,
+                gradient_bytes=0.0 if alone else stage.gradient_bytes,
+                output_bytes=0.0,
+                output_gradient_bytes=0.0,
             )
         return phases(stage, self.recomputed(index, batch_size))[way]
 
     def share(self, index: int, number: int, way: int) -> float:
         """Of the microbatches, what a machine of a stage takes: as many as it is fast."""
         rates = {
-            one: 1.0 / pace(self.machines[one], self.phase(index, one, way, 1), 8).seconds
+            one: 1.0 / pace(self.machines[one], self.phase(index, one, way, 1), USUAL_MICROBATCH).seconds
             for one, _ in self.kinds[index]
         }
         return rates[number] / sum(count * rates[one] for one, count in self.kinds[index])
@@ -163,12 +169,12 @@ class Swarm:
 
 def ways_of_trainer(swarm: Swarm, way: int) -> tuple[float, float]:
     """What the trainer receives, and sends, over its line for a sample: without what its own machine's server has."""
-    first, last, model = swarm.stages[0], swarm.stages[-1], swarm.model
+    first, last = swarm.stages[0], swarm.stages[-1]
     elsewhere = 1.0 - swarm.share(len(swarm.stages) - 1, 0, way)
     to_first = 1.0 if len(swarm.stages) > 1 else elsewhere
     if way == 0:
-        return elsewhere * last.output_bytes, to_first * model.input_bytes + elsewhere * model.extra_bytes
-    return to_first * first.gradient_bytes, elsewhere * last.output_bytes
+        return elsewhere * last.output_bytes, to_first * first.input_bytes + elsewhere * last.extra_bytes
+    return to_first * first.gradient_bytes, elsewhere * last.output_gradient_bytes
 
 
 def passage(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> Passage:

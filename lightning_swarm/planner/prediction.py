@@ -24,7 +24,8 @@ from lightning_swarm.planner.passage import (
 )
 from lightning_swarm.planner.passage import pace as pace_of
 from lightning_swarm.planner.records import Machine, Model, Prediction, Setting, Stage, Times
-from lightning_swarm.planner.stages import ADAM, FLOAT32, cut, room_samples, state_bytes
+from lightning_swarm.planner.stages import ADAM, cut, room_samples, state_bytes, sum_bytes
+from lightning_swarm.planner.wire import USUAL_MICROBATCH, Travelling, travelling
 
 STEP_S: Final = 0.042
 """For a step of four peers that have next to nothing to average, `python -m benchmarks.steps`."""
@@ -59,8 +60,8 @@ class Predictor:
     ) -> None:
         self._machines = machines
         self._stages = cut(model, num_stages)
-        self._largest_bytes = max(state_bytes(one.parameters, model.weight_bytes) for one in self._stages)
-        rooms = [min(room_samples(stage, one, model.weight_bytes) for stage in self._stages) for one in machines]
+        self._largest_bytes = max(one.state_bytes for one in self._stages)
+        rooms = [min(room_samples(stage, one) for stage in self._stages) for one in machines]
         fit = [one for one, room in zip(machines, rooms, strict=True) if room >= 1.0]
         self.most = int(min((room for room in rooms if room >= 1.0), default=0.0))
         self._left_out = tuple(one.name for one, room in zip(machines, rooms, strict=True) if room < 1.0)
@@ -110,7 +111,10 @@ class Predictor:
             stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
             left_out=self._left_out,
             spared=self._spared,
-            boundary_bytes=tuple(stage.output_bytes * setting.microbatch_size for stage in swarm.stages[:-1]),
+            boundary_bytes=tuple(round(one.output_bytes * setting.microbatch_size) for one in swarm.stages[:-1]),
+            boundary_gradient_bytes=tuple(
+                round(one.output_gradient_bytes * setting.microbatch_size) for one in swarm.stages[:-1]
+            ),
             step_bytes=_by_name(swarm, sent),
             sent_bytes_per_s=sum(sent) / times.step_s + _snapshot_bytes_per_s(swarm),
             state_bytes=self._largest_bytes,
@@ -120,7 +124,9 @@ class Predictor:
 
 def _fastest_first(machines: Sequence[Machine], stage: Stage) -> tuple[list[Machine], list[float]]:
     """The starter, then the others, and what each does at a stage in samples/s."""
-    rates = [1.0 / sum(pace_of(one, phase, 8).seconds for phase in phases(stage, 0.0)) for one in machines]
+    rates = [
+        1.0 / sum(pace_of(one, phase, USUAL_MICROBATCH).seconds for phase in phases(stage, 0.0)) for one in machines
+    ]
     order = [0, *sorted(range(1, len(machines)), key=lambda number: -rates[number])]
     return [machines[number] for number in order], [rates[number] for number in order]
 
@@ -134,7 +140,7 @@ def _counts(rates: Sequence[float], num_stages: int) -> list[int]:
 
 def _trains(model: Model, starter: Machine) -> bool:
     """Whether what is around the stages fits beside a stage, with a microbatch of one sample."""
-    around = state_bytes(model.around.parameters, model.weight_bytes)
+    around = state_bytes(model, model.around.parameters)
     return around + model.around.graph_bytes <= starter.memory_bytes
 
 
@@ -156,22 +162,29 @@ def sent_bytes(swarm: Swarm, batch_size: int) -> list[float]:
 
 
 def averaged_bytes(swarm: Swarm, index: int) -> float:
-    """What each machine of a stage sends, and receives, to average: its part of the sums to all, and the others'."""
-    num_machines = len(swarm.held[index])
-    element_bytes = max(FLOAT32, swarm.model.weight_bytes)
-    return 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters * element_bytes
+    """What each machine of a stage sends, and receives, to average."""
+    return _averaged(swarm, index).num_bytes
+
+
+def _averaged(swarm: Swarm, index: int) -> Travelling:
+    """Its part of the mean to all, and to each of the others that one's part of its sums."""
+    num_machines, number_bytes = len(swarm.held[index]), sum_bytes(swarm.model)
+    numbers = 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters
+    return travelling(numbers * number_bytes, number_bytes, swarm.model.wire.averaging)
 
 
 def _averaging_s(swarm: Swarm) -> float:
     """Of the slowest machine; all send and receive at the same time."""
     slowest_s = 0.0
     for index, kinds in enumerate(swarm.kinds):
-        num_bytes = averaged_bytes(swarm, index)
+        averaged = _averaged(swarm, index)
+        num_bytes = averaged.num_bytes
         for number, _ in kinds:
             machine = swarm.machines[number]
             line_s = num_bytes / min(machine.up_bytes_per_s, machine.down_bytes_per_s) / GOODPUT
             busy_s = 2 * num_bytes * HANDLING_S_PER_BYTE
             busy_s += swarm.stages[index].parameters * STEP_S_PER_PARAMETER[machine.processor]
+            busy_s += averaged.coding_s if machine.processor == "cpu" else 0.0
             slowest_s = max(slowest_s, line_s + busy_s)
     return slowest_s
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_swarm import trees
+from lightning_swarm.compression import number_bytes
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, find_blocks, time_costs
 from lightning_swarm.planner.records import Block, Model
@@ -62,6 +63,7 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
         extra_bytes=_bytes([one for one in extras if one.ndim and one.shape[0] == num_rows]) // num_rows,
         around=around,
         weight_bytes=max(parameter.element_size() for parameter in model.parameters()),
+        input_number_bytes=number_bytes(first),
     )
 
 
@@ -143,11 +145,13 @@ def _cost(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
         wanted = [one for one in [*block.parameters(), *leaves] if one.requires_grad]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
+    given_on = trees.flatten(output)[1]
     return Block(
         parameters=sum(parameter.numel() for parameter in block.parameters()),
         flop=counter.get_total_flops() / num_rows,
-        output_bytes=_bytes(trees.flatten(output)[1]) // num_rows,
+        output_bytes=_bytes(given_on) // num_rows,
         graph_bytes=kept.num_bytes() // num_rows,
+        number_bytes=number_bytes(given_on),
     )
 
 

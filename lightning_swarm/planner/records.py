@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+from lightning_swarm.planner.wire import PLAIN, Wire
+
 Processor: TypeAlias = Literal["cpu", "accelerator"]
 """What computes. On a CPU, sending and receiving take time from it."""
 
@@ -45,12 +47,14 @@ class Block:
         flop: For the forward and the backward of one sample.
         output_bytes: Of one sample.
         graph_bytes: What its backward needs of the forward of one sample.
+        number_bytes: Of one number of its output; 0: they are none that a codec takes.
     """
 
     parameters: int
     flop: float
     output_bytes: int
     graph_bytes: int
+    number_bytes: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,8 @@ class Model:
         extra_bytes: What it sends to the last block beside that: the targets of one sample.
         around: What is in no block, on the trainer: embeddings, a head. Its output goes nowhere.
         weight_bytes: Of one parameter.
+        input_number_bytes: Of one number of the input; 0: they are none that a codec takes, but tokens, say.
+        wire: How its tensors travel.
     """
 
     blocks: tuple[Block, ...]
@@ -72,6 +78,8 @@ class Model:
     extra_bytes: int = 0
     around: Block = Block(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
     weight_bytes: int = 4
+    input_number_bytes: int = 4
+    wire: Wire = PLAIN
 
     @property
     def parameters(self) -> int:
@@ -91,25 +99,33 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A run of blocks.
+    """A run of blocks. Bytes are those that travel.
 
     Args:
         blocks: How many.
         parameters: How many.
         flop: For the forward and the backward of one sample.
-        input_bytes: What comes in for one sample, extras included.
+        input_bytes: What comes in for one sample.
+        extra_bytes: Beside that.
         gradient_bytes: What goes back for one sample.
-        output_bytes: What goes out for one sample; its gradient, of the same size, comes back.
+        output_bytes: What goes out for one sample.
+        output_gradient_bytes: What comes back of it.
         graph_bytes: What its backward needs of the forward of one sample.
+        state_bytes: What a server keeps of it where it computes, but for activations.
+        coding_s: Seconds of a core for reading and writing encoded tensors of one sample, forward and backward.
     """
 
     blocks: int
     parameters: int
     flop: float
-    input_bytes: int
-    gradient_bytes: int
-    output_bytes: int
+    input_bytes: float
+    extra_bytes: int
+    gradient_bytes: float
+    output_bytes: float
+    output_gradient_bytes: float
     graph_bytes: int
+    state_bytes: float
+    coding_s: tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +185,8 @@ class Prediction:
         stages: Names of the machines by stage.
         left_out: Names of machines that cannot hold a stage.
         spared: Names of those without which it is faster.
-        boundary_bytes: What crosses from each stage to the next for one microbatch, one way.
+        boundary_bytes: What crosses from each stage to the next for one microbatch.
+        boundary_gradient_bytes: What comes back.
         step_bytes: What each machine sends in a step, by name; the most, where several have the name.
         sent_bytes_per_s: Of all machines together, snapshots included.
         state_bytes: What the largest stage keeps in memory without its activations.
@@ -186,6 +203,7 @@ class Prediction:
     left_out: tuple[str, ...]
     spared: tuple[str, ...]
     boundary_bytes: tuple[int, ...]
+    boundary_gradient_bytes: tuple[int, ...]
     step_bytes: dict[str, int]
     sent_bytes_per_s: float
     state_bytes: float

@@ -7,6 +7,7 @@ from typing import Final
 from lightning_swarm.config import Limits
 from lightning_swarm.partition.policy import balanced
 from lightning_swarm.planner.records import Machine, Model, Stage
+from lightning_swarm.planner.wire import Travelling, travelling
 
 FLOAT32: Final = 4
 """Bytes. Sums of gradients have at least these."""
@@ -29,37 +30,61 @@ def cut(model: Model, num_stages: int) -> tuple[Stage, ...]:
     for span in ranges:
         run = [blocks[index] for index in span]
         first, last = span[0] == 0, span[-1] == len(blocks) - 1
-        came = model.input_bytes if first else blocks[span[0] - 1].output_bytes
+        (came, gradient), (out, back) = _crossing(model, span[0] - 1), _crossing(model, span[-1])
+        if first and not model.input_gradient:
+            gradient = Travelling(0.0, 0.0)
+        parameters = sum(block.parameters for block in run)
         stages.append(
             Stage(
                 blocks=len(run),
-                parameters=sum(block.parameters for block in run),
+                parameters=parameters,
                 flop=sum(block.flop for block in run),
-                input_bytes=came + (model.extra_bytes if last else 0),
-                gradient_bytes=0 if first and not model.input_gradient else came,
-                output_bytes=run[-1].output_bytes,
+                input_bytes=came.num_bytes,
+                extra_bytes=model.extra_bytes if last else 0,
+                gradient_bytes=gradient.num_bytes,
+                output_bytes=out.num_bytes,
+                output_gradient_bytes=back.num_bytes,
                 graph_bytes=sum(block.graph_bytes for block in run),
+                state_bytes=state_bytes(model, parameters),
+                # The other half of each is somebody else's.
+                coding_s=((came.coding_s + out.coding_s) / 2, (gradient.coding_s + back.coding_s) / 2),
             )
         )
     return tuple(stages)
 
 
-def state_bytes(parameters: int, weight_bytes: int) -> float:
-    """What a server keeps of a stage where it computes, but for activations.
+def _crossing(model: Model, index: int) -> tuple[Travelling, Travelling]:
+    """Of a sample what goes on from a block, -1 for the trainer before the first one, and what comes back of that."""
+    num_bytes, number_bytes = float(model.input_bytes), model.input_number_bytes
+    if index >= 0:
+        num_bytes, number_bytes = model.blocks[index].output_bytes, model.blocks[index].number_bytes
+    if 0 <= index < len(model.blocks) - 1:
+        num_bytes /= model.wire.boundary_ratio
+    forward, backward = model.wire.activations, model.wire.gradients
+    return travelling(num_bytes, number_bytes, forward), travelling(num_bytes, number_bytes, backward)
 
-    Its weights, what the optimizer keeps, the gradients of one microbatch, their sum over the step, and the mean.
-    Snapshots are not counted: beyond `Limits.snapshot_bytes` they are in files.
+
+def sum_bytes(model: Model) -> int:
+    """Of one number of a sum of gradients."""
+    return max(FLOAT32, model.weight_bytes)
+
+
+def state_bytes(model: Model, parameters: int) -> float:
+    """What a server keeps where it computes of so many of the parameters, but for activations.
+
+    The weights, what the optimizer keeps, the gradients of one microbatch, their sum over the step, and the mean; and
+    with error feedback what was lost of the sum. Snapshots are not counted: beyond `Limits.snapshot_bytes` they are in
+    files.
     """
-    return float(parameters * ((2 + ADAM) * weight_bytes + 2 * max(FLOAT32, weight_bytes)))
+    sums = 2 + model.wire.error_feedback
+    return float(parameters * ((2 + ADAM) * model.weight_bytes + sums * sum_bytes(model)))
 
 
-def room_samples(stage: Stage, machine: Machine, weight_bytes: int) -> float:
+def room_samples(stage: Stage, machine: Machine) -> float:
     """Of how many samples a machine has room for the graph, beside the stage; below 0: it has none for the stage."""
-    room = machine.memory_bytes - state_bytes(stage.parameters, weight_bytes)
-    return room / max(1, stage.graph_bytes)
+    return (machine.memory_bytes - stage.state_bytes) / max(1, stage.graph_bytes)
 
 
-def kept_samples(stage: Stage, machine: Machine, weight_bytes: int, limits: Limits) -> float:
+def kept_samples(stage: Stage, machine: Machine, limits: Limits) -> float:
     """Of how many samples a server keeps the graph until their backward; of others it computes the forward again."""
-    room = room_samples(stage, machine, weight_bytes)
-    return min(room, limits.cache_bytes / max(1, stage.graph_bytes))
+    return min(room_samples(stage, machine), limits.cache_bytes / max(1, stage.graph_bytes))

@@ -27,6 +27,7 @@ def block(width: int, sequence: int, element_bytes: int = 4) -> Block:
         flop=3.0 * sequence * (2.0 * 12 * width * width + 4.0 * sequence * width),
         output_bytes=sequence * width * element_bytes,
         graph_bytes=_GRAPH_PER_WIDTH * sequence * width * element_bytes,
+        number_bytes=element_bytes,
     )
 
 
@@ -46,20 +47,38 @@ def transformer(
     middle = (block(width, sequence, element_bytes),) * layers
     hidden = sequence * width * element_bytes
     if not vocabulary:
-        return Model(blocks=middle, input_bytes=hidden, input_gradient=False, weight_bytes=element_bytes)
+        return Model(
+            blocks=middle,
+            input_bytes=hidden,
+            input_gradient=False,
+            weight_bytes=element_bytes,
+            input_number_bytes=element_bytes,
+        )
     logits = sequence * vocabulary * element_bytes
-    embeddings = Block(parameters=(vocabulary + sequence) * width, flop=0.0, output_bytes=hidden, graph_bytes=0)
+    embeddings = Block(
+        parameters=(vocabulary + sequence) * width,
+        flop=0.0,
+        output_bytes=hidden,
+        graph_bytes=0,
+        number_bytes=element_bytes,
+    )
     head = Block(
         parameters=vocabulary * width,
         flop=6.0 * sequence * vocabulary * width,
         output_bytes=element_bytes,
         graph_bytes=hidden + 2 * logits,
+        number_bytes=element_bytes,
     )
     if ends == "stages":
         tokens = sequence * _TOKEN_BYTES
         blocks = (embeddings, *middle, head)
         return Model(
-            blocks=blocks, input_bytes=tokens, input_gradient=False, extra_bytes=tokens, weight_bytes=element_bytes
+            blocks=blocks,
+            input_bytes=tokens,
+            input_gradient=False,
+            extra_bytes=tokens,
+            weight_bytes=element_bytes,
+            input_number_bytes=0,
         )
     around = Block(
         parameters=embeddings.parameters + head.parameters,
@@ -67,4 +86,11 @@ def transformer(
         output_bytes=0,
         graph_bytes=head.graph_bytes,
     )
-    return Model(blocks=middle, input_bytes=hidden, input_gradient=True, around=around, weight_bytes=element_bytes)
+    return Model(
+        blocks=middle,
+        input_bytes=hidden,
+        input_gradient=True,
+        around=around,
+        weight_bytes=element_bytes,
+        input_number_bytes=element_bytes,
+    )

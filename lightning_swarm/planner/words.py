@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_swarm.planner.records import Model, Now, Plan, Prediction
+from lightning_swarm.planner.wire import Wire
 
 _HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
@@ -18,7 +19,9 @@ def describe(model: Model, plan: Plan) -> str:
     best = plan.best
     head = f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample."
     parts = [head, _verdict(plan)]
-    parts += [_too_large(model)] if best is None else [_settings(best), _figures(best), _reasons(plan, best)]
+    parts += (
+        [_too_large(model)] if best is None else [_settings(best), _figures(model, best), _reasons(model, plan, best)]
+    )
     return "\n".join(_wrapped(line) for line in "\n\n".join(parts).splitlines())
 
 
@@ -133,17 +136,14 @@ def _counted(names: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _figures(best: Prediction) -> str:
-    boundary = max(best.boundary_bytes, default=0)
+def _figures(model: Model, best: Prediction) -> str:
     gb_per_hour = best.sent_bytes_per_s * _HOUR_S / 1e9
     million = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
     rows = [
         ("samples/s", f"{best.samples_per_s:.3g}, a step in {best.times.step_s:.3g} s"),
         ("machines compute", f"{100 * best.utilisation:.0f} % of what they could"),
-        (
-            "a microbatch at a boundary",
-            f"{size(boundary)} forward, as much back" if boundary else "there is no boundary",
-        ),
+        ("a microbatch at a boundary", _crossing(best)),
+        *([("bits of a number", _encoded(model.wire))] if _encoded(model.wire) else []),
         *((f"{name} sends in a step", size(num_bytes)) for name, num_bytes in best.step_bytes.items()),
         ("all machines send", f"{gb_per_hour:,.4g} GB an hour, {million:,.0f} GB for a million samples"),
         ("a stage's memory", f"{size(best.state_bytes)} and activations"),
@@ -152,7 +152,19 @@ def _figures(best: Prediction) -> str:
     return "\n".join(["Expect", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-def _reasons(plan: Plan, best: Prediction) -> str:
+def _crossing(best: Prediction) -> str:
+    if not best.boundary_bytes:
+        return "there is no boundary"
+    forward, back = max(best.boundary_bytes), max(best.boundary_gradient_bytes)
+    return f"{size(forward)} forward, {'as much' if forward == back else size(back)} back"
+
+
+def _encoded(wire: Wire) -> str:
+    codes = {"activations": wire.activations, "gradients": wire.gradients, "averaging": wire.averaging}
+    return ", ".join(f"{name} {code.bits:.4g}" for name, code in codes.items() if code is not None)
+
+
+def _reasons(model: Model, plan: Plan, best: Prediction) -> str:
     times = best.times
 
     def share(seconds: float) -> str:
@@ -174,7 +186,7 @@ def _reasons(plan: Plan, best: Prediction) -> str:
         f"  {share(times.averaging_s)} goes into averaging gradients within the stages and into the optimizer, "
         f"{share(times.closing_s)} into agreeing on it. More samples a step share both."
     )
-    return "\n".join(said + _remarks(plan, best))
+    return "\n".join(said + _remarks(model, plan, best))
 
 
 def _remedy(best: Prediction) -> str:
@@ -183,8 +195,8 @@ def _remedy(best: Prediction) -> str:
     return "More machines would help most, or faster ones."
 
 
-def _remarks(plan: Plan, best: Prediction) -> list[str]:
-    said = []
+def _remarks(model: Model, plan: Plan, best: Prediction) -> list[str]:
+    said = [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
     if best.recomputed > 0.0:
         said.append(
             f"  Activations of {100 * best.recomputed:.0f} % of the samples do not fit into the memory of some machine "

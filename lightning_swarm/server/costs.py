@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
+from lightning_swarm.compression import number_bytes
 from lightning_swarm.types.reports import SampleCosts
 
 _BOTH_WAYS: Final = 3.0
@@ -78,7 +79,7 @@ def of_sample(
     forward_flop: float,
     graph_bytes: int,
 ) -> SampleCosts:
-    """A sample's share of a microbatch.
+    """A sample's share of a microbatch. Its bytes are those of tensors as they are computed with, not as they travel.
 
     Args:
         inputs: Of the blocks; those that want a gradient require it.
@@ -95,6 +96,8 @@ def of_sample(
         gradient_bytes=_bytes([one for one in inputs if one.requires_grad]) // num_rows,
         output_bytes=_bytes(outputs) // num_rows,
         graph_bytes=graph_bytes // num_rows,
+        input_number_bytes=number_bytes(inputs),
+        output_number_bytes=number_bytes(outputs),
     )
 
 

@@ -143,6 +143,7 @@ class Server:
             around_parameters=reporting.num_parameters(run.stages[around]) if around is not None else 0,
             machine=machine.describe(self.admission.model.device),
             newest=reporting.newest(self.admission.run.newest),
+            encoding=run.encoding,
         )
 
     # ------------------------------------------------------------------ going back, and out

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from lightning_swarm.types.runs import NOT_ENCODED, Encoding
 from lightning_swarm.types.wire import Count, NumSamples, Seconds, ShortText, SmallCount, Wire
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -25,8 +26,12 @@ class Greeting(Wire, frozen=True):
     unix_time_s: Seconds
 
 
+NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]
+"""Of one number of a tensor; 0: it has none that a codec takes."""
+
+
 class SampleCosts(Wire, frozen=True):
-    """What a sample costs a stage: seen once, in a forward of a training step."""
+    """What a sample costs a stage: seen once, in a forward of a training step. No codec is counted in."""
 
     flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]  # forward and backward; 0: compiled code does not show it
     input_bytes: Bytes  # without extras
@@ -34,6 +39,8 @@ class SampleCosts(Wire, frozen=True):
     gradient_bytes: Bytes  # that go back
     output_bytes: Bytes
     graph_bytes: Bytes  # what its backward needs of its forward
+    input_number_bytes: NumberBytes = 0
+    output_number_bytes: NumberBytes = 0
 
 
 class HeldStage(Wire, frozen=True):
@@ -96,6 +103,7 @@ class ServerReport(Wire, frozen=True):
     around_parameters: Bytes = 0  # of what stands around the pipeline
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or it was skipped
+    encoding: Encoding = NOT_ENCODED  # of the run's tensors
 
 
 class PeerReport(Wire, frozen=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_swarm import cli, survey
 from lightning_swarm.cli import watching
+from lightning_swarm.config import CodecName, Compression
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
@@ -24,6 +26,7 @@ from lightning_swarm.network.links import Carried, Link, Links
 from lightning_swarm.planner.choice import make_plan, predict
 from lightning_swarm.planner.live import Assumed, Live, Pace, read
 from lightning_swarm.planner.records import Now
+from lightning_swarm.planner.travel import Travel
 from lightning_swarm.planner.words import describe_now
 from lightning_swarm.survey import Sighting
 from lightning_swarm.testing import InMemoryStrategy
@@ -37,6 +40,7 @@ from lightning_swarm.types.reports import (
     ServerReport,
     StepReport,
 )
+from lightning_swarm.types.runs import NOT_ENCODED, Encoding
 from tests.parity.harness import QUIET
 
 TOKENS, WIDTH, ROWS, SIZE = 512, 128, 32, 4
@@ -82,11 +86,14 @@ class Onlooker(L.Callback):
         self.seen.append((at_s, trainer.global_step * ROWS, reports))
 
 
-@pytest.fixture(scope="module")
-def watched() -> tuple[Live, dict[PeerId, PeerReport]]:
+Watched = tuple[Live, dict[PeerId, PeerReport]]
+
+
+def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
     """A swarm of two peers whose speed, lines and latency are given, as seen from outside."""
-    lines = [Line(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in MBITS]
+    lines = [Line(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in mbits]
     strategy = InMemoryStrategy(
+        compression=compression,
         num_stages=2,
         microbatch_size=SIZE,
         microbatch_s=[SIZE / rate for rate in SAMPLES_PER_S],
@@ -99,6 +106,11 @@ def watched() -> tuple[Live, dict[PeerId, PeerReport]]:
     (began_s, before, _), (ended_s, after, reports) = onlooker.seen
     pace = (after - before) / (ended_s - began_s)
     return read(reports, dict.fromkeys(reports, Pace(pace, 0.0)), ASSUMED), reports
+
+
+@pytest.fixture(scope="module")
+def watched() -> Watched:
+    return watch(MBITS)
 
 
 def test_the_machines_are_as_they_were_given(watched: tuple[Live, Any]) -> None:
@@ -141,9 +153,32 @@ def test_what_it_does_now_is_predicted(watched: tuple[Live, Any]) -> None:
     assert plan.best.samples_per_s >= 0.9 * said
 
 
+def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
+    """What peers measure of their stages is bytes of tensors as they are, whatever travels."""
+    live, _ = watch([10.0, 10.0], "8bit")
+    assert live.model == watched[0].model
+    assert live.encoding == Encoding(**asdict(Compression.parse("8bit")))
+    assert live.setting is not None
+    wire = Travel(Compression.parse("8bit")).wire
+    said = predict(replace(live.model, wire=wire), live.machines, live.setting)
+    assert said == pytest.approx(live.samples_per_s, rel=0.3)
+    raw = predict(live.model, live.machines, live.setting)
+    assert raw is not None
+    assert raw < 0.5 * live.samples_per_s
+
+
 # ---------------------------------------------------------------------- what peers may not know
 
-COSTS = SampleCosts(flop=1e9, input_bytes=4096, extra_bytes=0, gradient_bytes=0, output_bytes=4096, graph_bytes=10_000)
+COSTS = SampleCosts(
+    flop=1e9,
+    input_bytes=4096,
+    extra_bytes=0,
+    gradient_bytes=0,
+    output_bytes=4096,
+    graph_bytes=10_000,
+    input_number_bytes=4,
+    output_number_bytes=4,
+)
 HELD = HeldStage(
     index=0, num_blocks=2, num_parameters=1000, weight_bytes=4, samples_per_s=5.0, microbatch_size=2.0, costs=COSTS
 )
@@ -326,11 +361,34 @@ def test_the_command_says_both(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert told["now"]["assumed_lines"] == ["12D3KooWBTrN-a", "12D3KooWBTrN-b"]
 
 
+def test_the_command_takes_the_swarms_codecs_unless_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    encoding = Encoding(**asdict(Compression(activations="8bit", averaging="4bit")))
+    for has in (NOT_ENCODED, encoding):
+        found = looks(report(server(HELD, newest=STEP, encoding=has)), report(server(SECOND, encoding=has)))
+        monkeypatch.setattr(watching, "looks", found)
+        for others in ((), ("--compression", "4bit")):
+            assert typed(monkeypatch, "--swarm", ADDRESS, "--line-mbit", "1", "--json", *others) == 0
+            told.append(json.loads(capsys.readouterr().out))
+    plain, would, encoded, would_too = told
+    assert plain["compression"] == asdict(Compression(rank=1))
+    assert encoded["compression"] == asdict(Compression(activations="8bit", averaging="4bit"))
+    assert would["compression"] == would_too["compression"] == asdict(Compression.parse("4bit"))
+    assert would["now"] == plain["now"]
+    assert would_too["now"] == encoded["now"]
+    assert would["best"] == would_too["best"]
+    assert encoded["now"]["predicted_samples_per_s"] > 1.05 * plain["now"]["predicted_samples_per_s"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
         (("--swarm", ADDRESS, "machines.yaml"), 2, ["--swarm and MACHINES.yaml", "Leave out"]),
         (("--swarm", ADDRESS, "--layers", "2", "--measure"), 2, ["--swarm and --layers and --measure"]),
+        (("--swarm", ADDRESS, "--boundary-ratio", "4"), 2, ["--swarm and --boundary-ratio"]),
+        (("--swarm", ADDRESS, "--compression", "2bit"), 2, ["`compression`", "got '2bit'"]),
         (("--swarm", ADDRESS, "--over", "0"), 2, ["`--over`", "above 0", "got 0"]),
         (("--swarm", ADDRESS, "--target-batch-size", "0"), 2, ["--target-batch-size", "got 0"]),
         (("--swarm", "nowhere"), 2, ["nowhere"]),

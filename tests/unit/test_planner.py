@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm import cli
-from lightning_swarm.config import Limits
+from lightning_swarm.config import Compression, Limits
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.alone import alone
 from lightning_swarm.planner.assignment import assign
 from lightning_swarm.planner.choice import make_plan
-from lightning_swarm.planner.files import read_machines
+from lightning_swarm.planner.files import read_machines, read_travel
 from lightning_swarm.planner.passage import Swarm, ways_of_trainer
 from lightning_swarm.planner.prediction import Predictor, averaged_bytes
 from lightning_swarm.planner.probe import count, measure_transformer
@@ -29,12 +29,17 @@ from lightning_swarm.planner.records import Block, Machine, Model, Prediction, S
 from lightning_swarm.planner.square_cube import busy_share
 from lightning_swarm.planner.stages import cut
 from lightning_swarm.planner.transformer import block, transformer
+from lightning_swarm.planner.travel import Travel
+from lightning_swarm.planner.wire import Code, Wire
+from lightning_swarm.planner.words import describe
 from lightning_swarm.rebalancing.optimum import best_rate
+from lightning_swarm.types.runs import Encoding
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import key, rows
 
 MODEL = transformer(8, 512, 128)
 MBIT = 1e6 / 8
+KINDS = ("activations", "gradients", "averaging")
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 
 
@@ -59,6 +64,16 @@ def setting(num_stages: int, microbatch_size: int, batch_size: int) -> Setting:
     )
 
 
+def codes_of(compression: Compression) -> dict[str, Code | None]:
+    wire = Travel(compression).wire
+    return {"activations": wire.activations, "gradients": wire.gradients}
+
+
+def by(model: Model = MODEL, ratio: int | None = None, **compression: Any) -> Model:
+    """A model whose tensors travel so."""
+    return replace(model, wire=Travel.parse(compression, ratio).wire)
+
+
 def predicted(num_machines: int = 4, *, model: Model = MODEL, batch_size: int = 64, **changes: Any) -> Prediction:
     """Of two stages."""
     machines = [machine(f"m{number}", **changes) for number in range(num_machines)]
@@ -68,21 +83,30 @@ def predicted(num_machines: int = 4, *, model: Model = MODEL, batch_size: int = 
 # ---------------------------------------------------------------------- bytes
 
 
-def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm) -> None:
-    num_rows = 20_000
-    swarm = make_swarm("a", "b", "c")
+@pytest.mark.parametrize(
+    ("activations", "gradients"), [("none", "none"), ("8bit", "4bit"), ("float16", "none"), ("none", "8bit")]
+)
+def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm, activations: str, gradients: str) -> None:
+    num_rows = 32_768
+    compression = Compression.parse({"activations": activations, "gradients": gradients})
+    swarm = make_swarm("a", "b", "c", encoding=Encoding(**asdict(compression)))
     x = rows(1, num_rows)
-    swarm.run(swarm.through(key(), x))
+    swarm.run(swarm.forward(key(), x))
+    swarm.run(swarm.backward(key(), x))
     sent = swarm.servers[PeerId("b")]._transport.traffic.sent_bytes
     measured = sum(num_bytes for (to, _), num_bytes in sent.items() if to != PeerId("trainer"))
     width = x.shape[1] * x.element_size()
-    linear = Block(parameters=12, flop=1.0, output_bytes=width, graph_bytes=0)
-    model = Model(blocks=(linear,) * 3, input_bytes=width, input_gradient=False, weight_bytes=8)
+    linear = Block(parameters=12, flop=1.0, output_bytes=width, graph_bytes=0, number_bytes=8)
+    # Its samples are small, and its microbatch is not.
+    codes = {kind: code and replace(code, smallest=1) for kind, code in codes_of(compression).items()}
+    model = Model(blocks=(linear,) * 3, input_bytes=width, input_gradient=False, weight_bytes=8, wire=Wire(**codes))
     machines = [machine(name) for name in "cab"]
     said = Predictor(model, machines, 3, Limits()).predict(setting(3, num_rows, num_rows))
     [middle] = said.stages[1]
-    assert said.boundary_bytes == (x.nbytes, x.nbytes)
-    assert said.step_bytes[middle] == 2 * x.nbytes
+    forward, back = (x.numel() * (code.bits / 8 if code else 8) for code in (codes["activations"], codes["gradients"]))
+    assert said.boundary_bytes == (forward, forward)
+    assert said.boundary_gradient_bytes == (back, back)
+    assert said.step_bytes[middle] == forward + back
     assert said.step_bytes[middle] < measured < 1.01 * said.step_bytes[middle]  # and some words
 
 
@@ -92,6 +116,68 @@ def test_averaging_sends_what_a_butterfly_sends(num_machines: int) -> None:
     machines = [machine()] * num_machines
     swarm = Swarm(MODEL, machines, cut(MODEL, 1), [list(range(num_machines))], Limits())
     assert averaged_bytes(swarm, 0) == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
+
+
+@pytest.mark.parametrize(("codec", "bits"), [("none", 32), ("float16", 16), ("8bit", 8.125), ("4bit", 4.125)])
+def test_sums_take_their_codecs_bits(codec: str, bits: float) -> None:
+    model = by(averaging=codec, activations="float16")
+    swarm = Swarm(model, [machine()] * 3, cut(model, 1), [[0, 1, 2]], Limits())
+    assert averaged_bytes(swarm, 0) == pytest.approx(2 * 2 / 3 * MODEL.parameters * bits / 8)
+
+
+def test_only_real_numbers_in_large_tensors_are_encoded() -> None:
+    gpt2 = {"layers": 12, "width": 768, "sequence": 1024, "vocabulary": 50257}
+    raw, encoded = (cut(model, 2) for model in (transformer(**gpt2), by(transformer(**gpt2), activations="8bit")))
+    assert encoded[0].input_bytes == raw[0].input_bytes == 8 * 1024  # tokens
+    assert encoded[1].output_bytes == raw[1].output_bytes == 4  # a loss
+    assert encoded[1].extra_bytes == raw[1].extra_bytes == 8 * 1024
+    assert encoded[0].output_bytes == encoded[1].input_bytes == 1024 * 768 * 8.125 / 8
+    assert encoded[1].gradient_bytes == raw[1].gradient_bytes == 1024 * 768 * 4
+    outside = cut(by(transformer(**gpt2, ends="trainer"), activations="8bit", gradients="4bit"), 2)
+    assert (outside[0].input_bytes, outside[0].gradient_bytes) == (1024 * 768 * 8.125 / 8, 1024 * 768 * 4.125 / 8)
+    assert (outside[1].output_bytes, outside[1].output_gradient_bytes) == (
+        outside[0].input_bytes,
+        outside[0].gradient_bytes,
+    )
+
+
+def test_what_is_as_narrow_as_the_codec_stays_as_it_is() -> None:
+    halves = transformer(2, 512, 128, element_bytes=2)
+    assert cut(by(halves, activations="float16"), 2) == cut(halves, 2)
+    assert cut(by(halves, activations="8bit"), 2) != cut(halves, 2)
+
+
+def test_boundary_layers_narrow_what_is_between_stages() -> None:
+    first, last = cut(by(ratio=4, activations="8bit"), 2)
+    hidden = 128 * 512
+    assert first.input_bytes == last.output_bytes == hidden * 8.125 / 8  # from the trainer, and to it
+    assert first.output_bytes == last.input_bytes == hidden / 4 * 8.125 / 8
+    assert first.output_gradient_bytes == last.gradient_bytes == hidden / 4 * 4
+
+
+def test_what_is_not_counted_is_said() -> None:
+    model = by(averaging="powersgd", activations="8bit")
+    machines = [machine(name) for name in "abc"]
+    said = describe(model, make_plan(model, machines))
+    assert "What powersgd leaves is not counted" in said
+    assert "  bits of a number            activations 8.125\n" in said
+    assert averaged_bytes(Swarm(model, machines, cut(model, 1), [[0, 1, 2]], Limits()), 0) > MODEL.parameters * 4
+    assert "not counted" not in describe(MODEL, make_plan(MODEL, machines))
+
+
+def test_feedback_takes_the_memory_of_a_gradient() -> None:
+    with_it, without = (cut(by(averaging="8bit", error_feedback=one), 1)[0] for one in (True, False))
+    assert with_it.state_bytes - without.state_bytes == 4 * MODEL.parameters
+
+
+def test_fewer_bits_are_faster_on_slow_lines_and_no_faster_where_codecs_take_the_time() -> None:
+    rates = [predicted(model=by(**dict.fromkeys(KINDS, codec))).samples_per_s for codec in ("none", "float16", "8bit")]
+    assert rates == sorted(rates)
+    assert rates[2] > 2 * rates[0]
+    fast: dict[str, Any] = {"up_bytes_per_s": 1e12, "down_bytes_per_s": 1e12, "latency_s": 0.0, "processor": "cpu"}
+    raw, encoded = (predicted(model=by(**dict.fromkeys(KINDS, codec)), **fast) for codec in ("none", "4bit"))
+    assert encoded.sent_bytes_per_s < raw.sent_bytes_per_s
+    assert encoded.samples_per_s < 1.1 * raw.samples_per_s
 
 
 def test_what_the_starter_says_to_itself_is_no_traffic() -> None:
@@ -288,6 +374,19 @@ def test_two_stages_on_two_cores_are_predicted_as_the_page_says() -> None:
     assert found[0] < 11.9 < found[1]
 
 
+def test_codecs_make_the_page_s_plan_so_much_faster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = PAGE.read_text()
+    Path("machines.yaml").write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    [words] = [line.split() for line in page.splitlines() if line.endswith("--vocabulary 50257 --compression 8bit")]
+    monkeypatch.setattr(sys, "argv", [*words, "--json"])
+    assert cli.main() == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    gb_per_hour = best["sent_bytes_per_s"] * 3600 / 1e9
+    assert f"it is {best['samples_per_s']:.3g} samples/s, and {gb_per_hour:.4g} GB an hour." in page
+
+
 # ---------------------------------------------------------------------- models
 
 
@@ -333,8 +432,16 @@ def test_a_module_is_counted_without_numbers() -> None:
         assert found.graph_bytes == pytest.approx(expected.graph_bytes, rel=0.5)
     assert counted.input_bytes == 16 * 32 * 4
     assert counted.input_gradient
+    assert {counted.input_number_bytes, *(block.number_bytes for block in counted.blocks)} == {4}
     assert counted.around.parameters == 64 * 32 + 32 * 64 + 64
     assert counted.around.flop == pytest.approx(6 * 16 * 32 * 64, rel=0.01)
+
+
+def test_tokens_are_no_numbers_that_a_codec_takes() -> None:
+    tokens = count(
+        nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 8).bfloat16()).bfloat16(), "", torch.zeros(4, 16).long()
+    )
+    assert (tokens.input_number_bytes, [block.number_bytes for block in tokens.blocks]) == (0, [2, 2])
 
 
 def test_this_machine_is_measured() -> None:
@@ -474,12 +581,96 @@ def test_json_has_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert said["worth_it"] is False
 
 
+def crossing(said: Any) -> tuple[float, float]:
+    """Bytes of a sample from the first stage to the second, and back."""
+    best, size = said["best"], said["best"]["setting"]["microbatch_size"]
+    return best["boundary_bytes"][0] / size, best["boundary_gradient_bytes"][0] / size
+
+
+def test_a_list_says_how_tensors_travel_and_the_command_otherwise(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def planned(*arguments: str) -> Any:
+        assert command(monkeypatch, *NUMBERS, "--json", "--target-batch-size", "64", *arguments) == 0
+        return json.loads(capsys.readouterr().out)
+
+    file = written(tmp_path, *[DESK.replace("memory_gb: 8", "memory_gb: 0.06")] * 3)
+    plain = planned()
+    assert plain["compression"] == asdict(Compression())
+    file.write_text(f"{file.read_text()}compression: {{activations: 8bit}}\nboundary_ratio: 2\n")
+    listed = planned()
+    assert listed["compression"] == asdict(Compression(activations="8bit"))
+    assert (plain["boundary_ratio"], listed["boundary_ratio"]) == (None, 2)
+    row = 64 * 256 * 4
+    assert crossing(plain) == (row, row)
+    assert crossing(listed) == (row / 2 * 8.125 / 32, row / 2)
+    told = planned(
+        "--compression", "float16", "--compression.averaging", "4bit", "--compression.error_feedback", "true"
+    )
+    assert told["compression"] == asdict(
+        Compression(activations="float16", gradients="float16", averaging="4bit", error_feedback=True)
+    )
+    assert crossing(told) == (row / 4, row / 4)
+    assert crossing(planned("--compression", "none", "--boundary-ratio", "4")) == (row / 4, row / 4)
+    low_rank = planned("--compression.averaging", "powersgd", "--compression.rank", "2")["compression"]
+    assert low_rank == asdict(Compression(averaging="powersgd", rank=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--compression", "7bit"), ["`compression` must name one of", "got '7bit' for activations"]),
+        (("--compression.gradients", "8"), ["`compression` must name one of", "got 8 for gradients"]),
+        (("--compression.rank", "0"), ["`rank`", "got 0"]),
+        (("--compression.error_feedback", "true"), ["`error_feedback`", "with 'none'"]),
+        (("--boundary-ratio", "1"), ["`Bottleneck.ratio`", "at least 2, got 1"]),
+    ],
+)
+def test_tensors_cannot_travel_so(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    words: list[str],
+) -> None:
+    written(tmp_path, DESK)
+    assert command(monkeypatch, *NUMBERS, *arguments) == 2
+    said = capsys.readouterr().err
+    assert [word for word in words if word not in said] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("compression: {averagin: 8bit}", r"`compression` has activations, .* got \['averagin'\]"),
+        ("compression: 8", r"got '8' for activations"),
+        ("compression: [8bit]", r"must name one of"),
+        ("boundary_ratio: 1.5", r"got 1\.5"),
+        ("compresion: 8bit", r"unknown key 'compresion'. Choose from machines, compression, boundary_ratio"),
+    ],
+)
+def test_a_list_cannot_say_so(tmp_path: Path, line: str, words: str) -> None:
+    file = written(tmp_path, GOOD)
+    file.write_text(f"{file.read_text()}{line}\n")
+    with pytest.raises(ConfigError, match=words):
+        read_travel(file)
+
+
+def test_a_bare_list_says_nothing_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text(f"- {GOOD}\n")
+    assert read_travel(file) == Travel()
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_the_model_of_a_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, measured: bool
 ) -> None:
     written(tmp_path, DESK.replace("tflops: 2", "tflops: here") if measured else DESK, TWINS)
-    strategy = "{class_path: lightning_swarm.SwarmStrategy, init_args: {pipeline: layers, num_stages: 2}}"
+    compression = "{class_path: lightning_swarm.Compression, init_args: {gradients: 4bit}}"
+    boundary = "{class_path: lightning_swarm.Maxout, init_args: {ratio: 4}}"
+    options = f"{{pipeline: layers, num_stages: 2, compression: {compression}, boundary: {boundary}}}"
+    strategy = f"{{class_path: lightning_swarm.SwarmStrategy, init_args: {options}}}"
     Path("run.yaml").write_text(
         f"model: {{class_path: {__name__}.Listed, init_args: {{width: 64}}}}\n"
         f"trainer: {{accelerator: cpu, logger: false, strategy: {strategy}}}\n"
@@ -488,6 +679,7 @@ def test_the_model_of_a_file(
     said = json.loads(capsys.readouterr().out)
     assert said["best"]["setting"]["num_stages"] in (1, 2, 3)
     assert said["best"]["times"]["around_s"] > 0.0
+    assert (said["compression"]["gradients"], said["boundary_ratio"]) == ("4bit", 4)
 
 
 def test_a_picture_of_the_square_cube_law(
