@@ -29,7 +29,7 @@ from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
-from lightning_swarm.partition import choose_ranges, find_blocks, insert_at_cuts, layers_behind
+from lightning_swarm.partition import Blocks, check_cuts, choose_ranges, find_blocks, insert_at_cuts, layers_behind
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.resuming import ResumingHooks
 from lightning_swarm.saving import Files
@@ -284,12 +284,23 @@ class SwarmHooks(ResumingHooks):
             # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
             named = self.config.split if not isinstance(self.config.split, str) else "parameters"
             blocks = find_blocks(module, self.config.pipeline)
-            choose_ranges(blocks, self._num_stages, named, seams=layers_behind(module, blocks))
+            ranges = choose_ranges(blocks, self._num_stages, named, seams=layers_behind(module, blocks))
+            if self.config.split == named and handed.get("ckpt_path") is None:  # which may bring layers
+                self._check_boundary(trainer, module, blocks, ranges)
         if self.config.role == "trainer" and len(self._devices) < 2 and not self.config.initial_peers:
             raise ConfigError(
                 f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
                 "Raise `devices`, name servers that wait in `initial_peers`, or leave `role` out."
             )
+
+    def _check_boundary(
+        self, trainer: Trainer, module: LightningModule, blocks: Blocks, ranges: Sequence[range]
+    ) -> None:
+        """Refuse layers that cannot be put in, where it is known where they would stand."""
+        if self.config.boundary is not None:
+            if not boundary_layers(module):
+                rules.check_new_layers(trainer, restored=False)
+            check_cuts(module, blocks, ranges, self.config.boundary)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

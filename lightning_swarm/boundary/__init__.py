@@ -17,6 +17,7 @@ from lightning_swarm.boundary.insertion import (
     hook,
     insert_boundary,
     restore_boundary,
+    sized,
     unhook,
 )
 from lightning_swarm.boundary.layers import Bottleneck, Boundary, BoundaryLayer, Maxout
@@ -32,5 +33,6 @@ __all__ = [
     "hook",
     "insert_boundary",
     "restore_boundary",
+    "sized",
     "unhook",
 ]

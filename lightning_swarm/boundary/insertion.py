@@ -34,15 +34,12 @@ def insert_boundary(module: nn.Module, boundary: Boundary, after: Sequence[str])
         after: Full names of submodules, such as ``"net.3"``, each of which gives one tensor.
 
     Raises:
-        ConfigError: There is no such submodule, a layer stands there, or the number of features is not known or not
-            divisible. The model is as it was.
+        ConfigError: There is no such submodule, a layer stands there, the number of features is not known or not
+            divisible, or there would be more numbers in the layers than in the model. The model is as it was.
     """
-    layers = boundary_layers(module)
-    for name in after:
-        if name in layers:
-            raise ConfigError(f"at most one boundary layer may stand after a module, got {name!r} again. Name it once.")
-        layers[name] = _made(module, name, boundary)
-    _settle(module, layers)
+    wanted = sized(module, boundary, after)
+    new = {name: _made(module, name, wanted[name]) for name in after}
+    _settle(module, {**boundary_layers(module), **new})
 
 
 def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
@@ -58,6 +55,26 @@ def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> Non
     if not boundary_layers(module):
         layers = {name: one for name, one in state_dict.items() if f"{_CONTAINER}." in name}  # others may be no tensors
         adopt(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
+
+
+def sized(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
+    """All layers that a model would have with these new ones, with their features. Nothing is made.
+
+    Args:
+        module: The model.
+        boundary: Which layers.
+        after: What they would stand after.
+
+    Raises:
+        ConfigError: As `insert_boundary` does.
+    """
+    wanted = described(module)
+    for name in after:
+        if name in wanted:
+            raise ConfigError(f"at most one boundary layer may stand after a module, got {name!r} again. Name it once.")
+        wanted[name] = _with_features(module, name, boundary)
+    _check_size(module, wanted)
+    return wanted
 
 
 def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
@@ -78,11 +95,15 @@ def adopt(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
         shapes: Of the other's parameters, by their full names.
 
     Raises:
-        ConfigError: They stand after something that this model does not have, or are none.
+        ConfigError: They stand after something that this model does not have, are none, or have more numbers than the
+            model. No memory was taken for them.
     """
     own = described(module)
     wanted = _described(shapes)
     if own != wanted:
+        for name in wanted:
+            _submodule(module, name)
+        _check_size(module, wanted)
         layers = boundary_layers(module)
         same = {name for name in layers if own[name] == wanted.get(name)}
         made = {name: layers[name] if name in same else _made(module, name, one) for name, one in wanted.items()}
@@ -112,7 +133,23 @@ def hook(module: nn.Module) -> None:
 # ---------------------------------------------------------------------- parts
 
 
-def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
+_SMALL: Final = 1 << 24
+"""Numbers that any model has room for."""
+
+
+def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:
+    """Refuse layers for which whoever has the model may not have the memory: a peer is told of them by others."""
+    layers = {id(one) for layer in boundary_layers(module).values() for one in layer.parameters()}
+    own = sum(one.numel() for one in module.parameters() if id(one) not in layers)
+    if sum(one.num_weights for one in wanted.values()) > max(own, _SMALL):
+        name = max(wanted, key=lambda name: wanted[name].num_weights)
+        raise ConfigError(
+            f"boundary layers must not have more numbers than the model, which has {own:.3g}; got "
+            f"{wanted[name].num_weights:.3g} after {name!r}. Raise `ratio`, or cut where there are fewer features."
+        )
+
+
+def _with_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary:
     block = _submodule(module, name)
     features = boundary.features or _features(block)
     if features is None:
@@ -121,8 +158,15 @@ def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
             f"it. Say it: `{type(boundary).__name__}(ratio={boundary.ratio}, features=...)`, the size of the hidden "
             "state's last dimension."
         )
+    return type(boundary)(boundary.ratio, features)
+
+
+def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
+    """A layer of known features."""
+    assert boundary.features is not None
+    block = _submodule(module, name)
     seed = (torch.initial_seed() + zlib.crc32(name.encode())) % (1 << 63)
-    layer = boundary.layer(features, torch.Generator().manual_seed(seed))
+    layer = boundary.layer(boundary.features, torch.Generator().manual_seed(seed))
     like = next((p for part in (block, module) for p in part.parameters() if p.is_floating_point()), None)
     if like is not None:
         layer.to(like.device, like.dtype)

@@ -98,6 +98,12 @@ class Boundary(ABC):
             )
         return features // self.ratio
 
+    @property
+    def num_weights(self) -> int:
+        """In the matrices of a layer, where the features are known; at most."""
+        assert self.features is not None
+        return 2 * self.features * self.width(self.features)
+
     @abstractmethod
     def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
         """A new layer for so many features, in float32 on the CPU. None: drawn from torch's own generator."""

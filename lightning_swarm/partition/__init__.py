@@ -1,7 +1,7 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
 from lightning_swarm.partition.blocks import Blocks, find_blocks
-from lightning_swarm.partition.boundaries import insert_at_cuts, layers_behind
+from lightning_swarm.partition.boundaries import check_cuts, insert_at_cuts, layers_behind
 from lightning_swarm.partition.choice import choose_ranges
 from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
@@ -14,6 +14,7 @@ __all__ = [
     "StageSpec",
     "TensorSpec",
     "balanced",
+    "check_cuts",
     "choose_ranges",
     "computing",
     "cut",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lightning_swarm.boundary import Boundary, BoundaryLayer, boundary_layers, described, insert_boundary
+from lightning_swarm.boundary import Boundary, BoundaryLayer, boundary_layers, described, insert_boundary, sized
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition.blocks import Blocks
 
@@ -38,6 +38,23 @@ def insert_at_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], bo
         boundary: Which layers.
 
     Raises:
+        ConfigError: As `check_cuts` does.
+    """
+    new = check_cuts(model, blocks, ranges, boundary)
+    if new:
+        insert_boundary(model, boundary, new)
+
+
+def check_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> list[str]:
+    """After what new boundary layers would stand, by full names: a model that has its own gets none.
+
+    Args:
+        model: Stays as it is.
+        blocks: Of its pipeline.
+        ranges: The blocks of each stage.
+        boundary: Which layers.
+
+    Raises:
         ConfigError: There is no cut, or no room at one; or the model's own layers are others.
     """
     cuts = [indices.stop - 1 for indices in ranges[:-1]]
@@ -56,7 +73,10 @@ def insert_at_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], bo
             "`boundary` out."
         )
     else:
-        insert_boundary(model, boundary, [_full_name(model, blocks, index) for index in cuts])
+        new = [_full_name(model, blocks, index) for index in cuts]
+        sized(model, boundary, new)
+        return new
+    return []
 
 
 def _check_own(own: Mapping[str, Boundary], boundary: Boundary) -> None:

@@ -31,6 +31,9 @@ from lightning_swarm.partition import choose_ranges, cut, find_blocks, insert_at
 KINDS: tuple[Callable[..., Boundary], ...] = (Bottleneck, Maxout)
 
 
+LAYER = "model.boundary_layers.parts.h.0"
+
+
 def chain(depth: int = 4, width: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
@@ -234,6 +237,13 @@ def test_a_peer_takes_the_layers_of_the_run_and_no_others() -> None:
         ({"boundary_layers.model.compress.linear.weight": (4, 8)}, r"after 'model' must be a boundary layer"),
         ({"boundary_layers.model.decompress.linear.weight": (8, 0)}, r"after 'model' must be a boundary layer"),
         ({"boundary_layers.model.decompress.linear.weight": (8, 3)}, r"after 'model' must be a boundary layer"),
+        # For which no machine has the memory; of the last each by itself is small.
+        ({f"{LAYER}.decompress.linear.weight": (1 << 40, 1 << 39)}, r"than the model, .* after 'model\.parts\.h\.0'"),
+        ({f"{LAYER}.decompress.linear.weight": (1 << 62, 1)}, r"have more numbers than the model"),
+        (
+            {f"{LAYER[:-1]}{n}.decompress.linear.weight": (1 << 12, 1 << 10) for n in range(4)},
+            r"than the model, which has 288; got 8\.39e\+06 after",
+        ),
     ],
 )
 def test_what_cannot_be_the_runs_layers_is_refused(state: dict[str, tuple[int, ...]], words: str) -> None:
@@ -255,6 +265,7 @@ def test_insertions_that_cannot_be_are_refused() -> None:
         (Bottleneck(ratio=2), ["model.parts.h.2.1"], r"after 'model\.parts\.h\.2\.1' must be known, and Tanh has no"),
         (Bottleneck(ratio=2), ["model.parts.h.7"], r"stands after a submodule, got 'model\.parts\.h\.7'"),
         (Bottleneck(ratio=2), [""], r"stands after a submodule, got ''"),
+        (Bottleneck(ratio=2, features=1 << 40), ["model.parts.h.2"], r"must not have more numbers than the model"),
     ):
         with pytest.raises(ConfigError, match=words):
             insert_boundary(module, boundary, after)

@@ -14,12 +14,13 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy, cli, launcher, membership, program, rules
+from lightning_swarm.boundary import Bottleneck, Maxout, boundary_layers
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError, PeerError, StepError, Unreachable
 from lightning_swarm.launcher import SwarmLauncher
@@ -169,6 +170,24 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: swarm().validate(Net(), loader(), ckpt_path="no such.ckpt"),
         "`ckpt_path` must be a checkpoint's path, 'best' or 'last', got 'no such.ckpt', which is not there. Correct it",
     ),
+    "a boundary in one stage": (
+        lambda: swarm({"num_stages": 1, "boundary": Bottleneck(ratio=2)}).fit(Net(), loader()),
+        "`boundary` stands between stages, so there must be at least 2, got 1. Raise `num_stages`",
+    ),
+    "a boundary of another ratio": (
+        lambda: swarm({"split": ["2"], "boundary": Bottleneck(ratio=3, features=4)}).fit(Net(), loader()),
+        "`Bottleneck.ratio` must divide the number of features, got 3 and 4",
+    ),
+    "a boundary after what says no features": (
+        lambda: swarm({"split": ["2"], "boundary": Maxout(ratio=2)}).fit(Net(), loader()),
+        "the number of features after 'net.1' must be known, and Tanh has no layer that says it",
+    ),
+    "a boundary behind a callback's back": (
+        lambda: swarm(
+            {"split": ["1"], "boundary": Maxout(ratio=2)}, callbacks=[StochasticWeightAveraging(swa_lrs=0.01)]
+        ).fit(Net(), loader()),
+        "got StochasticWeightAveraging. Call `insert_boundary(self, ...)`",
+    ),
     "a misspelt pipeline": (
         lambda: swarm({"pipeline": "nett"}).fit(Net(), loader()),
         "`pipeline` must be the dotted name of a submodule of Net, got 'nett'. Choose one of",
@@ -188,9 +207,28 @@ def test_a_mistake_is_refused_before_anything_starts(nothing_starts: None, mista
     assert message in str(refusal.value)
 
 
-def test_what_is_right_does_start(nothing_starts: None) -> None:
+@pytest.mark.parametrize(
+    "options", [{"num_stages": 3}, {"split": ["1"], "boundary": Bottleneck(ratio=2)}], ids=["stages", "a boundary"]
+)
+def test_what_is_right_does_start(nothing_starts: None, options: dict[str, Any]) -> None:
+    module = Net()
     with pytest.raises(AssertionError, match="something was started"):
-        swarm({"num_stages": 3}).fit(Net(), loader())
+        swarm(options).fit(module, loader())
+    assert not boundary_layers(module)
+
+
+@pytest.mark.parametrize(
+    ("options", "handed"),
+    [
+        ({"num_stages": 1}, {"ckpt_path": "last"}),  # it may bring layers
+        ({"split": "time"}, {}),  # the cuts may be others
+    ],
+)
+def test_where_a_boundary_stands_may_be_known_later(
+    nothing_starts: None, options: dict[str, Any], handed: dict[str, str]
+) -> None:
+    with pytest.raises(AssertionError, match="something was started"):
+        swarm({**options, "boundary": Maxout(ratio=3)}).fit(Net(), loader(), **handed)
 
 
 @pytest.mark.parametrize("path", ["best", "last", "hpc", "registry:net:version:v2", "s3://bucket/net.ckpt", None])
