@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_swarm import checkpoint
+from lightning_swarm import checkpoint, trees
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError
@@ -103,8 +103,7 @@ class Weights:
     def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
         state = self._gather(checkpoint.gather_optimizer, timeout)
         renumbered = checkpoint.renumbered(optimizer, self._parameter_names, state)
-        values = [value for one in renumbered["state"].values() for value in one.values()]
-        self._gathered += [weakref.ref(value) for value in values if isinstance(value, Tensor)]
+        self._gathered += map(weakref.ref, trees.flatten(list(renumbered["state"].values()))[1])
         return renumbered
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:

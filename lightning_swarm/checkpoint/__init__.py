@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -167,17 +167,24 @@ def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[st
     """A state dict as `optimizer.state_dict()` of one process would give it.
 
     Args:
-        optimizer: Over the whole model; only its parameter groups are read.
+        optimizer: Over the whole model. Its own state is not read, and there again afterwards.
         names: Full parameter names by `id` of the optimizer's parameters.
         state: Optimizer state by parameter name.
     """
-    plain = optimizer.state_dict()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    by_index = {index: state.get(names[id(parameter)]) for index, parameter in enumerate(parameters)}
-    return {
-        "state": {index: _copied(one) for index, one in by_index.items() if one is not None},
-        "param_groups": plain["param_groups"],
-    }
+    named = {parameter: names[id(parameter)] for parameter in parameters}
+    own = dict(optimizer.state)
+    try:
+        # By the optimizer itself: some, like those of bitsandbytes, do not save their state as they have it.
+        _replace(optimizer.state, {one: _copied(state[name]) for one, name in named.items() if name in state})
+        return optimizer.state_dict()
+    finally:
+        _replace(optimizer.state, own)
+
+
+def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:
+    state.clear()
+    state.update(by)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

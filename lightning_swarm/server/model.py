@@ -15,6 +15,7 @@ from lightning_swarm.compression import Codecs
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.selection import check_selection
+from lightning_swarm.server import overrides
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.types.runs import Manifest, Member, StageManifest
 
@@ -184,9 +185,11 @@ class Model:
 
 
 def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> None:
-    """Some optimizers have state before their first step."""
-    pairs = zip(own.named_stage_parameters(), copies.named_stage_parameters(), strict=True)
-    for (_, parameter), (_, copy) in pairs:
+    """Some optimizers have state before their first step, or know parameters by their ids."""
+    own_parameters, copied = (dict(one.named_stage_parameters()).values() for one in (own, copies))
+    pairs = list(zip(own_parameters, copied, strict=True))
+    overrides.copy(optimizer, pairs)
+    for parameter, copy in pairs:
         if parameter in optimizer.state:
             optimizer.state[copy] = optimizer.state.pop(parameter)
 

@@ -20,6 +20,7 @@ from lightning_swarm.compression import PLAIN, Codecs
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
+from lightning_swarm.server import overrides
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.load import StageLoad
@@ -184,6 +185,7 @@ class Stage:
                 torch.nn.utils.clip_grad_value_(self.trainable, self.clip_value)
             for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=True):
                 set_hyperparameters(group, values)
+            overrides.place(self.optimizer)
             self.optimizer.step()
             for parameter in self.trainable:
                 parameter.grad = None

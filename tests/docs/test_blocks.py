@@ -50,6 +50,7 @@ NUM_SWARMS = {
     "docs/boundary.md": 2,
     "docs/models.md": 4,
     "docs/faults.md": 5,
+    "docs/memory.md": 1,
 }
 """How many runs the blocks of a page make; its tests included."""
 

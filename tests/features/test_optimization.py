@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
@@ -20,7 +20,7 @@ from tests.features.both import STEPS, Evaluated, Trained, fit_both
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.refused import assert_refused
 from tests.parity.harness import WEIGHT_TOLERANCE, run_plain, run_swarm
-from tests.parity.models import DigitsMLP, Recipe, digits, loader, make_optimizer
+from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, make_optimizer, sentences
 
 
 def scheduled(make: Callable[[torch.optim.Optimizer], Any], base: type[DigitsMLP] = Trained, **how: Any) -> Any:
@@ -46,6 +46,67 @@ def assert_same_rates(make_module: Any, *validation: Any, **options: Any) -> lis
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_optimizers(optimizer: Any) -> None:
     fit_both(lambda: DigitsMLP(Recipe(optimizer=optimizer)), max_steps=STEPS)
+
+
+def eight_bits(kind: str, base: type[L.LightningModule] = Trained, *, in_32_bits: Sequence[str] = ()) -> Any:
+    """A module with an optimizer of bitsandbytes, and some weights whose state has 32 bits.
+
+    The even ones of these are named by their modules, as bitsandbytes' own layers are, the odd ones themselves.
+    """
+
+    class EightBits(base):  # type: ignore[valid-type, misc]  # a base that is chosen at run time
+        @override
+        def configure_optimizers(self) -> Any:
+            from bitsandbytes import optim
+
+            manager = optim.GlobalOptimManager.get_instance()
+            manager.register_parameters(self.parameters())
+            for i, name in enumerate(in_32_bits):
+                if i % 2:
+                    manager.override_config(self.get_parameter(f"{name}.weight"), "optim_bits", 32)
+                else:
+                    manager.register_module_override(self.get_submodule(name), "weight", {"optim_bits": 32})
+            return getattr(optim, kind)(self.parameters(), lr=3e-3, min_8bit_size=1)
+
+    return EightBits
+
+
+@feature("8-bit optimizers of bitsandbytes: `Adam8bit`, `AdamW8bit`, `LAMB8bit`, `Lion8bit`", WORKS)
+@pytest.mark.parametrize("kind", ["Adam8bit", "AdamW8bit", "LAMB8bit", "Lion8bit"])
+def test_8_bit_optimizers(kind: str) -> None:
+    both = fit_both(eight_bits(kind), max_steps=STEPS, swarm={"num_servers": 4})
+    for server in both.swarm.strategy.servers:
+        (stage,) = server.stepping.sums.stages.values()
+        assert all(one["state1"].dtype == torch.uint8 for one in stage.optimizer_state().values())
+
+
+@feature("`GlobalOptimManager` of bitsandbytes: parameters whose state has 32 bits", WORKS)
+@pytest.mark.parametrize(
+    ("base", "data", "pipeline", "in_32_bits"),
+    [
+        (Trained, digits, None, ["net.0", "net.4"]),
+        (NanoGPT, sentences, "transformer.h", ["transformer.wpe", "transformer.ln_f", "transformer.h.1.norms.0"]),
+    ],
+)
+def test_8_bit_overrides(
+    base: type[L.LightningModule],
+    data: Any,
+    pipeline: str | None,
+    in_32_bits: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other stages of the same process must not take theirs from the same places."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    monkeypatch.setattr(GlobalOptimManager, "_instance", None)  # it has no end, and would know earlier modules
+    module = eight_bits("AdamW8bit", base, in_32_bits=in_32_bits)
+    both = fit_both(
+        module, data=lambda: loader(data()), max_steps=STEPS, swarm={"pipeline": pipeline, "num_servers": 3}
+    )
+    state = both.trainers[1].optimizers[0].state
+    names = {one: name for name, one in both.swarm.module.named_parameters()}
+    found = {names[one] for one, own in state.items() if own["state1"].dtype == torch.float32}
+    assert found == {f"{name}.weight" for name in in_32_bits}
 
 
 @feature("schedulers by step (`interval='step'`), `frequency`", WORKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_one_curve_through_swarm_plain_swarm(
 class Matrices(L.LightningModule):
     """A model that every optimizer takes, by one of them."""
 
-    def __init__(self, optimizer: type[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
         super().__init__()
         widths = (64, 12, 12, 10)
         layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
@@ -102,12 +103,20 @@ class Matrices(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters(), lr=0.01)  # type: ignore[call-arg]  # all of these have it
+        return self.optimizer(self.parameters(), lr=0.01)
+
+
+def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """It saves its state in another form than it has it in."""
+    from bitsandbytes.optim import Adam8bit
+
+    return Adam8bit(parameters, lr=lr, min_8bit_size=1)
 
 
 @pytest.mark.parametrize(
     "optimizer",
     [
+        adam_8bit,
         torch.optim.ASGD,
         torch.optim.Adadelta,
         torch.optim.Adafactor,

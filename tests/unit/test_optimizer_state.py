@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from tests.unit.swarm import Swarm, rows
 A = PeerId("a")
 
 
-def of(kind: type[Optimizer]) -> Any:
+def of(kind: Callable[..., Optimizer]) -> Any:
     def make(module: nn.Module) -> Optimizer:
-        return kind(module.parameters(), lr=0.1)  # type: ignore[call-arg]  # all of these have it
+        return kind(module.parameters(), lr=0.1)
 
     return make
 
@@ -44,9 +45,16 @@ def assert_one_joins(swarm: Swarm) -> None:
     assert stage.fingerprint() == swarm.servers[A].stepping.stage(0).fingerprint()
 
 
+def adam_8bit(parameters: Any, lr: float) -> Optimizer:
+    from bitsandbytes.optim import Adam8bit
+
+    return Adam8bit(parameters, lr=lr, min_8bit_size=1)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
+        adam_8bit,
         torch.optim.ASGD,
         torch.optim.Adafactor,
         torch.optim.Adagrad,
@@ -56,7 +64,7 @@ def assert_one_joins(swarm: Swarm) -> None:
         torch.optim.Rprop,
     ],
 )
-def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: type[Optimizer]) -> None:
+def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: Callable[..., Optimizer]) -> None:
     """NAdam and ASGD keep numbers in float32 beside float64 weights; Adagrad has state before its first step."""
     swarm = make_swarm("a", "b", optimizer=of(kind))
     swarm.steps.hyperparameters = lambda: [{"lr": 0.1}]
