@@ -46,6 +46,13 @@ LEARNING_RATE: Final = 2e-3
 EVERY: Final = 100
 """Steps between two points of a curve."""
 
+PANELS: Final[Mapping[str, Sequence[str]]] = {
+    "Fewer bits of each number": ("8bit", "6bit", "8bit, gradients 4bit", "8bit, activations 4bit", "4bit"),
+    "Fewer features between stages": ("maxout, 2", "bottleneck, 2", "maxout, 4", "bottleneck, 4"),
+    "Fewer bits in averaging": ("8bit, averaging 4bit", "powersgd, 4", "powersgd, 1"),
+}
+"""Of the picture."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -63,10 +70,12 @@ class Way:
 WAYS: Final[Mapping[str, Way]] = {
     "none": Way(Compression()),
     "8bit": Way(Compression.parse("8bit")),
+    "6bit": Way(Compression.parse("6bit")),
     "4bit": Way(Compression.parse("4bit")),
     "4bit, error feedback": Way(
         Compression(activations="4bit", gradients="4bit", averaging="4bit", error_feedback=True)
     ),
+    "6bit, averaging 4bit": Way(Compression(activations="6bit", gradients="6bit", averaging="4bit")),
     "8bit, activations 4bit": Way(Compression(activations="4bit", gradients="8bit", averaging="8bit")),
     "8bit, gradients 4bit": Way(Compression(activations="8bit", gradients="4bit", averaging="8bit")),
     "8bit, averaging 4bit": Way(Compression(activations="8bit", gradients="8bit", averaging="4bit")),
@@ -221,14 +230,15 @@ def study(names: Sequence[str], num_seeds: int, num_steps: int, num_processes: i
 
 
 def bits(way: Way) -> tuple[float, float]:
-    """Of a hidden element of the model on the wire, and of a gradient between the servers of a stage."""
+    """Of a hidden element of the model on the wire, the mean of both ways; of a gradient in averaging."""
     codecs = Codecs.of(Encoding(**asdict(way.compression)))
     ratio = 1 if way.boundary is None else way.boundary.ratio
     averaging = codecs.averaging.bits if codecs.averaging else 32.0
     if codecs.rank is not None:
         low_rank = LowRank([one.shape for one in _model().parameters()], codecs.rank)
         averaging = 32.0 * (low_rank.left_length + low_rank.right_length) / low_rank.length
-    return (codecs.activations.bits if codecs.activations else 32) / ratio, averaging
+    there, back = (one.bits if one else 32.0 for one in (codecs.activations, codecs.gradients))
+    return (there + back) / 2 / ratio, averaging
 
 
 def _model() -> ByteGPT:
@@ -255,16 +265,21 @@ def show(found: Mapping[str, Sequence[Sequence[float]]], num_steps: int) -> None
             ]
         )
     write("compression", table(f"Loss on unseen files after {num_steps} steps, in nats a byte", rows))
+    _draw(found)
+
+
+def _draw(found: Mapping[str, Sequence[Sequence[float]]]) -> None:
     mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for name, curves in found.items():
-        steps = range(0, EVERY * len(curves[0]), EVERY)
-        mean = [statistics.mean(column) for column in zip(*curves, strict=True)]
-        axes.plot(steps[1:], mean[1:], label=name, linewidth=2.0 if name == "none" else 1.2)
-    axes.set(
-        xlabel="steps", ylabel="nats a byte, unseen files", yscale="log", title="What compression does to the loss"
-    )
-    axes.legend()
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(15, 4.5), sharey=True)
+    for panel, (title, names) in zip(axes, PANELS.items(), strict=True):
+        for name in (one for one in ("none", *names) if one in found):
+            steps = range(0, EVERY * len(found[name][0]), EVERY)
+            mean = [statistics.mean(column) for column in zip(*found[name], strict=True)]
+            width = 2.5 if name == "none" else 1.2
+            panel.plot(steps[1:], mean[1:], label=name, linewidth=width, color="black" if name == "none" else None)
+        panel.set(xlabel="steps", yscale="log", title=title)
+        panel.legend()
+    axes[0].set(ylabel="nats a byte, unseen files")
     OUT.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT / "compression.png", dpi=120, bbox_inches="tight")
     plt.close(figure)

@@ -17,7 +17,7 @@ from lightning_swarm.compression import CODECS
 
 NUM_TENSORS = 3
 MICROBATCH_SIZE = 4
-BITS = {"none": 32, "float16": 16, "bfloat16": 16, "8bit": 8, "4bit": 4}
+BITS = {"none": 32, "float16": 16, "bfloat16": 16, "8bit": 8, "6bit": 6, "4bit": 4}
 
 
 def counted(codec: str, width: int, seconds: float) -> tuple[float, float]:

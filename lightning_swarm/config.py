@@ -17,7 +17,7 @@ Preemption = Literal["auto", "aws", "gcp", "azure"]
 Rebalancing = Literal["none", "paper", "gain"]
 """Who moves to another stage: nobody; by the paper's rule; whoever gains more by it than it costs."""
 
-CodecName = Literal["none", "float16", "bfloat16", "8bit", "4bit"]
+CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]
 """How tensors travel: as they are, or in fewer bits."""
 
 AveragingName = Literal[CodecName, "powersgd"]

@@ -81,8 +81,8 @@ class SwarmHooks(ResumingHooks):
             or ``"auto"`` for whichever answers. A server leaves the run in order then; a trainer takes it for a
             SIGTERM. None: nobody is asked.
         compression: How tensors travel between stages and between the servers of a stage: ``"float16"``,
-            ``"bfloat16"``, ``"8bit"``, ``"4bit"`` or, as they are, ``"none"``. Or a `Compression`, which says it of
-            activations, gradients and averaging apart. The starter's word holds.
+            ``"bfloat16"``, ``"8bit"``, ``"6bit"``, ``"4bit"`` or, as they are, ``"none"``. Or a `Compression`, which
+            says it of activations, gradients and averaging apart. The starter's word holds.
         limits: Bounds on waiting and memory.
         accelerator: As in every strategy of Lightning.
         checkpoint_io: As in every strategy of Lightning. None: files of `ModelCheckpoint` are written while training

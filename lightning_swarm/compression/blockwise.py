@@ -44,11 +44,13 @@ class Blockwise8Bit(Codec):
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
         blocks = flat.new_zeros(-(-len(flat) // BLOCK), BLOCK)
         blocks.view(-1)[: len(flat)] = flat
-        # Below this a block is zero: a scale's inverse must be a number, too.
-        blocks[blocks.abs() < torch.finfo(torch.float32).tiny] = 0.0
+        lowest, highest = blocks.amin(dim=1), blocks.amax(dim=1)
         # The map has 1, and -1 it has not. Were the largest of a block a hundredth too small wherever it is negative,
         # gradients of a cross entropy would be biased, whose largest are.
-        signs = torch.where(blocks.amax(dim=1) < -blocks.amin(dim=1), -1.0, 1.0).to(torch.float32)
+        signs = torch.where(highest < -lowest, -1.0, 1.0)
+        # Below this a block is zero: a scale's inverse must be a number, too.
+        is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny
+        signs = torch.where(is_zero, 0.0, signs).to(torch.float32)
         signed = (blocks * signs[:, None]).view(-1)[: len(flat)]
         codes, state = self._functional.quantize_blockwise(signed, code=self._map(flat.device), blocksize=BLOCK)
         return state.absmax * signs, codes.reshape(-1)

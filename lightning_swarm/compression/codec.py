@@ -58,7 +58,7 @@ class Codec(ABC):
             NotFinite: It cannot be encoded.
         """
         flat = tensor.detach().reshape(-1)
-        if flat.numel() and not bool(flat.abs().amax() <= _HIGHEST):  # NaN is not
+        if flat.numel() and not are_within(flat, -_HIGHEST, _HIGHEST):
             raise NotFinite(f"{self.name} takes finite numbers of float32's range only")
         flat = flat.to(torch.float32)
         if not flat.numel():
@@ -95,7 +95,7 @@ class Codec(ABC):
             ProtocolError: One is.
         """
         for part in parts:
-            if part.is_floating_point() and not bool(((part >= 0) & (part <= torch.finfo(part.dtype).max)).all()):
+            if part.is_floating_point() and not are_within(part, 0.0, torch.finfo(part.dtype).max):
                 raise ProtocolError(f"{self.name} has scales that are finite and not negative, got others")
 
 
@@ -105,5 +105,12 @@ def check_finite(name: str, part: Tensor) -> None:
     Raises:
         ProtocolError: A number is NaN or infinite.
     """
-    if not bool(part.isfinite().all()):
+    highest = torch.finfo(part.dtype).max
+    if not are_within(part, -highest, highest):
         raise ProtocolError(f"{name} makes finite numbers only, got others")
+
+
+def are_within(tensor: Tensor, low: float, high: float) -> bool:
+    """Whether all of its elements, of which there must be one, are; NaN is not. Many times as fast as `isfinite`."""
+    lowest, highest = torch.aminmax(tensor)
+    return bool((lowest >= low) & (highest <= high))

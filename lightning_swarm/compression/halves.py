@@ -39,7 +39,7 @@ class Float16(Codec):
     @override
     def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
         scale, halves = parts
-        return halves.to(torch.float32) * scale
+        return halves.to(torch.float32).mul_(scale)
 
     @override
     def _check(self, parts: Sequence[Tensor]) -> None:

@@ -59,7 +59,7 @@ def run_both(compression: Compression, **swarm: Any) -> tuple[Run, SwarmRun]:
 
 
 @pytest.mark.parametrize("num_servers", [2, 4])
-@pytest.mark.parametrize("codec", ["float16", "bfloat16", "8bit", "4bit"])
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "8bit", "6bit", "4bit"])
 def test_activations_and_gradients_are_what_the_codecs_make_of_them(codec: CodecName, num_servers: int) -> None:
     """Whoever computes what: also where one peer holds two stages, and nothing travels."""
     plain, swarm = run_both(Compression(activations=codec, gradients=codec), num_servers=num_servers)

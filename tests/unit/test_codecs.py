@@ -7,6 +7,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from torch import Tensor
 from lightning_swarm.compression import CODECS, Codec, NotFinite, codec
 from lightning_swarm.compression.blockwise import BLOCK as BLOCK_OF_8
 from lightning_swarm.compression.blockwise import Blockwise8Bit
-from lightning_swarm.compression.rotated import BLOCK as BLOCK_OF_4
+from lightning_swarm.compression.rotated import BLOCK as ROTATED_BLOCK
+from lightning_swarm.compression.rotated import SLICE as ROTATED_SLICE
 from lightning_swarm.errors import ProtocolError
 
 EPS = 1e-6  # of float32's own rounding
@@ -44,7 +46,9 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "one of many": lambda: torch.cat((torch.zeros(999), torch.tensor([5.0]))),
     "denormals": lambda: normal(1000) * 1e-41,
     "tiny": lambda: normal(1000) * 1e-30,
-    "all powers of two": lambda: (2.0 ** torch.arange(-149, 120)).repeat_interleave(BLOCK_OF_4),
+    "all powers of two": lambda: (2.0 ** torch.arange(-149, 120)).repeat_interleave(BLOCK_OF_8),
+    "all powers of two, in columns": lambda: (2.0 ** torch.arange(-149, 120)).repeat(ROTATED_BLOCK),
+    "several slices": lambda: normal(2 * ROTATED_SLICE + 77),
     "huge": lambda: normal(1000) * 1e30,
     "the largest": lambda: torch.tensor([3.4e38, -3.4e38, 1.0]),
     "all magnitudes": lambda: normal(1000) * 10.0 ** torch.linspace(-38, 36, 1000),
@@ -74,13 +78,23 @@ def bound_of_8bit(tensor: Tensor) -> Tensor:
     return (largest * 2.0**-7 + 2.0**-126).expand(-1, BLOCK_OF_8).reshape(-1)[: tensor.numel()]
 
 
-def bound_of_4bit(tensor: Tensor) -> Tensor:
-    """Of a whole block: an eighth of its largest rotated element in each of them, and a rotation keeps distances."""
-    norms = blocks(tensor, BLOCK_OF_4).norm(dim=1, keepdim=True)
-    return (norms * math.sqrt(BLOCK_OF_4) / 8 + 2.0**-93).expand(-1, BLOCK_OF_4).reshape(-1)[: tensor.numel()]
+def bound_of_rotated(tensor: Tensor, share: float) -> Tensor:
+    """Of a whole block: that much of its largest rotated element in each of them, and a rotation keeps distances."""
+    bounds = []
+    for part in tensor.reshape(-1).double().split(ROTATED_SLICE):
+        columns = torch.cat((part, part.new_zeros(-len(part) % ROTATED_BLOCK))).view(ROTATED_BLOCK, -1)
+        norms = columns.norm(dim=0) * math.sqrt(ROTATED_BLOCK) * share + 2.0**-93
+        bounds.append(norms.expand(ROTATED_BLOCK, -1).reshape(-1)[: len(part)])
+    return torch.cat(bounds)
 
 
-BOUNDS = {"float16": bound_of_float16, "bfloat16": bound_of_bfloat16, "8bit": bound_of_8bit, "4bit": bound_of_4bit}
+BOUNDS = {
+    "float16": bound_of_float16,
+    "bfloat16": bound_of_bfloat16,
+    "8bit": bound_of_8bit,
+    "6bit": partial(bound_of_rotated, share=1 / 50),
+    "4bit": partial(bound_of_rotated, share=1 / 8),
+}
 
 
 def named(name: str) -> Codec:
@@ -97,8 +111,8 @@ def travelled(by: Codec, tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", CODECS)
 def test_no_more_is_lost_than_it_says(name: str, tensor: Callable[[], Tensor]) -> None:
     by, x = named(name), tensor()
-    if name == "4bit" and float(x.abs().max()) > 2.0**120:
-        with pytest.raises(NotFinite, match="4bit takes numbers up to"):
+    if name in ("4bit", "6bit") and float(x.abs().max()) > 2.0**120:
+        with pytest.raises(NotFinite, match=f"{name} takes numbers up to"):
             by.encode(x)
         return
     before = x.clone()
@@ -111,7 +125,9 @@ def test_no_more_is_lost_than_it_says(name: str, tensor: Callable[[], Tensor]) -
     assert (error <= BOUNDS[name](x) * (1 + EPS) + own).all(), float((error / BOUNDS[name](x)).max())
 
 
-@pytest.mark.parametrize(("name", "share"), [("float16", 3e-4), ("bfloat16", 2.5e-3), ("8bit", 0.014), ("4bit", 0.098)])
+@pytest.mark.parametrize(
+    ("name", "share"), [("float16", 3e-4), ("bfloat16", 2.5e-3), ("8bit", 0.014), ("6bit", 0.028), ("4bit", 0.098)]
+)
 @pytest.mark.parametrize("kind", ["normal", "laplace", "with outliers"])
 def test_what_is_lost_as_a_rule(name: str, share: float, kind: str) -> None:
     x = normal(1 << 16)
@@ -128,7 +144,7 @@ def test_as_many_bits_are_sent_as_it_says(name: str) -> None:
     parts = by.encode(x)
     num_bytes = sum(part.numel() * part.element_size() for part in parts)
     assert num_bytes == pytest.approx(by.bits / 8 * x.numel(), rel=1e-3)
-    assert num_bytes <= 1.05 * {"8bit": 8, "4bit": 4}.get(name, 16) / 8 * x.numel()
+    assert num_bytes <= 1.05 * {"8bit": 8, "6bit": 6, "4bit": 4}.get(name, 16) / 8 * x.numel()
     assert all(part.dim() == 1 for part in parts)
     assert tuple((part.dtype, len(part)) for part in parts) == by.layout(x.numel())
 
@@ -206,7 +222,7 @@ def test_numbers_that_no_codec_writes_are_refused(name: str, value: float) -> No
                 by.decode(parts, torch.float32, x.shape)
 
 
-@pytest.mark.parametrize("name", ["8bit", "4bit"])
+@pytest.mark.parametrize("name", ["8bit", "6bit", "4bit"])
 def test_any_codes_are_finite_numbers(name: str) -> None:
     """Of a stranger's: each code is in the book."""
     by, x = named(name), torch.ones(256 * 64)

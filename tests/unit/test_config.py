@@ -123,7 +123,7 @@ def test_compression_of_all_or_of_each_kind_apart() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("2bit", ["none, float16, bfloat16, 8bit, 4bit", "got '2bit'", "Choose one"]),
+        ("2bit", ["none, float16, bfloat16, 8bit, 6bit, 4bit", "got '2bit'", "Choose one"]),
         ("powersgd", ["got 'powersgd' for activations", "Choose `Compression(averaging='powersgd')`"]),
         ({"gradients": "powersgd"}, ["got 'powersgd' for gradients"]),
         ({"averaging": "low rank"}, ["4bit, powersgd", "got 'low rank' for averaging"]),
