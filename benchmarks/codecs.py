@@ -1,8 +1,8 @@
 """Codecs of the swarm against bitsandbytes itself and hivemind's: how fast, and how much is lost.
 
 All run in one process of one thread, and take turns on the same float32 numbers: there and back for each size. Rates
-are of the float32 bytes. The picture says where on the plane of tensor size and bandwidth which codec takes the least
-time to encode, send and decode one tensor, as the measured times have it.
+are of the float32 bytes. The picture has the plane of tensor size and bandwidth: where each codec takes less time to
+encode, send and decode a tensor than it takes to send it whole, and which takes the least, as measured here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.report import OUT, table, write
 from lightning_swarm.compression import CODECS, Codec, codec
 
-SIZES = (1 << 16, 1 << 20, 1 << 24)
+SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of a tensor in float32."""
 BASELINES = {
     "float16": "hivemind float16",
@@ -150,38 +150,47 @@ def _ratio(theirs: Sequence[float], ours: Sequence[float]) -> str:
 
 
 def picture(found: dict[int, dict[str, Found]]) -> None:
-    """Keep the picture of where which codec is the quickest."""
-    names = ["none", *(name for name in CODECS if name in found[SIZES[0]])]
-    megabits = [10 ** (place / 40) for place in range(181)]  # 1 Mb/s to 32 Gb/s
-    sizes = [2 ** (place / 8) for place in range(16 * 8, 24 * 8 + 1)]  # as measured
-    best = [[_quickest(names, size, each * 1e6 / 8, found) for each in megabits] for size in sizes]
+    """Keep the picture of where which codec is the quickest, and up to which bandwidth each is quicker than none."""
+    names = [name for name in CODECS if name in found[SIZES[0]]]
+    sizes = [SIZES[0] * (SIZES[-1] / SIZES[0]) ** (place / 120) for place in range(121)]  # as measured
+    megabits = [10 ** (place / 40) for place in range(200)]  # 1 Mb/s to 94 Gb/s
+    best = [[_quickest([None, *names], size, each * 1e6 / 8, found) for each in megabits] for size in sizes]
     mpl.use("Agg")
-    figure, axes = plt.subplots(figsize=(7, 4.2))
-    colours = plt.get_cmap("Set2", len(names))
-    axes.pcolormesh(megabits, [size / 1024 for size in sizes], best, cmap=colours, vmin=-0.5, vmax=len(names) - 0.5)
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    colours = plt.get_cmap("Pastel1", len(names) + 1)
+    kib = [size / 1024 for size in sizes]
+    axes.pcolormesh(megabits, kib, best, cmap=colours, vmin=-0.5, vmax=len(names) + 0.5)
+    for name in names:
+        upto = [(size - _sent_bytes(name, size, found)) / _computed_s(name, size, found) * 8 / 1e6 for size in sizes]
+        axes.plot(upto, kib, label=f"{name} is quicker than none to the left")
     axes.set(xscale="log", yscale="log", xlabel="Mb/s", ylabel="KiB of float32")
-    axes.set_title("Least time to encode, send and decode a tensor")
+    axes.set_title("Encode, send and decode a tensor: where each codec pays, and the quickest (shaded)")
     shown = sorted({place for row in best for place in row})
-    patches = [mpl.patches.Patch(color=colours(place), label=names[place]) for place in shown]
-    axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1, 0.5))
+    patches = [mpl.patches.Patch(color=colours(place), label=["none", *names][place]) for place in shown]
+    axes.legend(handles=[*patches, *axes.get_lines()], loc="center left", bbox_to_anchor=(1, 0.5))
     OUT.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUT / "codecs.png", dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
-def _quickest(names: Sequence[str], size: float, bytes_per_s: float, found: dict[int, dict[str, Found]]) -> int:
-    seconds = [_passage_s(name, size, bytes_per_s, found) for name in names]
+def _quickest(names: Sequence[str | None], size: float, bytes_per_s: float, found: dict[int, dict[str, Found]]) -> int:
+    seconds = [
+        size / bytes_per_s
+        if name is None
+        else _computed_s(name, size, found) + _sent_bytes(name, size, found) / bytes_per_s
+        for name in names
+    ]
     return seconds.index(min(seconds))
 
 
-def _passage_s(name: str, size: float, bytes_per_s: float, found: dict[int, dict[str, Found]]) -> float:
-    if name == "none":
-        return size / bytes_per_s
-    compute_s = [
-        statistics.median(one[name].encode_s) + statistics.median(one[name].decode_s) for one in found.values()
-    ]
-    bits = found[SIZES[-1]][name].num_bytes * 32 / SIZES[-1]
-    return _between(size, list(found), compute_s) + size * bits / 32 / bytes_per_s
+def _sent_bytes(name: str, size: float, found: dict[int, dict[str, Found]]) -> float:
+    return size * found[SIZES[-1]][name].num_bytes / SIZES[-1]
+
+
+def _computed_s(name: str, size: float, found: dict[int, dict[str, Found]]) -> float:
+    """To encode and decode it."""
+    both = [statistics.median(one[name].encode_s) + statistics.median(one[name].decode_s) for one in found.values()]
+    return _between(size, list(found), both)
 
 
 def _between(size: float, sizes: Sequence[int], seconds: Sequence[float]) -> float:

@@ -35,17 +35,18 @@ class Rotated(Codec):
 
     Source: Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
 
-    Args:
+    Attributes:
         num_bits: Of an element.
         positive: The values, ascending; the others are their opposites. Only their ratios matter.
     """
 
-    def __init__(self, num_bits: int, positive: Sequence[float]) -> None:
-        self.bits = num_bits + 16 / BLOCK
-        self._num_bits = num_bits
+    num_bits: int
+    positive: Sequence[float]
+
+    def __init__(self) -> None:
         signs = torch.randint(2, (BLOCK, 1), generator=torch.Generator().manual_seed(_SEED))
-        both = [*(-value for value in reversed(positive)), *positive]
-        self._values = torch.tensor(both, dtype=torch.float32) / positive[-1]
+        both = [*(-value for value in reversed(self.positive)), *self.positive]
+        self._values = torch.tensor(both, dtype=torch.float32) / self.positive[-1]
         bins = torch.linspace(-1.0, 1.0, _NUM_BINS, dtype=torch.float32)
         self._signs = 2 * signs.to(torch.float32) - 1
         self._nearest = (bins[:, None] - self._values).abs().argmin(dim=1).to(torch.uint8)  # of each bin
@@ -61,7 +62,7 @@ class Rotated(Codec):
     @override
     def layout(self, numel: int) -> Layout:
         num_blocks = -(-numel // BLOCK)
-        return (torch.bfloat16, num_blocks), (torch.uint8, num_blocks * BLOCK * self._num_bits // 8)
+        return (torch.bfloat16, num_blocks), (torch.uint8, num_blocks * BLOCK * self.num_bits // 8)
 
     @override
     def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +89,7 @@ class Rotated(Codec):
     def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
         scales, codes = parts
         found = torch.empty(len(scales) * BLOCK, dtype=torch.float32, device=codes.device)
-        slices = scales.split(SLICE // BLOCK), codes.split(SLICE * self._num_bits // 8), found.split(SLICE)
+        slices = scales.split(SLICE // BLOCK), codes.split(SLICE * self.num_bits // 8), found.split(SLICE)
         for one in zip(*slices, strict=True):
             self._decode_slice(*one)
         return found[:numel]
@@ -113,9 +114,9 @@ class Rotated4Bit(Rotated):
     """
 
     name = "4bit"
-
-    def __init__(self) -> None:
-        super().__init__(4, (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326))
+    num_bits = 4
+    bits = num_bits + 16 / BLOCK
+    positive = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
 
     @override
     def _pack(self, codes: Tensor) -> Tensor:
@@ -135,9 +136,9 @@ class Rotated6Bit(Rotated):
     """
 
     name = "6bit"
-
-    def __init__(self) -> None:
-        super().__init__(6, range(1, 64, 2))
+    num_bits = 6
+    bits = num_bits + 16 / BLOCK
+    positive = range(1, 64, 2)
 
     @override
     def _pack(self, codes: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def test_fewer_bits_are_faster_on_slow_lines_and_no_faster_where_codecs_take_the
     assert rates == sorted(rates)
     assert rates[2] > 2 * rates[0]
     fast: dict[str, Any] = {"up_bytes_per_s": 1e12, "down_bytes_per_s": 1e12, "latency_s": 0.0, "processor": "cpu"}
-    raw, encoded = (predicted(model=by(**dict.fromkeys(KINDS, codec)), **fast) for codec in ("none", "4bit"))
+    raw, encoded = (predicted(model=by(**dict.fromkeys(KINDS, codec)), **fast) for codec in ("none", "8bit"))
     assert encoded.sent_bytes_per_s < raw.sent_bytes_per_s
     assert encoded.samples_per_s < 1.1 * raw.samples_per_s
 
