@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_swarm.compression import Codec, Codecs, decoded, encoded
+from lightning_swarm.config import Compression
+from lightning_swarm.types.runs import Encoding
 
 
 def travelled(tensor: Tensor, by: Codec | None) -> Tensor:
@@ -33,6 +36,21 @@ class Wire(torch.autograd.Function):
 def sent(x: Tensor, codecs: Codecs) -> Tensor:
     found: Tensor = Wire.apply(x, codecs)
     return found
+
+
+def wired(net: nn.Sequential, compression: Compression, cuts: Sequence[int], microbatch_size: int) -> None:
+    """Have a chain of blocks compute what stages that begin at `cuts` do, on one machine.
+
+    Each microbatch travels to the first stage, from one to the next, and back from the last one.
+    """
+    codecs = Codecs.of(Encoding(**asdict(compression)))
+
+    def send(x: Tensor) -> Tensor:
+        return torch.cat([sent(part, codecs) for part in x.split(microbatch_size)])
+
+    net[0].register_forward_pre_hook(lambda _, args: send(args[0]))
+    for cut in [*cuts, len(net)]:
+        net[cut - 1].register_forward_hook(lambda _, __, output: send(output))
 
 
 def averaged(sums: Sequence[Tensor], total_weight: float, by: Codec | None) -> Tensor:

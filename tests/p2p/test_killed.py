@@ -1,7 +1,11 @@
-"""Servers in processes of their own, taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is."""
+"""Servers in processes of their own, taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is.
+
+Or left in peace, with codecs.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -19,11 +23,14 @@ import pytest
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.config import Limits
+from lightning_swarm.compression.blockwise import Blockwise8Bit
+from lightning_swarm.compression.rotated import Rotated4Bit
+from lightning_swarm.config import Compression, Limits
 from lightning_swarm.run_state import RunState
 from lightning_swarm.testing import FaultySwarmStrategy
 from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
 from tests.features.test_trainers import Lines
+from tests.p2p import train
 from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
 from tests.p2p.zygote import Planned, planned
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, run_plain
@@ -119,17 +126,24 @@ class Swarm:
             if server.alive:
                 os.kill(server.pid, signal.SIGKILL)
 
-    def train(self, look: Callable[[Strategy], bool], made: type[Strategy] = Strategy, **options: Any) -> Steps:
-        """Until `look` says so. Losses and weights are the plain Trainer's, and no server outlives the run."""
-        strategy = made(
+    def strategy(self, made: type[Strategy] = Strategy, **options: Any) -> Strategy:
+        """Of the trainer."""
+        return made(
             role="trainer",
             num_stages=self.num_stages,
             pipeline="net",
-            microbatch_size=2,
             initial_peers=[self.servers[0].address],
             limits=Limits(**LIMITS),
             **options,
         )
+
+    def wait(self) -> None:
+        """Until the run is over at the servers, too."""
+        wait_until(lambda: not any(one.alive for one in self.servers), "a server outlived its run")
+
+    def train(self, look: Callable[[Strategy], bool], made: type[Strategy] = Strategy, **options: Any) -> Steps:
+        """Until `look` says so. Losses and weights are the plain Trainer's, and no server outlives the run."""
+        strategy = self.strategy(made, microbatch_size=2, **options)
         steps = Steps(look)
         L.seed_everything(0)
         module = make()
@@ -146,7 +160,7 @@ class Swarm:
         state = module.state_dict()
         weights_off = max(float((state[name] - tensor).abs().max()) for name, tensor in plain.weights.items())
         assert weights_off <= WEIGHT_TOLERANCE
-        wait_until(lambda: not any(one.alive for one in self.servers), "a server outlived its run")
+        self.wait()
         print(  # with `-s`, for docs/faults.md
             f"\n{trainer.global_step} steps in {steps.end_s - steps.begin_s:.0f} s, losses off by {off:.1e}, "
             f"weights by {weights_off:.1e}, {dict(steps.events)}"
@@ -328,3 +342,38 @@ def test_a_server_leaves_on_its_clouds_notice_and_nothing_is_replayed(zygote: Zy
             assert "Run 'swarm' has let this peer go." in server.said
             assert steps.events["replay"] == 0
             assert steps.events["retry"] == 0
+
+
+# ---------------------------------------------------------------------- by nobody
+
+
+def test_the_curve_is_nearly_the_plain_trainers_in_an_eighth_of_the_bytes(zygote: Zygote, tmp_path: Path) -> None:
+    """All that travels is encoded: hidden states there and back in eight bits, sums and their means in four."""
+    codecs = Compression(activations="8bit", gradients="8bit", averaging="4bit", error_feedback=True)
+    num_steps, microbatch_size = 8, 16
+
+    def told(number: int) -> dict[str, Any]:
+        (tmp_path / str(number)).mkdir()
+        return {"model": "wide", "traffic": str(tmp_path / str(number))}
+
+    L.seed_everything(0)
+    module, data = train.make("wide")
+    with closing(Swarm(zygote, num_stages=2, options=told)) as swarm:
+        strategy = swarm.strategy(microbatch_size=microbatch_size, split=["2"], compression=codecs)
+        steps = Steps(lambda _: False)
+        L.Trainer(strategy=strategy, devices=1, max_steps=num_steps, callbacks=[steps], **QUIET).fit(module, data)
+        swarm.wait()
+    plain = run_plain(lambda: train.make("wide")[0], data, max_steps=num_steps, max_epochs=-1)
+    off = max(abs(a - b) / b for a, b in zip(steps.losses, plain.losses, strict=True))
+    assert LOSS_TOLERANCE < off < 0.01
+    assert steps.losses[-1] < 0.6 * steps.losses[0]
+
+    files = [json.loads(path.read_text()) for path in tmp_path.glob("*/traffic-0.json")]
+    assert len(files) == NUM_SERVERS
+    tensors = sum(n for one in files for _, method, n in one["sent"] if method == "ticket.wait")
+    num_microbatches = num_steps * 2 * train.ROWS // microbatch_size
+    hidden = 2 * num_microbatches * microbatch_size * train.WIDTH * Blockwise8Bit.bits / 8
+    # Of the three servers of a stage each sends two thirds of its sums, and a third of the mean to both others.
+    weights = sum(one.numel() for one in module.net.parameters())
+    averaged = num_steps * 4 * weights * Rotated4Bit.bits / 8
+    assert hidden + averaged < tensors < 1.05 * (hidden + averaged)

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_swarm.compression.blockwise import Blockwise8Bit
+from lightning_swarm.config import Compression
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.train import ROWS, WIDTH, make
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import Net, digits
 from tests.parity.trainers import Curve, assert_exact
+from tests.wire import wired
 
 # Cold starts of peers in this file: 2 + 3 + 3 + 2 for the curves, 3 times 2 for the ghosts.
 
@@ -101,10 +104,13 @@ def test_curve_equals_the_plain_trainers(
         assert max(norms) > clip
 
 
-def assert_plain(out: Path, model: str, clip: float | None = None) -> list[float]:
+def assert_plain(
+    out: Path, model: str, clip: float | None = None, prepared: Callable[[Net], Net] = lambda module: module
+) -> list[float]:
     """Losses and weights of the run are the plain Trainer's, whose norms are returned."""
     result = json.loads((out / "result.json").read_text())
-    plain = run_plain(lambda: make(model)[0], make(model)[1], max_steps=50, max_epochs=-1, gradient_clip_val=clip)
+    steps: dict[str, Any] = {"max_steps": 50, "max_epochs": -1}
+    plain = run_plain(lambda: prepared(make(model)[0]), make(model)[1], gradient_clip_val=clip, **steps)
     assert result["steps"] == 50
     for ours, theirs in zip(result["losses"], plain.losses, strict=True):
         assert abs(ours - theirs) <= LOSS_TOLERANCE * abs(theirs)
@@ -115,26 +121,34 @@ def assert_plain(out: Path, model: str, clip: float | None = None) -> list[float
     return plain.norms
 
 
+CUT = 2
+
+
+def with_wires(module: Net) -> Net:
+    wired(module.net, Compression.parse("8bit"), [CUT], ROWS)
+    return module
+
+
 def test_boundary_carries_one_activation_and_one_gradient(start: Start, tmp_path: Path) -> None:
-    """And none of it passes through the trainer, which holds no stage here."""
+    """Encoded, and none of it passes through the trainer, which holds no stage here."""
     run = start(
         "wide", tmp_path, "--devices", 3, "--num-stages", 2, "--role", "trainer", "--microbatch-size", ROWS,
-        "--max-steps", 50,
+        "--max-steps", 50, "--split", CUT, "--compression", "8bit",
     )  # fmt: skip
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     num_microbatches = sum(json.loads((tmp_path / "result.json").read_text())["status"][0])
     assert num_microbatches == 50 * 2
-    assert_plain(tmp_path, "wide")
+    assert_plain(tmp_path, "wide", prepared=with_wires)
     trainer, *servers = (json.loads((tmp_path / f"traffic-{rank}.json").read_text()) for rank in range(3))
     names = {server["peer_id"] for server in servers}
     between = sum(_sent(server, to=names) for server in servers)
-    one_way_bytes = num_microbatches * ROWS * WIDTH * 8
+    one_way_bytes = num_microbatches * ROWS * WIDTH * Blockwise8Bit.bits / 8
     assert 2 * one_way_bytes < between <= 1.05 * 2 * one_way_bytes
     # Beside the weights, at the run's two ends, the trainer's traffic would not hold the activations of one stage.
     to_servers = _sent(trainer, to=names)
     to_trainer = sum(_sent(server, to={trainer["peer_id"]}) for server in servers)
-    assert to_servers + to_trainer < 0.2 * one_way_bytes
+    assert to_servers + to_trainer < 0.4 * one_way_bytes
 
 
 def _sent(traffic: dict[str, Any], *, to: set[str]) -> int:

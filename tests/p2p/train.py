@@ -200,7 +200,10 @@ def make_strategy(arguments: argparse.Namespace) -> WatchedStrategy:
         "microbatch_size": arguments.microbatch_size,
         "pipeline": "net",
         "target_batch_size": arguments.target_batch_size,
+        "compression": arguments.compression,
     }
+    if arguments.split is not None:
+        options["split"] = arguments.split
     if arguments.kill_at is None:
         return WatchedStrategy(arguments.out, **options)
     return FaultyStrategy(
@@ -227,6 +230,8 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int)
     parser.add_argument("--joiner-at", type=int)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--compression", default="none")
+    parser.add_argument("--split", nargs="*")
     parser.add_argument("--kill-at", type=int, help="in which step peer-1 dies")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")

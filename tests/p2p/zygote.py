@@ -25,10 +25,12 @@ import torch
 
 import lightning_swarm.network.hivemind  # noqa: F401
 from lightning_swarm import SwarmStrategy, preemption
+from lightning_swarm.compression import codec
 from lightning_swarm.config import Limits
 from lightning_swarm.preemption.http import Endpoint
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
-from tests.parity.models import MODELS, Recipe
+from tests.p2p.train import WatchedStrategy, Wide
+from tests.parity.models import MODELS, Net, Recipe
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,7 +46,13 @@ def planned(faults: Planned) -> FaultPlan:
     return plan
 
 
+def build(name: str) -> Net:
+    """One of the tests' models."""
+    return Wide() if name == "wide" else MODELS[name][0](Recipe(optimizer="sgd"))
+
+
 def main() -> None:
+    codec("8bit")  # imports bitsandbytes, which takes seconds
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the peers: they shall leave no zombies
     print("ready", flush=True)
     for line in sys.stdin:
@@ -89,6 +97,7 @@ def serve(
     name: str = "",
     fired: str = "",
     metadata: tuple[str, int] | None = None,
+    traffic: str = "",
 ) -> None:
     """As a user's script does that joins a run.
 
@@ -101,6 +110,7 @@ def serve(
         name: Of this process in that plan.
         fired: The file for faults that strike.
         metadata: Where a cloud's metadata service answers whose notices this server heeds.
+        traffic: The folder for what it sent, in the end.
     """
     torch.manual_seed(len(initial_peers))  # its own initial weights are never used
     options: dict[str, Any] = {
@@ -114,7 +124,9 @@ def serve(
         known = preemption.clouds(Endpoint(*metadata))
         preemption.watch = functools.partial(preemption.watch, known=known, every_s=0.5)  # type: ignore[assignment]
         options["preemption"] = "aws"
-    if faults is None:
+    if traffic:
+        strategy: SwarmStrategy = WatchedStrategy(Path(traffic), **options)
+    elif faults is None:
         strategy = SwarmStrategy(**options)
     else:
         strategy = FaultySwarmStrategy(faults=planned(faults), fired=Path(fired), name=name, **options)
@@ -128,7 +140,7 @@ def serve(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(MODELS[model][0](Recipe(optimizer="sgd")))
+    trainer.fit(build(model))
 
 
 if __name__ == "__main__":

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from lightning_swarm.compression import Codecs, packing
+from lightning_swarm.compression import packing
 from lightning_swarm.config import CodecName, Compression
-from lightning_swarm.types.runs import Encoding
 from tests.parity.harness import Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
 from tests.parity.models import NUM_STEPS, DigitsMLP, Net, digits, loader
-from tests.wire import sent
+from tests.wire import wired
 
 MICROBATCH = 3
 CUTS = (3, 6)
@@ -28,23 +23,16 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALLEST", 1)
 
 
-def on_one_machine(compression: Compression, cuts: Sequence[int]) -> Net:
-    """The model with its layers' wires in it: to the first stage, between stages, and back from the last one."""
+def on_one_machine(compression: Compression) -> Net:
+    """The model with its layers' wires in it."""
     module = DigitsMLP()
-    codecs = Codecs.of(Encoding(**asdict(compression)))
-
-    def send(x: Tensor) -> Tensor:
-        return torch.cat([sent(part, codecs) for part in x.split(MICROBATCH)])
-
-    module.net[0].register_forward_pre_hook(lambda _, args: send(args[0]))
-    for cut in [*cuts, len(module.net)]:
-        module.net[cut - 1].register_forward_hook(lambda _, __, output: send(output))
+    wired(module.net, compression, CUTS, MICROBATCH)
     return module
 
 
 def run_both(compression: Compression, **swarm: Any) -> tuple[Run, SwarmRun]:
     epochs = {"max_steps": NUM_STEPS, "max_epochs": -1}
-    plain = run_plain(lambda: on_one_machine(compression, CUTS), loader(digits()), **epochs)
+    plain = run_plain(lambda: on_one_machine(compression), loader(digits()), **epochs)
     trained = run_swarm(
         DigitsMLP,
         loader(digits()),
