@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields
+from typing import get_args
 
-from lightning_swarm.config import Compression
+from lightning_swarm.config import CodecName, Compression
 from lightning_swarm.planner.travel import Travel
 
 _NAMES = [field.name for field in fields(Compression)]
@@ -14,7 +15,7 @@ _NAMES = [field.name for field in fields(Compression)]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
     group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
-    group.add_argument("--compression", metavar="CODEC", help="by one codec: none, float16, bfloat16, 8bit or 4bit")
+    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
     for name in _NAMES:
         group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
     group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm import cli
+from lightning_swarm.compression import CODECS
 from lightning_swarm.config import Compression, Limits
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
@@ -118,7 +119,7 @@ def test_averaging_sends_what_a_butterfly_sends(num_machines: int) -> None:
     assert averaged_bytes(swarm, 0) == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
 
 
-@pytest.mark.parametrize(("codec", "bits"), [("none", 32), ("float16", 16), ("8bit", 8.125), ("4bit", 4.125)])
+@pytest.mark.parametrize(("codec", "bits"), [("none", 32), *((name, kind.bits) for name, kind in CODECS.items())])
 def test_sums_take_their_codecs_bits(codec: str, bits: float) -> None:
     model = by(averaging=codec, activations="float16")
     swarm = Swarm(model, [machine()] * 3, cut(model, 1), [[0, 1, 2]], Limits())
