@@ -1,9 +1,11 @@
-"""What a server computes on, for whoever asks."""
+"""What a server computes on, and what of it it has taken, for whoever asks."""
 
 from __future__ import annotations
 
 import os
+import re
 from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,31 @@ def describe(device: torch.device) -> MachineReport:
     if device.type == "cpu":
         return MachineReport(processor="cpu", memory_bytes=host_bytes)
     return MachineReport(processor="accelerator", host_memory_bytes=host_bytes)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """What of a device's memory this process has held at once, at most; None: that cannot be told.
+
+    On a GPU that is what torch had allocated there. On a CPU it is all of the process, Python and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _peak_resident_bytes() if device.type == "cpu" else None
+
+
+def describe_peak(device: torch.device) -> str:
+    """The same as a sentence, after a space; nothing where it cannot be told."""
+    num_bytes = peak_bytes(device)
+    return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""
+
+
+def _peak_resident_bytes() -> int | None:
+    try:
+        # Not by `getrusage`: there a child begins with what its parent held.
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    except OSError:  # not Linux
+        return None
 
 
 def _host_bytes() -> int | None:

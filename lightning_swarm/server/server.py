@@ -142,6 +142,7 @@ class Server:
             held=reporting.held(self.stepping.sums.stages.values(), run.stages),
             around_parameters=reporting.num_parameters(run.stages[around]) if around is not None else 0,
             machine=machine.describe(self.admission.model.device),
+            peak_bytes=machine.peak_bytes(self.admission.model.device),
             newest=reporting.newest(self.admission.run.newest),
             encoding=run.encoding,
         )

@@ -17,6 +17,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.server import machine
 from lightning_swarm.server.server import Server
 from lightning_swarm.steps import DRAIN, VIEW
 from lightning_swarm.tasks import ended, first_of, gather
@@ -121,7 +122,8 @@ class Stay:
             if how != "left out":
                 if how == "over" and isinstance(admission.end, StepError):
                     raise admission.end
-                say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.")
+                took = machine.describe_peak(admission.model.device)
+                say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.{took}")
                 return
             num_returns = num_returns + 1 if now_s() < begin_s + _SOON_S else 1
             reason = "a record left this peer out, which did not answer; it joins again"

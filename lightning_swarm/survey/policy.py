@@ -42,6 +42,7 @@ class PeerPicture:
         queued: Jobs that wait for its compute thread.
         sent_gb_per_hour: Put on the wire, in 1e9 bytes.
         received_gb_per_hour: Taken off it.
+        peak_gb: Of memory that it held at once, in 1e9 bytes; None: that is not known.
         age_s: Seconds since it started.
     """
 
@@ -56,6 +57,7 @@ class PeerPicture:
     queued: int = 0
     sent_gb_per_hour: float = 0.0
     received_gb_per_hour: float = 0.0
+    peak_gb: float | None = None
     age_s: float = 0.0
 
 
@@ -123,6 +125,7 @@ def _peer(sighting: Sighting, earlier: Mapping[PeerId, PeerReport]) -> PeerPictu
         queued=server.queued if server else 0,
         sent_gb_per_hour=_per(sent_bytes, elapsed_s) * 3600 / 1e9,
         received_gb_per_hour=_per(received_bytes, elapsed_s) * 3600 / 1e9,
+        peak_gb=server.peak_bytes / 1e9 if server and server.peak_bytes is not None else None,
         age_s=report.age_s,
     )
 
@@ -162,7 +165,7 @@ def _per(count: float, elapsed_s: float) -> float:
     return max(count, 0) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-_HEADS = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "up")
+_HEADS = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
 
 
 def table(seen: Picture) -> str:
@@ -213,6 +216,7 @@ def _row(index: int | None, peer: PeerPicture, *, is_trainers: bool = False) -> 
         str(peer.queued),
         f"{peer.sent_gb_per_hour:.2f}",
         f"{peer.received_gb_per_hour:.2f}",
+        "-" if peer.peak_gb is None else f"{peer.peak_gb:.2f}",
         _duration(peer.age_s),
     )
 

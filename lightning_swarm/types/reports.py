@@ -103,6 +103,7 @@ class ServerReport(Wire, frozen=True):
     around_parameters: Bytes = 0  # of what stands around the pipeline
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or it was skipped
+    peak_bytes: Bytes | None = None  # of memory, that this peer held at once; None: it cannot tell
     encoding: Encoding = NOT_ENCODED  # of the run's tensors
 
 

@@ -45,6 +45,7 @@ SERVING = ServerReport(
     age_s=60.0,
     num_samples=1200,
     queued=3,
+    peak_bytes=1_230_000_000,
 )
 REPORT = PeerReport(run_id="x", age_s=3600.0, sent_bytes=2_000_000_000, received_bytes=500_000_000, server=SERVING)
 
@@ -115,12 +116,12 @@ def test_table_of_a_run_with_a_silent_and_a_waiting_peer() -> None:
     assert table(found).splitlines() == [
         "run 'x': step 40, 30.0 steps/min, 2 stages, 4 peers, 1 of them silent",
         "",
-        "stage  peer                at                    step   samples/s  queue  GB/h out  GB/h in  up",
-        "0      a lead coordinator  a:1                   40     20.0       3      2.00      0.50     1.0 h",
-        "0      …L8qKG3             12D3KooWBTrNL8qKG3:1  40     20.0       3      0.04      0.01     2 d",
-        "1      …L8qKG3             12D3KooWBTrNL8qKG3:1  40     20.0       3      0.04      0.01     2 d",
-        "-      w                   w:1                   waits  0.0        0      240.00    60.00    30 s",
-        "-      d                   d:1                   ?      ?          ?      ?         ?        ?",
+        "stage  peer                at                    step   samples/s  queue  GB/h out  GB/h in  peak GB  up",
+        "0      a lead coordinator  a:1                   40     20.0       3      2.00      0.50     1.23     1.0 h",
+        "0      …L8qKG3             12D3KooWBTrNL8qKG3:1  40     20.0       3      0.04      0.01     1.23     2 d",
+        "1      …L8qKG3             12D3KooWBTrNL8qKG3:1  40     20.0       3      0.04      0.01     1.23     2 d",
+        "-      w                   w:1                   waits  0.0        0      240.00    60.00    -        30 s",
+        "-      d                   d:1                   ?      ?          ?      ?         ?        ?        ?",
         "d at d:1 does not answer: hung up",
     ]
 

@@ -1,0 +1,52 @@
+"""What a server says of the memory that it has taken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_swarm.server import machine
+from tests.unit.conftest import MakeSwarm
+
+CPU = torch.device("cpu")
+BIG = 64 << 20
+
+linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process has held")
+
+
+@linux
+def test_the_peak_is_what_was_held_at_once() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # what was held before counts no more
+    before = machine.peak_bytes(CPU)
+    big = torch.ones(BIG, dtype=torch.uint8)
+    del big
+    after = machine.peak_bytes(CPU)
+    assert before is not None
+    assert after is not None
+    assert BIG * 0.9 < after - before < BIG * 1.5
+    assert machine.peak_bytes(CPU) == after, "it was given back, and still was held"
+    assert re.fullmatch(r" It took at most \d+\.\d\d GB of memory here\.", machine.describe_peak(CPU))
+
+
+def test_a_gpus_memory_is_what_torch_took_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {device: 2_340_000_000}.__getitem__)
+    assert machine.peak_bytes(device) == 2_340_000_000
+    assert machine.describe_peak(device) == " It took at most 2.34 GB of memory here."
+
+
+def test_of_other_devices_nothing_is_said() -> None:
+    assert machine.peak_bytes(torch.device("meta")) is None
+    assert machine.describe_peak(torch.device("meta")) == ""
+
+
+@linux
+def test_a_server_reports_it(make_swarm: MakeSwarm) -> None:
+    [server] = make_swarm("a").servers.values()
+    report = server.report()
+    assert report is not None
+    assert report.peak_bytes is not None
+    assert 10 << 20 < report.peak_bytes <= (machine.peak_bytes(CPU) or 0)
