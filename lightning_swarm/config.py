@@ -176,6 +176,7 @@ class SwarmConfig:
     announce: tuple[Place, ...]
     identity_path: str | None
     gather_on_end: bool
+    offload_optimizer: bool = False
     rebalancing: Rebalancing
     rebalance_interval: float
     preemption: Preemption | None

@@ -20,7 +20,7 @@ from lightning_swarm.metrics import Pending, SharedLogs
 from lightning_swarm.rules import hyperparameters
 from lightning_swarm.scaling import LossScale
 from lightning_swarm.selection import read_selection
-from lightning_swarm.server.stage import set_hyperparameters
+from lightning_swarm.server.stepper import set_hyperparameters
 from lightning_swarm.session import News, Session
 
 _log = logging.getLogger(__name__)

@@ -73,6 +73,7 @@ class SwarmHooks(ResumingHooks):
         announce: At which address and port others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights.
+        offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
         rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
             it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
         rebalance_interval: Seconds between two decisions on that, at the latest; when peers come or go it is decided at
@@ -114,6 +115,7 @@ class SwarmHooks(ResumingHooks):
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
         gather_on_end: bool = True,
+        offload_optimizer: bool = False,
         rebalancing: Rebalancing = "gain",
         rebalance_interval: float = 300.0,
         preemption: Preemption | None = None,
@@ -141,6 +143,7 @@ class SwarmHooks(ResumingHooks):
             announce=tuple(map(Place.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
             gather_on_end=gather_on_end,
+            offload_optimizer=offload_optimizer,
             rebalancing=rebalancing,
             rebalance_interval=rebalance_interval,
             preemption=preemption,
@@ -440,7 +443,15 @@ class SwarmHooks(ResumingHooks):
             module, self.framework, knows_length=self.is_global_zero and not self.config.only_serves
         )
         blocks = find_blocks(module, self.config.pipeline)
-        return Model(module, blocks, make_optimizer, self.root_device, keep=keep, compiler=self._compiler)
+        return Model(
+            module,
+            blocks,
+            make_optimizer,
+            self.root_device,
+            keep=keep,
+            compiler=self._compiler,
+            offload=self.config.offload_optimizer,
+        )
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""

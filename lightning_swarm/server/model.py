@@ -17,6 +17,7 @@ from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server import overrides
 from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Manifest, Member, StageManifest
 
 
@@ -38,6 +39,10 @@ class Model:
         device: Where this peer computes.
         keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
         compiler: Compiles the stages' forwards; see `StageModule.compile_by`.
+        offload: Have optimizers and their state on the CPU, if the device is another one.
+
+    Attributes:
+        offloads: Whether they are there.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Model:
         *,
         keep: bool,
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        offload: bool = False,
     ) -> None:
         self._module = module
         unhook(module)  # a stage computes the layers at its ends in part
@@ -57,6 +63,7 @@ class Model:
         self.device = device
         self._keep = keep
         self._compiler = compiler
+        self.offloads = offload and device.type != "cpu"
 
     def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """The stages that begin and end as `ranges` of blocks say."""
@@ -142,12 +149,13 @@ class Model:
                 _move_state(optimizer, own, module)
         elif self._compiler is not None:
             module.compile_by(self._compiler)
+        parameters = dict(module.named_stage_parameters())
+        clip_value = manifest.gradient_clip_value
         return Stage(
             module,
-            optimizer,
+            Stepper(optimizer, parameters, clip_value=clip_value, offload=self.offloads),
             self.device,
             version=manifest.first_step,
-            clip_value=manifest.gradient_clip_value,
             selection=manifest.selection,
             codecs=Codecs.of(manifest.encoding),
         )

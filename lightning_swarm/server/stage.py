@@ -6,13 +6,11 @@ Everything here runs on the compute thread, one call at a time.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.averaging.averager import Carried
@@ -20,10 +18,10 @@ from lightning_swarm.compression import PLAIN, Codecs
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
-from lightning_swarm.server import overrides
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.load import StageLoad
+from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
@@ -33,11 +31,9 @@ class Stage:
 
     Args:
         module: The stage's run of blocks.
-        optimizer: The user's, over the whole model; its parameter groups are cut down to this stage's parameters.
-            None: it is not going to train.
+        stepper: Of its parameters.
         device: Where it computes.
         version: Of its initial weights.
-        clip_value: Each element of the mean gradient is clamped to its range; None: not clipped.
         selection: Which parameters train, and in which group; None: it is not going to train.
         codecs: By which its tensors travel.
 
@@ -50,11 +46,10 @@ class Stage:
     def __init__(
         self,
         module: StageModule,
-        optimizer: Optimizer | None,
+        stepper: Stepper,
         device: torch.device,
         *,
         version: int = 0,
-        clip_value: float | None = None,
         selection: Selection | None = None,
         codecs: Codecs = PLAIN,
     ) -> None:
@@ -63,14 +58,10 @@ class Stage:
         self.on_trainers = module.spec.on_trainers
         self.device = device
         self.version = version
-        self.clip_value = clip_value
         self.codecs = codecs
         self.computation = Computation(module, device, codecs)
         self.parameters = dict(module.named_stage_parameters())
-        self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
-        own = set(self.parameters.values())
-        for parameter in [one for one in self.optimizer.state if one not in own]:
-            del self.optimizer.state[parameter]  # some optimizers have state before their first step
+        self.stepper = stepper
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
         self.load = StageLoad()
@@ -88,13 +79,7 @@ class Stage:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
-        groups = self.optimizer.param_groups
-        del groups[selection.num_groups :]
-        while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
-            groups.append(copy.deepcopy(self.optimizer.defaults))
-        for index, group in enumerate(groups):  # empty groups stay: records address groups by place
-            held = (name for name in self.parameters if selection.groups.get(name) == index)
-            group["params"] = [self.parameters[name] for name in held]
+        self.stepper.select(selection)
         # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
         trained = trained_names(selection)
         self._train([parameter for name, parameter in self.parameters.items() if name in trained])
@@ -149,7 +134,7 @@ class Stage:
         self.version = version
         if selection is not None:
             self.select(selection)
-        self.optimizer.state.clear()
+        self.stepper.forget()
         self._borrowed, self.carried = None, Carried()
         self.zero_sum()
 
@@ -161,10 +146,8 @@ class Stage:
         num_groups, num_given = selection.num_groups if selection is not None else 0, len(record.hyperparameters)
         if record.outcome == "apply" and num_groups != num_given:
             raise ProtocolError(f"the optimizer has {num_groups} parameter groups, record {record.step} {num_given}")
-        for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=False):
-            wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
-            if wrong:
-                raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {sorted(wrong)}")
+        if wrong := self.stepper.unfit(record.hyperparameters):
+            raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {wrong}")
 
     def apply(self, record: Record, mean_gradient: Tensor, touched: Sequence[bool]) -> None:
         """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
@@ -179,25 +162,16 @@ class Stage:
             self.select(record.selection)
         self.check_applies(record)
         if record.outcome == "apply":
-            for parameter, view, has_gradient in zip(self.trainable, self._views(mean_gradient), touched, strict=True):
-                parameter.grad = (view * record.clip_factor).to(parameter.dtype) if has_gradient else None
-            if self.clip_value is not None:
-                torch.nn.utils.clip_grad_value_(self.trainable, self.clip_value)
-            for group, values in zip(self.optimizer.param_groups, record.hyperparameters, strict=True):
-                set_hyperparameters(group, values)
-            overrides.place(self.optimizer)
-            self.optimizer.step()
-            for parameter in self.trainable:
-                parameter.grad = None
+            views = zip(self.trainable_names, self._views(mean_gradient), touched, strict=True)
+            gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
+            self.stepper.step(gradients, record.clip_factor, record.hyperparameters)
         self.version += 1
         self.zero_sum()
 
     def fingerprint(self) -> int:
         """Of weights, buffers and optimizer state at this version."""
-        tensors = list(self.module.named_stage_tensors().values())
-        for parameter in self.parameters.values():
-            tensors += trees.flatten(self.optimizer.state.get(parameter, {}))[1]
-        return fingerprint(tensors)
+        state = trees.flatten(list(self.stepper.state().values()))[1]
+        return fingerprint([*self.module.named_stage_tensors().values(), *state])
 
     # ------------------------------------------------------------------ state
 
@@ -266,11 +240,7 @@ class Stage:
 
     def optimizer_state(self) -> dict[str, Any]:
         """For each parameter that has some, its optimizer state: a tree of tensors and numbers."""
-        return {
-            name: dict(self.optimizer.state[parameter])
-            for name, parameter in self.parameters.items()
-            if parameter in self.optimizer.state
-        }
+        return self.stepper.state()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take over optimizer state, as `optimizer_state` gave it, to the bit.
@@ -281,44 +251,8 @@ class Stage:
         unknown = sorted(state.keys() - self.parameters.keys())
         if unknown or not all(isinstance(one, dict) for one in state.values()):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
-        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
-        # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
-        # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
-        for name, parameter in self.parameters.items():
-            self.optimizer.state.pop(parameter, None)
-            if name in state:
-                self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
+        self.stepper.load_state(state)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self.trainable]
         return [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)]
-
-
-def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Give a parameter group those of a record."""
-    # The wire knows no tuples, but optimizers compare and unpack them.
-    group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
-
-
-def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's optimizer state where the optimizer wants it: with the parameter, but steps are counted on CPU."""
-    counts_there = group.get("capturable") or group.get("fused")
-    placed = {}
-    for key, value in state.items():
-        structure, tensors = trees.flatten(value)
-        device = parameter.device if key != "step" or counts_there else torch.device("cpu")
-        placed[key] = trees.unflatten(structure, [tensor.to(device) for tensor in tensors])
-    return placed
-
-
-def _fits(own: object, new: object) -> bool:
-    """Whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
-    if isinstance(own, (list, tuple)):
-        if not isinstance(new, list) or len(new) != len(own):
-            return False
-        return all(_fits(one, other) for one, other in zip(own, new, strict=True))
-    if isinstance(own, (bool, str)):
-        return type(new) is type(own)
-    if isinstance(own, (int, float, Tensor)):
-        return isinstance(new, (int, float)) and not isinstance(new, bool)
-    return True

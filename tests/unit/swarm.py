@@ -328,7 +328,7 @@ class Swarm:
                     stage.fingerprint(),
                     stage.selection,
                     stage._borrowed and stage._borrowed[0],
-                    [len(group["params"]) for group in stage.optimizer.param_groups],
+                    [len(group["params"]) for group in stage.stepper.optimizer.param_groups],
                     [parameter.requires_grad for parameter in stage.parameters.values()],
                     (ledger.step, ledger.attempt, frozenset(ledger._receipts), ledger._named),
                 )

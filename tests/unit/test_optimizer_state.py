@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_swarm import checkpoint
 from lightning_swarm.network import PeerId
+from lightning_swarm.server import model
+from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Selection
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows
@@ -72,6 +75,17 @@ def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: C
     assert_one_joins(swarm)
 
 
+def test_a_joiner_takes_over_state_that_is_offloaded(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "Stepper", partial(_offloaded, Stepper))
+    swarm = make_swarm("a", "b", optimizer=of(torch.optim.AdamW))
+    swarm.run(swarm.step(rows(0), rows(1)))
+    assert_one_joins(swarm)
+
+
+def _offloaded(make: Callable[..., Stepper], *args: Any, **options: Any) -> Stepper:
+    return make(*args, **{**options, "offload": True})
+
+
 def test_a_joiner_takes_over_what_is_known_of_a_parameter_that_left(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.run(swarm.step(rows(0), rows(1)))
@@ -95,7 +109,7 @@ def test_a_stage_has_no_state_of_the_others_parameters(make_swarm: MakeSwarm) ->
     swarm = make_swarm("a", "b", optimizer=of(torch.optim.Adagrad))
     for server in swarm.servers.values():
         (stage,) = server.stepping.sums.stages.values()
-        assert set(stage.optimizer.state) == set(stage.parameters.values())
+        assert set(stage.stepper.optimizer.state) == set(stage.parameters.values())
 
 
 def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:

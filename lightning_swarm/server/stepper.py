@@ -1,0 +1,149 @@
+"""What steps a stage's parameters: the user's optimizer, cut down to them. Its state is with them, or on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_swarm import trees
+from lightning_swarm.server import overrides
+from lightning_swarm.types.runs import Selection
+
+
+class Stepper:
+    """The optimizer of one stage.
+
+    Args:
+        optimizer: The user's, over the whole model; its parameter groups are cut down by `select`. None: nothing is
+            going to train.
+        parameters: Of the stage, by name.
+        clip_value: Each element of a gradient is clamped to its range; None: not clipped.
+        offload: Step copies of the parameters on the CPU, where state is then, too.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        clip_value: float | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
+        self._own = dict(parameters)
+        self._stepped = {name: _on_cpu(one) for name, one in parameters.items()} if offload else self._own
+        self._clip_value = clip_value
+        if offload:
+            overrides.copy(self.optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
+        before = dict(self.optimizer.state)  # some optimizers have state before their first step, of all parameters
+        self.optimizer.state.clear()
+        self.load_state({name: before[one] for name, one in self._own.items() if one in before})
+
+    def select(self, selection: Selection) -> None:
+        """Have the parameter groups that `selection` says. What is known of a parameter stays with it."""
+        groups = self.optimizer.param_groups
+        del groups[selection.num_groups :]
+        while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
+            groups.append(copy.deepcopy(self.optimizer.defaults))
+        for index, group in enumerate(groups):  # empty groups stay: records address groups by place
+            group["params"] = [one for name, one in self._stepped.items() if selection.groups.get(name) == index]
+
+    def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Names of what cannot take the place of the hyperparameters here, of the first group that has any."""
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=False):
+            wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
+            if wrong:
+                return sorted(wrong)
+        return []
+
+    def step(
+        self, gradients: Mapping[str, Tensor | None], factor: float, hyperparameters: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take a step.
+
+        Args:
+            gradients: For each parameter that trains; None: the optimizer passes over it.
+            factor: That they are multiplied by.
+            hyperparameters: Of each parameter group.
+        """
+        stepped = [self._stepped[name] for name in gradients]
+        self._copy(gradients, self._own, self._stepped)
+        for parameter, gradient in zip(stepped, gradients.values(), strict=True):
+            scaled = gradient.to(parameter.device) * factor if gradient is not None else None
+            parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
+            set_hyperparameters(group, values)
+        overrides.place(self.optimizer)
+        self.optimizer.step()
+        for parameter in stepped:
+            parameter.grad = None
+        self._copy(gradients, self._stepped, self._own)
+
+    @torch.no_grad()
+    def _copy(
+        self, names: Mapping[str, object], source: Mapping[str, Tensor], target: Mapping[str, nn.Parameter]
+    ) -> None:
+        """In both directions at each step, so that nobody else who sets weights need know of copies."""
+        if source is not target:
+            for name in names:
+                target[name].copy_(source[name])
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """For each parameter that has some, its state: a tree of tensors and numbers. Shared memory, not copies."""
+        found = self.optimizer.state
+        return {name: dict(found[one]) for name, one in self._stepped.items() if one in found}
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the state of parameters of this stage, to the bit; what there was before is gone."""
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
+        # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
+        # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
+        for name, parameter in self._stepped.items():
+            self.optimizer.state.pop(parameter, None)
+            if name in state:
+                self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
+
+    def forget(self) -> None:
+        """Have no state."""
+        self.optimizer.state.clear()
+
+
+def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Give a parameter group those of a record."""
+    # The wire knows no tuples, but optimizers compare and unpack them.
+    group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
+
+
+def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
+
+
+def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's optimizer state where the optimizer wants it: with the parameter, but steps are counted on CPU."""
+    counts_there = group.get("capturable") or group.get("fused")
+    placed = {}
+    for key, value in state.items():
+        structure, tensors = trees.flatten(value)
+        device = parameter.device if key != "step" or counts_there else torch.device("cpu")
+        placed[key] = trees.unflatten(structure, [tensor.to(device) for tensor in tensors])
+    return placed
+
+
+def _fits(own: object, new: object) -> bool:
+    """Whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
+    if isinstance(own, (list, tuple)):
+        if not isinstance(new, list) or len(new) != len(own):
+            return False
+        return all(_fits(one, other) for one, other in zip(own, new, strict=True))
+    if isinstance(own, (bool, str)):
+        return type(new) is type(own)
+    if isinstance(own, (int, float, Tensor)):
+        return isinstance(new, (int, float)) and not isinstance(new, bool)
+    return True
