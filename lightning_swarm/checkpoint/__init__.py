@@ -16,6 +16,7 @@ from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
 from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import LEND, LOAD, STATE
+from lightning_swarm.server.stepper import GROUP
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
@@ -172,14 +173,19 @@ def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[st
         state: Optimizer state by parameter name.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    named = {parameter: names[id(parameter)] for parameter in parameters}
+    given = {one: _copied(state[names[id(one)]]) for one in parameters if names[id(one)] in state}
+    written = {one: values.pop(GROUP) for one, values in given.items() if GROUP in values}
     own = dict(optimizer.state)
     try:
         # By the optimizer itself: some, like those of bitsandbytes, do not save their state as they have it.
-        _replace(optimizer.state, {one: _copied(state[name]) for one, name in named.items() if name in state})
-        return optimizer.state_dict()
+        _replace(optimizer.state, {one: values for one, values in given.items() if values or one not in written})
+        found = optimizer.state_dict()
     finally:
         _replace(optimizer.state, own)
+    for group, saved in zip(optimizer.param_groups, found["param_groups"], strict=True):
+        for one in group["params"]:
+            saved.update(written.get(one, {}))
+    return found
 
 
 def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:

@@ -21,7 +21,7 @@ from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.load import StageLoad
-from lightning_swarm.server.stepper import Stepper
+from lightning_swarm.server.stepper import GROUP, Stepper
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
@@ -249,7 +249,7 @@ class Stage:
             ProtocolError: It is not of this stage's parameters; nothing was changed then.
         """
         unknown = sorted(state.keys() - self.parameters.keys())
-        if unknown or not all(isinstance(one, dict) for one in state.values()):
+        if unknown or not all(isinstance(one, dict) and isinstance(one.get(GROUP, {}), dict) for one in state.values()):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
         self.stepper.load_state(state)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from lightning_swarm import trees
 from lightning_swarm.server import overrides
 from lightning_swarm.types.runs import Selection
+
+GROUP: Final = "__group__"
+"""In a parameter's state: what the optimizer itself writes into the parameter group, like a count of its steps."""
 
 
 class Stepper:
@@ -38,6 +41,7 @@ class Stepper:
         self._own = dict(parameters)
         self._stepped = {name: _on_cpu(one) for name, one in parameters.items()} if offload else self._own
         self._clip_value = clip_value
+        self._written: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]  # by the optimizer itself
         if offload:
             overrides.copy(self.optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
         before = dict(self.optimizer.state)  # some optimizers have state before their first step, of all parameters
@@ -50,6 +54,7 @@ class Stepper:
         del groups[selection.num_groups :]
         while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
             groups.append(copy.deepcopy(self.optimizer.defaults))
+        self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
         for index, group in enumerate(groups):  # empty groups stay: records address groups by place
             group["params"] = [one for name, one in self._stepped.items() if selection.groups.get(name) == index]
 
@@ -78,10 +83,14 @@ class Stepper:
             parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
         if self._clip_value is not None:
             torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
-        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=True):
-            set_hyperparameters(group, values)
+        groups = self.optimizer.param_groups
+        for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
+            set_hyperparameters(group, {**values, **written})
+        before = [dict(group) for group in groups]
         overrides.place(self.optimizer)
         self.optimizer.step()
+        for group, old, written in zip(groups, before, self._written, strict=True):
+            written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
             parameter.grad = None
         self._copy(gradients, self._stepped, self._own)
@@ -98,27 +107,43 @@ class Stepper:
     def state(self) -> dict[str, dict[str, Any]]:
         """For each parameter that has some, its state: a tree of tensors and numbers. Shared memory, not copies."""
         found = self.optimizer.state
-        return {name: dict(found[one]) for name, one in self._stepped.items() if one in found}
+        groups = zip(self.optimizer.param_groups, self._written, strict=True)
+        written = {id(one): {GROUP: dict(values)} for group, values in groups if values for one in group["params"]}
+        both = {name: {**found.get(one, {}), **written.get(id(one), {})} for name, one in self._stepped.items()}
+        return {name: state for name, state in both.items() if state or self._stepped[name] in found}
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of parameters of this stage, to the bit; what there was before is gone."""
-        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
+        groups = {
+            id(parameter): (group, written)
+            for group, written in zip(self.optimizer.param_groups, self._written, strict=True)
+            for parameter in group["params"]
+        }
         # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
         # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
         for name, parameter in self._stepped.items():
             self.optimizer.state.pop(parameter, None)
-            if name in state:
-                self.optimizer.state[parameter] = _placed(state[name], parameter, groups.get(id(parameter), {}))
+            group, written = groups.get(id(parameter), ({}, {}))
+            own = dict(state.get(name, {}))
+            written.update({key: value for key, value in own.pop(GROUP, {}).items() if _is_written(key, value)})
+            if own or (name in state and GROUP not in state[name]):
+                self.optimizer.state[parameter] = _placed(own, parameter, group)
 
     def forget(self) -> None:
         """Have no state."""
         self.optimizer.state.clear()
+        self._written = [{} for _ in self.optimizer.param_groups]
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Give a parameter group those of a record."""
     # The wire knows no tuples, but optimizers compare and unpack them.
     group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
+
+
+def _is_written(key: str, value: object) -> bool:
+    """Whether an optimizer may have written it into a parameter group: numbers only."""
+    return key != "params" and isinstance(value, (int, float))
 
 
 def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
+from pytorch_optimizer import Lamb
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -117,6 +118,7 @@ def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
     "optimizer",
     [
         adam_8bit,
+        Lamb,
         torch.optim.ASGD,
         torch.optim.Adadelta,
         torch.optim.Adafactor,
@@ -131,7 +133,10 @@ def adam_8bit(parameters: Any, lr: float) -> torch.optim.Optimizer:
 )
 @pytest.mark.parametrize("first", [run_plain, run_swarm])
 def test_every_optimizer_goes_on_as_the_plain_trainers(first: Any, optimizer: Any, tmp_path: Path) -> None:
-    """Some have state before their first step; some keep it in another dtype than their parameters, until they load."""
+    """Some have state before their first step; some keep it in another dtype than their parameters, until they load.
+
+    Some count their steps in the parameter groups.
+    """
 
     def make() -> L.LightningModule:
         return Matrices(optimizer).double()

@@ -18,6 +18,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import balanced, cut, find_blocks, parameter_costs
 from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom, checkpoint_contexts
 from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.calls import Mode
 
 CPU = torch.device("cpu")
@@ -137,7 +138,7 @@ class Trial:
         blocks = find_blocks(module, None)
         (spec,) = cut(module, blocks, balanced(parameter_costs(blocks), 1))
         self.block: Any = module[0]
-        self.stage = Stage(spec, torch.optim.SGD(module.parameters()), CPU)
+        self.stage = Stage(spec, Stepper(None, {}), CPU)
         self.stage._train(list(module.parameters()))
 
     def run(self, seed: int = 5, *, training: bool = True) -> tuple[Tensor, list[Tensor | None]]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import Lamb
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm import checkpoint
+from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.server import model
-from lightning_swarm.server.stepper import Stepper
+from lightning_swarm.server.stepper import GROUP, Stepper
 from lightning_swarm.types.runs import Selection
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows
@@ -58,6 +61,7 @@ def adam_8bit(parameters: Any, lr: float) -> Optimizer:
     "kind",
     [
         adam_8bit,
+        Lamb,
         torch.optim.ASGD,
         torch.optim.Adafactor,
         torch.optim.Adagrad,
@@ -68,7 +72,10 @@ def adam_8bit(parameters: Any, lr: float) -> Optimizer:
     ],
 )
 def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: Callable[..., Optimizer]) -> None:
-    """NAdam and ASGD keep numbers in float32 beside float64 weights; Adagrad has state before its first step."""
+    """NAdam and ASGD keep numbers in float32 beside float64 weights; Adagrad has state before its first step.
+
+    This Lamb counts its steps in the parameter group.
+    """
     swarm = make_swarm("a", "b", optimizer=of(kind))
     swarm.steps.hyperparameters = lambda: [{"lr": 0.1}]
     swarm.run(swarm.step(rows(0), rows(1)))
@@ -121,3 +128,14 @@ def test_what_is_loaded_replaces_what_was_there(make_swarm: MakeSwarm) -> None:
     state = {name: one for name, one in stage.optimizer_state().items() if name == "0.0.weight"}
     stage.load_optimizer_state(state)
     assert stage.optimizer_state().keys() == {"0.0.weight"}
+
+
+@pytest.mark.parametrize("written", [3, {"params": 3, "lr": "much"}])
+def test_nonsense_about_a_parameter_group_changes_nothing(make_swarm: MakeSwarm, written: Any) -> None:
+    swarm = make_swarm("a", optimizer=of(torch.optim.AdamW))
+    stage = swarm.servers[A].stepping.stage(0)
+    with contextlib.suppress(ProtocolError):
+        stage.load_optimizer_state({"0.0.weight": {GROUP: written}})
+    assert stage.optimizer_state() == {}
+    swarm.run(swarm.step(rows(0), rows(1)))
+    assert stage.version == 1
