@@ -33,6 +33,7 @@ class Steps:
     killed_s: float | None = None  # when a server was killed
     trainer_bytes: int = 0  # the most memory that it had
     server_bytes: int = 0  # the most of any
+    peak_bytes: Sequence[int] = ()  # the same of the trainer, then of each of its servers
     num_bytes: Sequence[int] = ()  # by then, over the network device that was to be counted
     held: Sequence[Sequence[Sequence[str]]] = ()  # after each step, from the first on: the peers of each stage
 
@@ -117,7 +118,9 @@ def train(
     if run.returncode != 0:
         raise RuntimeError(f"{shlex.join(map(str, command))} ended with {run.returncode}:\n{errors[-4000:]}")
     said = [
-        json.loads(line) for line in out.splitlines() if line.startswith(('{"at_s"', '{"trainer_bytes"', '{"held"'))
+        json.loads(line)
+        for line in out.splitlines()
+        if line.startswith(('{"at_s"', '{"trainer_bytes"', '{"peak_bytes"', '{"held"'))
     ]
     steps = [one for one in said if "samples" in one]
     killed = [one["at_s"] for one in said if "killed" in one]
@@ -128,6 +131,7 @@ def train(
         killed_s=killed[0] if killed else None,
         num_bytes=[one["bytes"] for one in steps if "bytes" in one],
         held=[one["held"] for one in said if "held" in one],
+        peak_bytes=next((one["peak_bytes"] for one in said if "peak_bytes" in one), ()),
         **memory,
     )
 

@@ -62,8 +62,11 @@ class Nop(nn.Module):
 class Blocks(L.LightningModule):
     """Learns to give back what it gets."""
 
-    def __init__(self, width: int, num_blocks: int, block: type[nn.Module] = Block) -> None:
+    def __init__(
+        self, width: int, num_blocks: int, block: type[nn.Module] = Block, *, eight_bits: bool = False
+    ) -> None:
         super().__init__()
+        self._eight_bits = eight_bits
         self.blocks = nn.Sequential(*(block(width) for _ in range(num_blocks)))
 
     @override
@@ -72,6 +75,10 @@ class Blocks(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self._eight_bits:
+            from bitsandbytes.optim import AdamW8bit  # takes seconds, and memory
+
+            return AdamW8bit(self.parameters(), lr=1e-4)
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
@@ -124,6 +131,9 @@ class Clock(L.Callback):
             self._say(time.monotonic(), killed=1)
         # All processes of a DDP run have to agree.
         trainer.should_stop = trainer.strategy.reduce_boolean_decision(now_s - self.begin_s >= self.seconds, all=False)
+        if trainer.should_stop and isinstance(trainer.strategy, SwarmStrategy):
+            peers = [os.getpid(), *trainer.strategy.local_processes]
+            print(json.dumps({"peak_bytes": [peak_bytes(one) for one in peers]}), flush=True)
 
     def _say(self, now_s: float, **what: int) -> None:
         assert self.begin_s is not None
@@ -140,6 +150,12 @@ class Clock(L.Callback):
         """End the last of this machine's servers, as a power cut would."""
         assert isinstance(trainer.strategy, SwarmStrategy)
         os.kill(trainer.strategy.local_processes[-1], signal.SIGKILL)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has held; Linux says so. Its parent's is no part of it."""
+    said = Path("/proc", str(pid), "status").read_text()
+    return int(said.partition("VmHWM:")[2].split()[0]) << 10
 
 
 class Turns(L.Callback):
@@ -183,6 +199,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compression", default="none")
     parser.add_argument("--count", metavar="DEVICE", help="say what went over this network device, too")
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--cache-bytes", type=int, default=Limits().cache_bytes, help="for what waits for its backward")
+    parser.add_argument("--eight-bits", action="store_true", help="AdamW8bit")
     parser.add_argument("--snapshot-interval", type=float, help="0: none are taken; left out: the default")
     return parser.parse_args()
 
@@ -191,7 +209,7 @@ def strategy_of(arguments: argparse.Namespace) -> SwarmStrategy | str:
     """By which way."""
     if arguments.plain or arguments.ddp:
         return "ddp" if arguments.ddp else "auto"
-    limits = Limits()
+    limits = Limits(cache_bytes=arguments.cache_bytes)
     if arguments.snapshot_interval is not None:
         limits = replace(limits, snapshot_interval=arguments.snapshot_interval or None)
     return SwarmStrategy(
@@ -226,7 +244,8 @@ def main() -> None:
         enable_model_summary=False,
     )
     data = Noise(arguments.width, 64 * arguments.batch_size, arguments.sequence)
-    model = Blocks(arguments.width, arguments.num_blocks, Nop if arguments.nop else Block)
+    block = Nop if arguments.nop else Block
+    model = Blocks(arguments.width, arguments.num_blocks, block, eight_bits=arguments.eight_bits)
     trainer.fit(model, DataLoader(data, batch_size=arguments.batch_size))
     # In KiB, and of the children that have ended the largest one's.
     own, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
