@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +51,8 @@ class Delayed:
 
 
 @contextmanager
-def delaying(lines: Sequence[Delayed], *, before: Sequence[str]) -> Iterator[None]:
-    """Make the lines' devices, and carry frames between them; they are gone afterwards.
+def delaying(lines: Sequence[Delayed], *, before: Sequence[str]) -> Iterator[Callable[[Sequence[float]], None]]:
+    """Make the lines' devices, and carry frames between them; they are gone afterwards. Yields what changes latencies.
 
     Args:
         lines: Each of them.
@@ -61,12 +61,17 @@ def delaying(lines: Sequence[Delayed], *, before: Sequence[str]) -> Iterator[Non
     """
     words = [word for line in lines for word in (line.one, line.other, str(line.latency_s))]
     program = [*before, sys.executable, "-m", "benchmarks.delays", *words]
-    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def change(latencies_s: Sequence[float]) -> None:
+            assert process.stdin is not None
+            print(*latencies_s, file=process.stdin, flush=True)
+
         try:
             assert process.stdout is not None
             if not process.stdout.readline():
                 raise RuntimeError("the process that was to delay frames ended before it began; it has said why")
-            yield
+            yield change
         finally:
             process.kill()
 
@@ -96,14 +101,30 @@ class _Way:
 
 def _carry(ways: Sequence[_Way]) -> None:
     sources = {way.source: way for way in ways}
+    orders = sys.stdin.fileno()
     while True:
         due_s = min((way.waiting[0][0] for way in ways if way.waiting), default=None)
         # Not asyncio: its loop sleeps in whole milliseconds.
-        ready, _, _ = select.select(sources, (), (), None if due_s is None else max(0.0, due_s - time.monotonic()))
+        ready, _, _ = select.select(
+            [*sources, orders], (), (), None if due_s is None else max(0.0, due_s - time.monotonic())
+        )
         for source in ready:
-            sources[source].take()
+            if source == orders:
+                _obey(ways)
+            else:
+                sources[source].take()
         for way in ways:
             way.give(time.monotonic())
+
+
+def _obey(ways: Sequence[_Way]) -> None:
+    """Frames that come from now on take as long as is said on the standard input: by line, seconds."""
+    said = os.read(sys.stdin.fileno(), 1 << 12).decode()
+    if not said:
+        sys.exit()  # nobody is there any more
+    for number, latency_s in enumerate(map(float, said.splitlines()[-1].split())):
+        for way in ways[2 * number : 2 * number + 2]:
+            way.latency_s = latency_s
 
 
 def _open(name: str) -> int:

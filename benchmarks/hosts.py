@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Self
@@ -34,6 +34,7 @@ class Hosts:
         self._mbits = mbits
         self._latencies_s = latencies_s or [0.0] * len(mbits)
         self._open = ExitStack()
+        self._delay: Callable[[Sequence[float]], None] | None = None
         self._cores = sorted(os.sched_getaffinity(0))
         self._switch, *self._names = (f"swarm-{os.getpid()}-{number}" for number in range(len(mbits) + 1))
 
@@ -68,13 +69,23 @@ class Hosts:
                 _run(f"ip -n {name} link set lo up")
                 _run(f"ip -n {name} link set {DEVICE} up")
                 if mbit:
-                    for namespace, device in ((name, DEVICE), (self._switch, port)):
-                        limit = f"tbf rate {mbit}mbit burst 128kb latency 200ms"
-                        _run(f"tc -n {namespace} qdisc add dev {device} root {limit}")
+                    self._limit(number, mbit)
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def change(self, mbits: Sequence[float], latencies_s: Sequence[float]) -> None:
+        """What the lines carry, and how late, from now on: of those that have a limit, and a latency, already."""
+        for number, mbit in enumerate(mbits):
+            self._limit(number, mbit)
+        if self._delay is not None:
+            self._delay(latencies_s)
+
+    def _limit(self, number: int, mbit: float) -> None:
+        for namespace, device in ((self._names[number], DEVICE), (self._switch, f"port{number}")):
+            limit = f"tbf rate {mbit}mbit burst 128kb latency 200ms"
+            _run(f"tc -n {namespace} qdisc replace dev {device} root {limit}")
 
     def _make_lines(self) -> None:
         """Each host, and a pair of devices to it. They are not up."""
@@ -84,7 +95,7 @@ class Hosts:
             if latency_s
         ]
         if late:
-            self._open.enter_context(delaying(late, before=["ip", "netns", "exec", self._switch]))
+            self._delay = self._open.enter_context(delaying(late, before=["ip", "netns", "exec", self._switch]))
         for number, (name, latency_s) in enumerate(zip(self._names, self._latencies_s, strict=True)):
             _run(f"ip netns add {name}")
             if latency_s:

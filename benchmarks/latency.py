@@ -30,20 +30,24 @@ def measure(mbit: float, latency_s: float, *, seconds: float = 8.0, num_trips: i
         num_trips: Of the byte.
     """
     with Hosts([mbit] * 2, [latency_s / 2] * 2) as hosts:
-        options = hosts.address(1), str(seconds), str(num_trips)
-        program = sys.executable, "-m", "benchmarks.ends"
-        serving = [*hosts.on(1), *program, "serve", *options]
-        with subprocess.Popen(serving, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                server.stdout.readline()  # it listens
-                asking = [*hosts.on(0), *program, "ask", *options]
-                said = subprocess.run(
-                    asking, stdout=subprocess.PIPE, text=True, check=True, timeout=30.0 + 4 * seconds
-                ).stdout
-                return Measured(**json.loads(said))
-            finally:
-                server.kill()
+        return ask(hosts, seconds=seconds, num_trips=num_trips)
+
+
+def ask(hosts: Hosts, *, seconds: float, num_trips: int) -> Measured:
+    """As `measure`, of the first two of some hosts."""
+    options = hosts.address(1), str(seconds), str(num_trips)
+    program = sys.executable, "-m", "benchmarks.ends"
+    with subprocess.Popen([*hosts.on(1), *program, "serve", *options], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            server.stdout.readline()  # it listens
+            asking = [*hosts.on(0), *program, "ask", *options]
+            said = subprocess.run(
+                asking, stdout=subprocess.PIPE, text=True, check=True, timeout=30.0 + 4 * seconds
+            ).stdout
+            return Measured(**json.loads(said))
+        finally:
+            server.kill()
 
 
 def main() -> None:

@@ -136,6 +136,76 @@ def train(
     )
 
 
+class Stepped:
+    """A training in a process of its own that takes a step for each line on its standard input.
+
+    Args:
+        module: What it runs; knows `--by-turns`, or does without.
+        options: Of that.
+        before: As `start` has it.
+        environment: Likewise.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *options: object,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._name = module
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `end` closes it
+        self._process = start(
+            "-m",
+            module,
+            *options,
+            before=before,
+            environment=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            own_session=True,
+        )
+
+    def warm(self) -> None:
+        """Wait until its first step is over."""
+        self._read("first")
+
+    def take(self, how: str = "") -> float:
+        """Have it train a step; the seconds that it took.
+
+        Args:
+            how: What it is told.
+        """
+        stdin = self._process.stdin
+        assert stdin is not None
+        print(how, file=stdin, flush=True)
+        return self._read("took_s")
+
+    def finish(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def end(self) -> None:
+        """Wait until it has ended, and end what does not."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it started
+        self._process.wait()
+        self._log.close()
+
+    def _read(self, what: str) -> float:
+        stdout = self._process.stdout
+        assert stdout is not None
+        for line in stdout:
+            if line.startswith(f'{{"{what}"'):
+                return float(json.loads(line)[what])
+        self._log.seek(0)
+        raise RuntimeError(f"{self._name} ended without a step:\n{self._log.read()[-4000:]}")
+
+
 class Turns:
     """Several trainings that take turns, a step each, all of them started and warm.
 
@@ -145,56 +215,25 @@ class Turns:
 
     def __init__(self, ways: Mapping[str, tuple[str, Sequence[object]]]) -> None:
         self._ways = ways
-        self._processes: dict[str, subprocess.Popen[str]] = {}
-        self._logs: dict[str, IO[str]] = {}
+        self._running: dict[str, Stepped] = {}
 
     def __enter__(self) -> Self:
         try:
             for name, (module, options) in self._ways.items():
-                self._logs[name] = tempfile.TemporaryFile("w+")
-                self._processes[name] = start(
-                    "-m",
-                    module,
-                    *options,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._logs[name],
-                    own_session=True,
-                )
-            for name in self._processes:
-                self._read(name, "first")
+                self._running[name] = Stepped(module, *options)
+            for one in self._running.values():
+                one.warm()
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self._processes.values():
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self._processes.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with whatever it started
-            process.wait()
-        for log in self._logs.values():
-            log.close()
+        for one in self._running.values():
+            one.finish()
+        for one in self._running.values():
+            one.end()
 
     def take(self, name: str) -> float:
         """Have one of them train a step; the seconds that it took."""
-        stdin = self._processes[name].stdin
-        assert stdin is not None
-        stdin.write("\n")
-        stdin.flush()
-        return self._read(name, "took_s")
-
-    def _read(self, name: str, what: str) -> float:
-        stdout = self._processes[name].stdout
-        assert stdout is not None
-        for line in stdout:
-            if line.startswith(f'{{"{what}"'):
-                return float(json.loads(line)[what])
-        log = self._logs[name]
-        log.seek(0)
-        raise RuntimeError(f"{name} ended without a step:\n{log.read()[-4000:]}")
+        return self._running[name].take()

@@ -173,8 +173,13 @@ class Turns(L.Callback):
     ) -> None:
         said = {"first": 1} if self._began_s is None else {"took_s": time.monotonic() - self._began_s}
         print(json.dumps(said), flush=True)
-        trainer.should_stop = not sys.stdin.readline()
+        line = sys.stdin.readline()
+        trainer.should_stop = not line
+        self.obey(line.strip())
         self._began_s = time.monotonic()
+
+    def obey(self, how: str) -> None:
+        """What the line said."""
 
 
 def parse() -> argparse.Namespace:

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from benchmarks.hosts import Hosts
-from benchmarks.latency import measure
+from benchmarks.latency import ask, measure
 from lightning_swarm.network import Transport, hivemind
 
 
@@ -40,6 +40,15 @@ def test_all_that_goes_over_a_line_is_late_and_as_much_goes_over_it_as_without()
     assert far.connect_s >= 0.12  # a handshake, too
     assert 35.0 < far.mbit < 50.0
     assert 35.0 < near.mbit < 50.0
+
+
+@pytest.mark.usefixtures("_permitted")
+def test_lines_change_while_hosts_use_them() -> None:
+    with Hosts([50.0] * 2, [0.05] * 2) as hosts:
+        hosts.change([10.0] * 2, [0.01] * 2)
+        found = ask(hosts, seconds=1.0, num_trips=5)
+    assert 0.04 <= found.round_trip_s < 0.04 + 0.03
+    assert 5.0 < found.mbit < 10.0
 
 
 @pytest.mark.usefixtures("_permitted")

@@ -1,0 +1,106 @@
+"""The published SWARM's way, as a mode: every tensor goes through the trainer, which calls one stage after the other.
+
+The same servers, routers and microbatches in flight; but each output is fetched by the trainer, and goes from there, as
+the first stage's input does, to the next stage. So do gradients.
+
+Source: the code published with arXiv:2301.11913.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from typing_extensions import override
+
+from lightning_swarm import trees
+from lightning_swarm.compression import from_message
+from lightning_swarm.pipeline import pipeline
+from lightning_swarm.pipeline.passage import Passage, _nothing, _settle
+from lightning_swarm.server import BACKWARD, FORWARD
+from lightning_swarm.types.calls import BackwardRequest, ForwardRequest, Mode, StageReport
+
+
+@dataclass
+class Switch:
+    """Whether passages that begin go through the trainer."""
+
+    on: bool = False
+
+
+def install() -> Switch:
+    """Have this trainer's passages heed what is returned."""
+    switch = Switch()
+
+    class Either(Relayed):
+        """Relayed, or as they are."""
+
+        relays = property(lambda self: switch.on)
+
+    pipeline.Passage = Either  # type: ignore[misc]
+    return switch
+
+
+class Relayed(Passage):
+    """A microbatch whose tensors all go through the trainer. What fails is not mended."""
+
+    relays = True
+
+    @override
+    async def _forward(self) -> tuple[trees.Tree, list[bool]]:
+        if not self.relays:
+            return await super()._forward()
+        calls = self._calls
+        hidden: trees.Tree = self.microbatch.inputs
+        reports: list[StageReport] = []
+        for stage in range(calls.last + 1):
+            await self._send_forward(stage, hidden)
+            message, report = await calls.fetch(stage, "forward")
+            output, flags = from_message(message)
+            hidden = (output,)
+            reports.insert(0, report)
+        self._learn(reports, took_s=float("inf"))
+        return output, flags
+
+    @override
+    async def backward(self, gradients: trees.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing) -> trees.Tree:
+        if not self.relays:
+            return await super().backward(gradients, sent=sent)
+        calls, link = self._calls, self.link
+        with link.passing():
+            try:
+                for stage in range(calls.last, -1, -1):
+                    await self._send_backward(stage, gradients)
+                    message, report = await calls.fetch(stage, "backward")
+                    gradients = from_message(message)[0]
+                    _settle(link, calls, stage, report)
+                await sent()
+            finally:
+                calls.release()
+        return gradients
+
+    def _mode(self, stage: int) -> Mode:
+        """What comes to a later stage is an output that wants its gradient."""
+        mode = self.microbatch.mode
+        return msgspec.structs.replace(mode, input_grad=mode.grad) if stage else mode
+
+    async def _send_forward(self, stage: int, hidden: trees.Tree) -> None:
+        structure, tensors = trees.flatten((hidden, self.microbatch.extras[stage]))
+        request = ForwardRequest(
+            key=self.microbatch.key, stage_index=stage, mode=self._mode(stage), source=None, structure=structure
+        )
+        await self.link.send(self._calls.peer(stage), FORWARD, request, tensors)
+
+    async def _send_backward(self, stage: int, gradients: trees.Tree) -> None:
+        structure, tensors = trees.flatten((gradients, None))
+        request = BackwardRequest(
+            key=self.microbatch.key,
+            stage_index=stage,
+            mode=self._mode(stage),
+            weight=self.microbatch.weight,
+            accumulate=True,
+            source=None,
+            structure=structure,
+        )
+        await self.link.send(self._calls.peer(stage), BACKWARD, request, tensors)
