@@ -41,7 +41,7 @@ class Blockwise8Bit(Codec):
         return (torch.float32, -(-numel // BLOCK)), (torch.uint8, numel)
 
     @override
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         blocks = flat.new_zeros(-(-len(flat) // BLOCK), BLOCK)
         blocks.view(-1)[: len(flat)] = flat
         lowest, highest = blocks.amin(dim=1), blocks.amax(dim=1)
@@ -56,7 +56,7 @@ class Blockwise8Bit(Codec):
         return state.absmax * signs, codes.reshape(-1)
 
     @override
-    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         scales, codes = parts
         flat: Tensor = self._functional.dequantize_blockwise(
             codes, absmax=scales, code=self._map(codes.device), blocksize=BLOCK

@@ -41,12 +41,12 @@ class Codec(ABC):
         """What `encode` makes of a tensor of so many elements."""
 
     @abstractmethod
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Encode ``[n]`` in float32, finite, of at least one element."""
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        """Encode ``[n]`` in float32, finite, of at least one element; `shape` is that of the tensor."""
 
     @abstractmethod
-    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
-        """The way back, of parts that are as `layout` says: ``[numel]`` in float32."""
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """The way back, of parts that are as `layout` says: ``[n]`` in float32."""
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """What travels of a tensor: one-dimensional parts, on its device.
@@ -63,7 +63,7 @@ class Codec(ABC):
         flat = flat.to(torch.float32)
         if not flat.numel():
             return tuple(torch.empty(0, dtype=dtype, device=flat.device) for dtype, _ in self.layout(0))
-        return self._encode(flat)
+        return self._encode(flat, tensor.shape)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The tensor, but for what is lost, on the parts' device.
@@ -86,7 +86,7 @@ class Codec(ABC):
         if not numel:
             return torch.empty(*shape, dtype=dtype, device=parts[0].device)
         self._check(parts)
-        return self._decode(parts, numel).to(dtype).reshape(tuple(shape))
+        return self._decode(parts, shape).to(dtype).reshape(tuple(shape))
 
     def _check(self, parts: Sequence[Tensor]) -> None:
         """Refuse scales that none has: NaN, infinite, negative.

@@ -29,7 +29,7 @@ class Float16(Codec):
         return (torch.float32, 1 if numel else 0), (torch.float16, numel)
 
     @override
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         _, exponent = torch.frexp(flat.abs().amax())
         # So that the scale itself, and its inverse, are ordinary numbers.
         exponent = (exponent.to(torch.int32) - _HIGHEST).clamp(-120, 120)
@@ -37,7 +37,7 @@ class Float16(Codec):
         return scale.reshape(1), (flat / scale).to(torch.float16)
 
     @override
-    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         scale, halves = parts
         return halves.to(torch.float32).mul_(scale)
 
@@ -61,12 +61,12 @@ class BFloat16(Codec):
         return ((torch.bfloat16, numel),)
 
     @override
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         highest = torch.finfo(torch.bfloat16).max
         return (flat.clamp(-highest, highest).to(torch.bfloat16),)
 
     @override
-    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return parts[0].to(torch.float32)
 
     @override

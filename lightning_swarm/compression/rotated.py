@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Final
@@ -30,8 +31,9 @@ class Rotated(Codec):
     The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) makes outliers of a block into
     something like noise in all of it. Blocks below ``2**-93`` become zero, and what is above ``2**120`` is not taken.
 
-    A slice of the elements is read as a matrix of 128 rows, whose columns are the blocks: sums of rows are what
-    processors are fast at, and a block so has few of a hidden state's features, at many positions.
+    What is like each other is best in one block. A vector's are neighbours. Of other tensors a slice of the elements is
+    read as a matrix of 128 rows, whose columns are the blocks: so one has few of a hidden state's features, at many
+    positions.
 
     Source: Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
 
@@ -65,15 +67,17 @@ class Rotated(Codec):
         return (torch.bfloat16, num_blocks), (torch.uint8, num_blocks * BLOCK * self.num_bits // 8)
 
     @override
-    def _encode(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         if not are_within(flat, -_HIGHEST, _HIGHEST):
             raise NotFinite(f"{self.name} takes numbers up to {_HIGHEST:g} only")
-        slices = [self._encode_slice(one) for one in flat.split(SLICE)]
+        slices = [self._encode_slice(one, is_vector=len(shape) == 1) for one in flat.split(SLICE)]
         return torch.cat([scales for scales, _ in slices]), torch.cat([codes for _, codes in slices])
 
-    def _encode_slice(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = flat.new_zeros(BLOCK, -(-len(flat) // BLOCK))
-        blocks.view(-1)[: len(flat)] = flat
+    def _encode_slice(self, flat: Tensor, *, is_vector: bool) -> tuple[Tensor, Tensor]:
+        num_blocks = -(-len(flat) // BLOCK)
+        padded = flat.new_zeros(num_blocks * BLOCK)
+        padded[: len(flat)] = flat
+        blocks = padded.view(num_blocks, BLOCK).t().contiguous() if is_vector else padded.view(BLOCK, num_blocks)
         # So that no sum leaves float32's range. Twice rotated, a block is 128 times what it was.
         blocks *= self._signs.to(flat.device) / BLOCK
         _rotate(blocks)
@@ -86,15 +90,15 @@ class Rotated(Codec):
         return scales, self._pack(codes)
 
     @override
-    def _decode(self, parts: Sequence[Tensor], numel: int) -> Tensor:
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         scales, codes = parts
         found = torch.empty(len(scales) * BLOCK, dtype=torch.float32, device=codes.device)
         slices = scales.split(SLICE // BLOCK), codes.split(SLICE * self.num_bits // 8), found.split(SLICE)
         for one in zip(*slices, strict=True):
-            self._decode_slice(*one)
-        return found[:numel]
+            self._decode_slice(*one, is_vector=len(shape) == 1)
+        return found[: math.prod(shape)]
 
-    def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor) -> None:
+    def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor, *, is_vector: bool) -> None:
         values, pieces = self._values.to(packed.device), self._unpack(packed)
         for codes, piece in zip(pieces, into.chunk(len(pieces)), strict=True):
             torch.index_select(values, 0, codes.int(), out=piece)
@@ -102,6 +106,8 @@ class Rotated(Codec):
         blocks *= scales.float()
         _rotate(blocks)
         blocks *= self._signs.to(packed.device)
+        if is_vector:
+            into.copy_(blocks.t().reshape(-1))
 
 
 class Rotated4Bit(Rotated):

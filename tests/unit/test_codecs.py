@@ -47,8 +47,9 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
     "denormals": lambda: normal(1000) * 1e-41,
     "tiny": lambda: normal(1000) * 1e-30,
     "all powers of two": lambda: (2.0 ** torch.arange(-149, 120)).repeat_interleave(BLOCK_OF_8),
-    "all powers of two, in columns": lambda: (2.0 ** torch.arange(-149, 120)).repeat(ROTATED_BLOCK),
+    "all powers of two, in columns": lambda: (2.0 ** torch.arange(-149, 120)).repeat(ROTATED_BLOCK, 1),
     "several slices": lambda: normal(2 * ROTATED_SLICE + 77),
+    "several slices of a matrix": lambda: normal(7, ROTATED_SLICE // 3),
     "huge": lambda: normal(1000) * 1e30,
     "the largest": lambda: torch.tensor([3.4e38, -3.4e38, 1.0]),
     "all magnitudes": lambda: normal(1000) * 10.0 ** torch.linspace(-38, 36, 1000),
@@ -82,9 +83,10 @@ def bound_of_rotated(tensor: Tensor, share: float) -> Tensor:
     """Of a whole block: that much of its largest rotated element in each of them, and a rotation keeps distances."""
     bounds = []
     for part in tensor.reshape(-1).double().split(ROTATED_SLICE):
-        columns = torch.cat((part, part.new_zeros(-len(part) % ROTATED_BLOCK))).view(ROTATED_BLOCK, -1)
-        norms = columns.norm(dim=0) * math.sqrt(ROTATED_BLOCK) * share + 2.0**-93
-        bounds.append(norms.expand(ROTATED_BLOCK, -1).reshape(-1)[: len(part)])
+        padded = torch.cat((part, part.new_zeros(-len(part) % ROTATED_BLOCK)))
+        columns = padded.view(-1, ROTATED_BLOCK).t() if tensor.dim() == 1 else padded.view(ROTATED_BLOCK, -1)
+        norms = (columns.norm(dim=0) * math.sqrt(ROTATED_BLOCK) * share + 2.0**-93).expand(ROTATED_BLOCK, -1)
+        bounds.append((norms.t() if tensor.dim() == 1 else norms).reshape(-1)[: len(part)])
     return torch.cat(bounds)
 
 
