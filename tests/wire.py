@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.compression import Codec, Codecs, decoded, encoded
 from lightning_swarm.config import Compression
 from lightning_swarm.types.runs import Encoding
@@ -53,51 +54,86 @@ def wired(net: nn.Sequential, compression: Compression, cuts: Sequence[int], mic
         net[cut - 1].register_forward_hook(lambda _, __, output: send(output))
 
 
-def averaged(sums: Sequence[Tensor], total_weight: float, by: Codec | None) -> Tensor:
-    """The mean of what the peers of a roster hold, of which each reduces a part; who is alone sends nothing."""
-    if len(sums) == 1:
-        return sums[0] / total_weight
-    length, mean = len(sums[0]), torch.empty_like(sums[0])
-    for place in range(len(sums)):
-        part = slice(length * place // len(sums), length * (place + 1) // len(sums))
-        total = torch.zeros_like(mean[part])
-        for sender, one in enumerate(sums):
-            total += one[part] if sender == place else travelled(one[part], by)
-        mean[part] = travelled(total / total_weight, by)
-    return mean
+class Averaging:
+    """What the peers of one stage make of what each of them holds, step by step, and what each carries to the next.
 
-
-class LowRankMeans:
-    """PowerSGD on one machine, by LAPACK: every matrix is projected on the directions that its basis finds.
+    Of PowerSGD by LAPACK: every matrix is projected on the directions that its basis finds.
 
     Args:
+        encoding: How their sums travel.
         shapes: Of the parameters.
-        rank: Of the projections.
-        bases: ``[columns, rank]`` of each parameter to begin with; None where it stays whole.
+        like: Of the sums' dtype.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], rank: int, bases: Sequence[Tensor | None]) -> None:
-        self.shapes = shapes
-        self.rank = rank
-        self.bases = list(bases)
-        self.lost: Tensor | None = None
+    def __init__(self, encoding: Encoding, shapes: Sequence[torch.Size], like: Tensor) -> None:
+        self._shapes = shapes
+        self._codecs = Codecs.of(encoding)
+        self._lost: dict[object, Tensor] = {}
+        self._bases: list[Tensor | None] = []
+        rank = self._codecs.rank
+        if rank is not None:
+            begin = LowRank(shapes, rank).begin(like)
+            for shape in shapes:
+                rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (shape.numel(), 1)
+                self._bases.append(None)
+                if rank * (rows + columns) < rows * columns:
+                    self._bases[-1], begin = begin[: columns * rank].view(-1, rank), begin[columns * rank :]
 
-    def mean(self, total: Tensor, total_weight: float, *, feedback: bool = False) -> Tensor:
-        """Of the sum of all gradients; all that is lost is carried, if it is."""
-        own = total / total_weight
-        if feedback and self.lost is not None:
-            own = own + self.lost
-        means = []
-        for i, part in enumerate(own.split([shape.numel() for shape in self.shapes])):
-            basis = self.bases[i]
-            if basis is None:
-                means.append(part)
-                continue
-            matrix = part.view(self.shapes[i][0], -1)
-            left = torch.linalg.qr(matrix @ basis).Q
-            right = matrix.T @ left
-            self.bases[i] = right / right.norm(dim=0)
-            means.append((left @ right.T).reshape(-1))
-        mean = torch.cat(means)
-        self.lost = own - mean
+    def mean(self, sums: Mapping[Any, Tensor], total_weight: float) -> Tensor:
+        """Of the peers' sums, in the order of their roster. Who is alone sends nothing."""
+        nothing = torch.zeros_like(next(iter(sums.values())))
+        before = {peer: self._lost.get(peer, nothing) for peer in sums}
+        self._lost = {}
+        if len(sums) == 1:
+            return sum(sums.values(), nothing) / total_weight + sum(before.values(), nothing)
+        way = self._butterfly if self._codecs.rank is None else self._projected
+        mean, lost = way(sums, total_weight, before)
+        if self._codecs.error_feedback:
+            self._lost = lost
         return mean
+
+    def _butterfly(
+        self, sums: Mapping[Any, Tensor], total_weight: float, before: Mapping[Any, Tensor]
+    ) -> tuple[Tensor, dict[object, Tensor]]:
+        """Each reduces a part."""
+        nothing = torch.zeros_like(next(iter(sums.values())))
+        mean, lost, by = nothing.clone(), {peer: nothing.clone() for peer in sums}, self._codecs.averaging
+        for place, reducer in enumerate(sums):
+            part = slice(len(mean) * place // len(sums), len(mean) * (place + 1) // len(sums))
+            total = torch.zeros_like(mean[part])
+            for sender, one in sums.items():
+                if sender == reducer:
+                    total += one[part]
+                    continue
+                own = one[part] + total_weight * before[sender][part]
+                received = travelled(own, by)
+                lost[sender][part] = (own - received) / total_weight
+                total += received
+            reduced = total / total_weight + before[reducer][part]
+            mean[part] = travelled(reduced, by)
+            lost[reducer][part] = reduced - mean[part]
+        return mean, lost
+
+    def _projected(
+        self, sums: Mapping[Any, Tensor], total_weight: float, before: Mapping[Any, Tensor]
+    ) -> tuple[Tensor, dict[object, Tensor]]:
+        sizes = [shape.numel() for shape in self._shapes]
+        own = {peer: (one / total_weight + before[peer]).split(sizes) for peer, one in sums.items()}
+        means = []
+        left_over: dict[object, list[Tensor]] = {peer: [] for peer in sums}
+        for i, basis in enumerate(self._bases):
+            whole = sum((parts[i] for parts in own.values()), torch.zeros_like(own[next(iter(own))][i]))
+            if basis is None:
+                means.append(whole)
+                for one in left_over.values():
+                    one.append(torch.zeros_like(whole))
+                continue
+            rows = self._shapes[i][0]
+            left = torch.linalg.qr(whole.view(rows, -1) @ basis).Q
+            right = whole.view(rows, -1).T @ left
+            self._bases[i] = right / right.norm(dim=0)
+            means.append((left @ right.T).reshape(-1))
+            for peer, parts in own.items():
+                matrix = parts[i].view(rows, -1)
+                left_over[peer].append((matrix - left @ (left.T @ matrix)).reshape(-1))
+        return torch.cat(means), {peer: torch.cat(parts) for peer, parts in left_over.items()}

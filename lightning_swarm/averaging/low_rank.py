@@ -12,9 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Size, Tensor
+
+_ROUNDING: Final = 1e-24
+"""Of a squared norm; float64 rounds to about a millionth of that."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ class LowRank:
 
     def begin(self, like: Tensor) -> Tensor:
         """A basis for the first step, ``[right_length]``: random, and the same on all peers."""
-        generator = torch.Generator().manual_seed(0)
-        basis = torch.randn(self.right_length, generator=generator, dtype=torch.float64)
+        generator = torch.Generator("cpu").manual_seed(0)
+        basis = torch.randn(self.right_length, generator=generator, dtype=torch.float64, device="cpu")
         return basis.to(like.device, like.dtype)
 
     def left(self, vector: Tensor, basis: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ class LowRank:
 
 
 def orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns that span what those of ``[rows, rank]`` do; one that adds nothing may become zeros.
+    """Orthonormal columns that span what those of ``[rows, rank]`` do; one that adds nothing becomes zeros.
 
     By Gram-Schmidt, twice, in float64, of operations that round alike everywhere: NaN and infinity become NaN.
     """
@@ -157,11 +161,14 @@ def orthonormal(columns: Tensor) -> Tensor:
     largest = columns.abs().amax(dim=0)
     scaled = columns.to(torch.float64) / torch.where(largest == 0.0, 1.0, largest)
     for column in scaled.unbind(dim=1):
+        before = _sum(column * column)
         for _ in range(2):  # again, for what rounding left
             for other in done:
                 column = column - other * _sum(other * column)  # noqa: PLW2901
-        norm = _sum(column * column).sqrt()
-        done.append(column / torch.where(norm == 0.0, 1.0, norm))
+        squared_norm = _sum(column * column)
+        # Of a column that is in the others' span only rounding is left, which may point anywhere, to them as well.
+        adds_nothing = squared_norm <= _ROUNDING * before
+        done.append(torch.where(adds_nothing, 0.0, column / squared_norm.sqrt()))
     return torch.stack(done, dim=1).to(columns.dtype)
 
 

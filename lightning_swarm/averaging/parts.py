@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_swarm.compression import Codec, decoded, encoded, from_message, to_message
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message
+from lightning_swarm.network.tensors import parse_spec, spec_of
 from lightning_swarm.trees import Encoded
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -47,13 +48,14 @@ class Parts:
         Raises:
             ProtocolError: It is none of that length and dtype.
         """
-        tree, _ = from_message(message)
-        part = tree
-        if isinstance(tree, Encoded) and self.compute is not None:
-            part = await self.compute(lambda: decoded(tree, self.codec, like.device))
-        if not isinstance(part, Tensor) or part.shape != (length,) or part.dtype != like.dtype:
-            found = (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else type(part).__name__
+        tree: Any = from_message(message)[0]
+        found = tree.spec if isinstance(tree, Encoded) else spec_of(tree) if isinstance(tree, Tensor) else None
+        if found is None or parse_spec(found) != (like.dtype, (length,)):
             raise ProtocolError(f"{found} came for a part of shape {(length,)} and {like.dtype}")
+        if self.codec is None or self.compute is None:
+            whole: Tensor = tree
+            return whole
+        part: Tensor = await self.compute(lambda: decoded(tree, self.codec, like.device))
         return part
 
 

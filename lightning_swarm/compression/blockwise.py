@@ -57,10 +57,12 @@ class Blockwise8Bit(Codec):
 
     @override
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        # Not by bitsandbytes, which rounds the tiniest numbers otherwise on GPUs.
         scales, codes = parts
-        flat: Tensor = self._functional.dequantize_blockwise(
-            codes, absmax=scales, code=self._map(codes.device), blocksize=BLOCK
-        )
+        flat = self._map(codes.device).index_select(0, codes.int())
+        whole = len(flat) // BLOCK
+        flat[: whole * BLOCK].view(whole, BLOCK).mul_(scales[:whole, None])
+        flat[whole * BLOCK :] *= scales[whole:]
         return flat
 
     @override
@@ -98,4 +100,4 @@ def dynamic_map() -> Tensor:
         for place in range(2**exponent):
             middle = (0.1 + 0.9 * (place + 0.5) / 2**exponent) * 10.0 ** (exponent - 6)
             found += [middle, -middle]
-    return torch.tensor(sorted(found), dtype=torch.float32)
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")

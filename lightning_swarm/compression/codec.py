@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ class Codec(ABC):
         flat = flat.to(torch.float32)
         if not flat.numel():
             return tuple(torch.empty(0, dtype=dtype, device=flat.device) for dtype, _ in self.layout(0))
-        return self._encode(flat, tensor.shape)
+        with _as_written(flat.device):
+            return self._encode(flat, tensor.shape)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """The tensor, but for what is lost, on the parts' device.
@@ -86,7 +88,8 @@ class Codec(ABC):
         if not numel:
             return torch.empty(*shape, dtype=dtype, device=parts[0].device)
         self._check(parts)
-        return self._decode(parts, shape).to(dtype).reshape(tuple(shape))
+        with _as_written(parts[0].device):
+            return self._decode(parts, shape).to(dtype).reshape(tuple(shape))
 
     def _check(self, parts: Sequence[Tensor]) -> None:
         """Refuse scales that none has: NaN, infinite, negative.
@@ -110,7 +113,15 @@ def check_finite(name: str, part: Tensor) -> None:
         raise ProtocolError(f"{name} makes finite numbers only, got others")
 
 
+def _as_written(device: torch.device) -> AbstractContextManager[Any]:
+    """Whoever encodes may be in autocast's context, which would choose other dtypes."""
+    if not torch.amp.autocast_mode.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def are_within(tensor: Tensor, low: float, high: float) -> bool:
     """Whether all of its elements, of which there must be one, are; NaN is not. Many times as fast as `isfinite`."""
     lowest, highest = torch.aminmax(tensor)
-    return bool((lowest >= low) & (highest <= high))
+    # In float64, for a narrow format has no room for the bounds: as infinity they would let infinity pass.
+    return bool((lowest.double() >= low) & (highest.double() <= high))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ SLICE: Final = 1 << 17
 
 _HIGHEST: Final = 2.0**120
 _LOWEST: Final = 2.0**-100
+
+
+_CPU: Final = torch.device("cpu")
+
+
+class _Tables(NamedTuple):
+    signs: Tensor  # [BLOCK, 1], of the rotation
+    values: Tensor  # of each code
+    nearest: Tensor  # code, of each bin
 
 
 class Rotated(Codec):
@@ -46,12 +55,12 @@ class Rotated(Codec):
     positive: Sequence[float]
 
     def __init__(self) -> None:
-        signs = torch.randint(2, (BLOCK, 1), generator=torch.Generator().manual_seed(_SEED))
+        signs = torch.randint(2, (BLOCK, 1), generator=torch.Generator("cpu").manual_seed(_SEED), device=_CPU)
         both = [*(-value for value in reversed(self.positive)), *self.positive]
-        self._values = torch.tensor(both, dtype=torch.float32) / self.positive[-1]
-        bins = torch.linspace(-1.0, 1.0, _NUM_BINS, dtype=torch.float32)
-        self._signs = 2 * signs.to(torch.float32) - 1
-        self._nearest = (bins[:, None] - self._values).abs().argmin(dim=1).to(torch.uint8)  # of each bin
+        values = torch.tensor(both, dtype=torch.float32, device=_CPU) / self.positive[-1]
+        bins = torch.linspace(-1.0, 1.0, _NUM_BINS, dtype=torch.float32, device=_CPU)
+        nearest = (bins[:, None] - values).abs().argmin(dim=1).to(torch.uint8)
+        self._tables = {_CPU: _Tables(2 * signs.to(torch.float32) - 1, values, nearest)}
 
     @abstractmethod
     def _pack(self, codes: Tensor) -> Tensor:
@@ -70,44 +79,51 @@ class Rotated(Codec):
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         if not are_within(flat, -_HIGHEST, _HIGHEST):
             raise NotFinite(f"{self.name} takes numbers up to {_HIGHEST:g} only")
-        slices = [self._encode_slice(one, is_vector=len(shape) == 1) for one in flat.split(SLICE)]
+        tables = self._tables_on(flat.device)
+        slices = [self._encode_slice(one, tables, is_vector=len(shape) == 1) for one in flat.split(SLICE)]
         return torch.cat([scales for scales, _ in slices]), torch.cat([codes for _, codes in slices])
 
-    def _encode_slice(self, flat: Tensor, *, is_vector: bool) -> tuple[Tensor, Tensor]:
+    def _encode_slice(self, flat: Tensor, tables: _Tables, *, is_vector: bool) -> tuple[Tensor, Tensor]:
         num_blocks = -(-len(flat) // BLOCK)
         padded = flat.new_zeros(num_blocks * BLOCK)
         padded[: len(flat)] = flat
         blocks = padded.view(num_blocks, BLOCK).t().contiguous() if is_vector else padded.view(BLOCK, num_blocks)
         # So that no sum leaves float32's range. Twice rotated, a block is 128 times what it was.
-        blocks *= self._signs.to(flat.device) / BLOCK
+        blocks *= tables.signs / BLOCK
         _rotate(blocks)
         largest = blocks.abs().amax(dim=0)
         scales = torch.where(largest < _LOWEST, 0.0, largest).to(torch.bfloat16)
         inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)
         blocks *= inverse * ((_NUM_BINS - 1) / 2)
         bins = blocks.add_(_NUM_BINS / 2).clamp_(0, _NUM_BINS - 1).to(torch.int32)
-        codes = self._nearest.to(flat.device).index_select(0, bins.view(-1))
+        codes = tables.nearest.index_select(0, bins.view(-1))
         return scales, self._pack(codes)
 
     @override
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         scales, codes = parts
+        tables = self._tables_on(codes.device)
         found = torch.empty(len(scales) * BLOCK, dtype=torch.float32, device=codes.device)
         slices = scales.split(SLICE // BLOCK), codes.split(SLICE * self.num_bits // 8), found.split(SLICE)
         for one in zip(*slices, strict=True):
-            self._decode_slice(*one, is_vector=len(shape) == 1)
+            self._decode_slice(*one, tables, is_vector=len(shape) == 1)
         return found[: math.prod(shape)]
 
-    def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor, *, is_vector: bool) -> None:
-        values, pieces = self._values.to(packed.device), self._unpack(packed)
+    def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor, tables: _Tables, *, is_vector: bool) -> None:
+        pieces = self._unpack(packed)
         for codes, piece in zip(pieces, into.chunk(len(pieces)), strict=True):
-            torch.index_select(values, 0, codes.int(), out=piece)
+            torch.index_select(tables.values, 0, codes.int(), out=piece)
         blocks = into.view(BLOCK, -1)
         blocks *= scales.float()
         _rotate(blocks)
-        blocks *= self._signs.to(packed.device)
+        blocks *= tables.signs
         if is_vector:
             into.copy_(blocks.t().reshape(-1))
+
+    def _tables_on(self, device: torch.device) -> _Tables:
+        if device not in self._tables:
+            self._tables[device] = _Tables(*(table.to(device) for table in self._tables[_CPU]))
+        return self._tables[device]
 
 
 class Rotated4Bit(Rotated):

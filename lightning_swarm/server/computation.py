@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +83,13 @@ class Computation:
             mode: The trainer's mode.
             seed: Of all random draws.
         """
+        found = self._forward(inputs, extras, wants_grad, mode, seed)
+        return replace(found, output=encoded(found.output, self._codecs.activations))
+
+    def _forward(
+        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
+    ) -> Forwarded:
+        """`forward`, with an output that is not encoded."""
         structure, tensors = trees.flatten(decoded(inputs, self._codecs.activations, self._device))
         if len(tensors) != len(wants_grad):
             raise ProtocolError(f"{len(tensors)} input tensors came with {len(wants_grad)} flags")
@@ -97,12 +104,12 @@ class Computation:
         _, outputs = trees.flatten(output)
 
         def again() -> Graph:
-            graph = self.forward(inputs, extras, wants_grad, mode, seed).graph
+            graph = self._forward(inputs, extras, wants_grad, mode, seed).graph
             assert graph is not None
             return graph
 
         return Forwarded(
-            output=encoded(trees.transform(output, _detached), self._codecs.activations),
+            output=trees.transform(output, _detached),
             requires_grad=[tensor.requires_grad for tensor in outputs],
             graph=Graph(leaves, outputs, has_drawn, again) if mode.grad else None,
             graph_bytes=graph_bytes,

@@ -82,7 +82,9 @@ class Stage:
         self.stepper.select(selection)
         # What no parameter group holds is neither stepped nor counted in the norm that clipping goes by.
         trained = trained_names(selection)
-        self._train([parameter for name, parameter in self.parameters.items() if name in trained])
+        trainable = [parameter for name, parameter in self.parameters.items() if name in trained]
+        if list(map(id, trainable)) != list(map(id, self.trainable)):
+            self._train(trainable)
         self.selection = selection
 
     def _train(self, trainable: list[nn.Parameter]) -> None:

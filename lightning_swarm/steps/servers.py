@@ -29,7 +29,9 @@ from lightning_swarm.types.wire import decode, encode
 
 _T = TypeVar("_T")
 
-_ROUND_TIMEOUTS: Final = 3.0  # a server waits for the parts of the others, then for what they made of them
+_ROUND_TIMEOUTS: Final = 5.0
+"""A server waits for the parts of the others, then for what they made of them; with PowerSGD for both twice."""
+
 _MAX_DAMAGED: Final = 3
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0

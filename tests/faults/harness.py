@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.compression import Codecs, decoded, encoded
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
@@ -46,7 +45,7 @@ from lightning_swarm.types.runs import NOT_ENCODED, Encoding, Member
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import encode
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
-from tests.wire import LowRankMeans, averaged, sent
+from tests.wire import Averaging, sent
 
 MODE = Mode(training=True, grad=True, default_dtype="float64")
 LIMITS = Limits(call_timeout=30.0)
@@ -516,12 +515,12 @@ class FaultySwarm(Swarm):
     def reference(self) -> dict[str, Tensor]:
         """What one process comes to by the samples that the records name: see `final_state`."""
         module = copy.deepcopy(self.module)
-        encoding = self.manifest.encoding
-        self._low_rank = (
-            [low_rank_means(block, encoding.rank) for block in module.children()]
-            if encoding.averaging == "powersgd"
-            else None
-        )
+        self._averaging = [
+            Averaging(
+                self.manifest.encoding, [one.shape for one in block.parameters()], next(block.parameters()).detach()
+            )
+            for block in module.children()
+        ]
         optimizer = self._optimizer(module)
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
@@ -551,15 +550,12 @@ class FaultySwarm(Swarm):
         roster = self.rosters[stage] if before is None else [member.peer_id for member in before[stage]]
         held = self.held.by_stage(record)[stage]
         nothing = torch.zeros_like(next(iter(gradients.values())))
-        sums = [
-            sum((gradients[receipt] for receipt in sorted(held.get(peer, ()))), nothing)
+        sums = {
+            peer: sum((gradients[receipt] for receipt in sorted(held.get(peer, ()))), nothing)
             for peer in roster
             if peer not in record.closing.absent
-        ]
-        total_weight = record.closing.total_weight
-        if self._low_rank is not None and len(sums) > 1:
-            return self._low_rank[stage].mean(sum(sums, nothing), total_weight)
-        return averaged(sums, total_weight, Codecs.of(self.manifest.encoding).averaging)
+        }
+        return self._averaging[stage].mean(sums, record.closing.total_weight)
 
     def final_state(self) -> dict[str, Tensor]:
         """Weights, buffers and what the optimizer keeps, by name; replicas must have the same bytes."""
@@ -623,16 +619,6 @@ def vector_to_gradients(vector: Tensor, block: nn.Module) -> None:
     own = list(block.parameters())
     for parameter, part in zip(own, vector.split([one.numel() for one in own]), strict=True):
         parameter.grad = part.view_as(parameter).clone()
-
-
-def low_rank_means(block: nn.Module, rank: int) -> LowRankMeans:
-    """PowerSGD of a block's gradients, from the directions that servers begin with."""
-    shapes = [parameter.shape for parameter in block.parameters()]
-    cut = [len(shape) == 2 and rank * sum(shape) < shape.numel() for shape in shapes]
-    columns = [shape[1] for shape, is_cut in zip(shapes, cut, strict=True) if is_cut]
-    begin = LowRank(shapes, rank).begin(next(block.parameters()).detach())
-    bases = iter(begin.split([rank * number for number in columns]))
-    return LowRankMeans(shapes, rank, [next(bases).view(-1, rank) if is_cut else None for is_cut in cut])
 
 
 def tasks_of(tasks: Iterable[asyncio.Task[None]]) -> list[str]:

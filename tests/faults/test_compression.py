@@ -27,6 +27,14 @@ PLANS: dict[str, Callable[[], FaultPlan]] = {
     "an output is lost": lambda: FaultPlan().drop("b", at=Phase.SEND_OUTPUT, step=STEP),
 }
 
+HALVES: dict[str, Callable[[], FaultPlan]] = {
+    "a server dies with what it reduced": lambda: FaultPlan().kill("d", at=Phase.AVERAGE_REDUCE, of="d", step=STEP),
+    "a server freezes with what it reduced": lambda: FaultPlan().freeze(
+        "e", for_s=60.0, at=Phase.AVERAGE_REDUCE, of="e", step=STEP
+    ),
+}
+"""With PowerSGD between the halves of a round."""
+
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,16 +51,23 @@ def audited(encoding: Encoding, plan: FaultPlan, **others: str) -> None:
         swarm.close()
 
 
-def all_by(codec: str) -> Encoding:
+def all_by(codec: str, *, feedback: bool = False) -> Encoding:
     """All that travels by a codec, or averaging by PowerSGD."""
     hidden = "none" if codec == "powersgd" else codec
-    return Encoding(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=False)  # type: ignore[arg-type]
+    return Encoding(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=feedback)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 @pytest.mark.parametrize("codec", ["none", *WAYS])
 def test_all_that_counts_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
     audited(all_by(codec), plan())
+
+
+@pytest.mark.parametrize("plan", [*PLANS.values(), *HALVES.values()], ids=[*PLANS, *HALVES])
+@pytest.mark.parametrize("codec", ["4bit", "powersgd"])
+def test_what_is_carried_counts_once(codec: str, plan: Callable[[], FaultPlan]) -> None:
+    """With the step's record, also of a round that is repeated; that of the dead is lost with them."""
+    audited(all_by(codec, feedback=True), plan())
 
 
 @pytest.mark.parametrize("codec", WAYS)

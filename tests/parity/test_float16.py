@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from typing_extensions import override
 
+from lightning_swarm.compression import packing
+from lightning_swarm.config import CodecName
 from lightning_swarm.errors import StepError
 from lightning_swarm.scaling import LossScale
 from tests.parity.float16 import HALF, InFloat16, InHalves, Scaled, train
@@ -46,6 +48,16 @@ def test_scales_and_weights_are_the_plain_trainers(options: dict[str, Any]) -> N
     plain = train(run_plain, max_steps=STEPS, **options)
     swarm = train(run_swarm, max_steps=STEPS, microbatch_size=HALF, **options)
     assert_same(swarm, plain, loss=1e-6, weight=1e-6, norm=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["8bit", "4bit"])
+def test_what_overflows_is_skipped_with_a_codec_too(codec: CodecName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No codec takes an infinity, and it travels as it is."""
+    monkeypatch.setattr(packing, "SMALLEST", 1)
+    swarm = train(run_swarm, max_steps=STEPS, microbatch_size=HALF, compression=codec)
+    outcomes = [record.outcome for record in swarm.run.records]
+    assert outcomes.count("skip") == swarm.num_skipped > 2
+    assert outcomes.count("apply") > 5
 
 
 def test_the_norm_that_clips_is_of_the_unscaled_gradient() -> None:

@@ -17,7 +17,7 @@ from lightning_swarm.averaging.butterfly import Group, Mean, RoundFailed, averag
 from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.compression import CODECS, Codec
-from lightning_swarm.errors import PeerError
+from lightning_swarm.errors import PeerError, ProtocolError
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.tickets import TicketStore
@@ -236,6 +236,38 @@ def test_numbers_that_no_codec_takes_are_seen_by_all(loop: VirtualLoop) -> None:
     results = Ring(loop, own).average_by(CODECS["8bit"](), [torch.zeros(8192, dtype=torch.float64)] * 3)
     assert all(bool(result.mean[2000].isnan()) for result in results)
     assert math.isnan(sum(result.squared_norm for result in results))
+
+
+def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: VirtualLoop) -> None:
+    """What is too small for a codec."""
+    length = 10
+    parts = Parts(CODECS["4bit"](), compute)
+    wanted = torch.empty(0, device="meta")
+
+    async def go() -> Tensor:
+        message = await parts.to_message(normal(length, 0).float())
+        return await parts.from_message(message, like=wanted, length=length)
+
+    assert loop.run_until_complete(go()).device == wanted.device
+
+
+@pytest.mark.parametrize("like", [torch.empty(0), torch.empty(0, dtype=torch.float64)], ids=["length", "dtype"])
+def test_what_is_no_such_part_is_not_decoded(loop: VirtualLoop, like: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could take many times the memory that it came in."""
+    codec = CODECS["4bit"]()
+    parts = Parts(codec, compute)
+
+    def decode(*_: object) -> Tensor:
+        raise AssertionError("decoded")
+
+    async def go() -> Tensor:
+        message = await parts.to_message(normal(1 << 16, 0).float())
+        monkeypatch.setattr(type(codec), "decode", decode)
+        length = 10 if like.dtype == torch.float32 else 1 << 16
+        return await parts.from_message(message, like=like, length=length)
+
+    with pytest.raises(ProtocolError, match="came for a part"):
+        loop.run_until_complete(go())
 
 
 def normal(length: int, seed: int) -> Tensor:

@@ -160,10 +160,12 @@ def test_nothing_is_nothing(name: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
-def test_what_is_no_number_is_not_taken(name: str, value: float) -> None:
+def test_what_is_no_number_is_not_taken(name: str, value: float, dtype: torch.dtype) -> None:
     x = normal(1000, dtype=torch.float64)
     x[777] = value
+    x = x.to(dtype)
     with pytest.raises(NotFinite):
         named(name).encode(x)
 
@@ -186,6 +188,25 @@ def test_the_default_dtype_does_not_matter(name: str) -> None:
         assert torch.equal(travelled(kind(), x), expected)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CODECS)
+def test_autocast_does_not_matter(name: str, dtype: torch.dtype) -> None:
+    by, x = named(name), normal(3000)
+    expected = travelled(by, x)
+    with torch.autocast("cpu", dtype=dtype):
+        found = travelled(by, x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_the_default_device_does_not_matter(name: str) -> None:
+    x = normal(1000)
+    expected = travelled(named(name), x)
+    with torch.device("meta"):
+        found = travelled(CODECS[name](), x)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", CODECS)

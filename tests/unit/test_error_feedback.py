@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from lightning_swarm.compression import packing
@@ -96,6 +97,19 @@ def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.Monkey
     assert carried[1] is not None
     torch.testing.assert_close(carried[0], carried[1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-9, atol=1e-12)
+
+
+def test_it_is_carried_over_a_selection_that_trains_the_same(swarm: Swarm) -> None:
+    """An optimizer got another group, say. Where others train it is of no use."""
+    swarm.run(step(swarm, 0))
+    stage = swarm.servers[A].stepping.stage(0)
+    before, selection = stage.carried, stage.selection
+    assert before.lost is not None
+    assert selection is not None
+    stage.select(replace(selection, num_groups=selection.num_groups + 1))
+    assert stage.carried is before
+    stage.select(replace(selection, frozen=[next(iter(stage.parameters))]))
+    assert stage.carried.lost is None
 
 
 def test_a_run_that_goes_back_carries_nothing_there(swarm: Swarm) -> None:

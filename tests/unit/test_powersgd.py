@@ -16,8 +16,9 @@ from lightning_swarm.averaging.low_rank import LowRank, orthonormal
 from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.compression import codec
+from lightning_swarm.types.runs import Encoding
 from tests.unit.test_averaging import Ring, compute
-from tests.wire import LowRankMeans
+from tests.wire import Averaging
 
 SHAPES = [Size([40, 30]), Size([40]), Size([16, 3, 5]), Size([3, 4]), Size([])]
 LENGTH = sum(shape.numel() for shape in SHAPES)
@@ -37,11 +38,9 @@ def normal(seed: int, length: int = LENGTH) -> Tensor:
     return torch.randn(length, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def reference() -> LowRankMeans:
-    """From the same directions as the peers."""
-    first, second = low_rank().begin(normal(0)).split([30 * RANK, 15 * RANK])
-    bases = [first.view(-1, RANK), None, second.view(-1, RANK), None, None]
-    return LowRankMeans(SHAPES, RANK, bases)
+def reference() -> Averaging:
+    encoding = Encoding(activations="none", gradients="none", averaging="powersgd", rank=RANK, error_feedback=True)
+    return Averaging(encoding, SHAPES, normal(0))
 
 
 def average(ring: Ring, by: PowerSGD, carried: list[Carried], prefix: str = "round-0") -> list[Averaged]:
@@ -70,7 +69,7 @@ def test_all_have_the_same_bits_and_those_of_one_machine(loop: VirtualLoop, num_
         own = [normal(10 * step + place) for place in range(num_peers)]
         results = average(Ring(loop, own), averager(), carried, f"round-{step}")
         assert all(torch.equal(results[0].mean, result.mean) for result in results)
-        expected = one.mean(sum(own, torch.zeros(LENGTH, dtype=torch.float64)), WEIGHT, feedback=True)
+        expected = one.mean(dict(enumerate(own)), WEIGHT)
         torch.testing.assert_close(results[0].mean, expected, rtol=1e-10, atol=1e-10)
         squared_norm = sum(result.squared_norm for result in results)
         assert squared_norm == pytest.approx(float(expected.square().sum()), rel=1e-10)
@@ -207,16 +206,37 @@ def test_orthonormal_columns_span_what_the_columns_did() -> None:
     torch.testing.assert_close(found @ (found.T @ unit), unit, rtol=1e-12, atol=1e-12)
 
 
-def test_columns_that_add_nothing_do_no_harm() -> None:
-    columns = torch.zeros(5, 3)
-    assert not orthonormal(columns).any()
-    columns[:, 0] = columns[:, 2] = torch.tensor([3.0, 0.0, 4.0, 0.0, 0.0])
-    found = orthonormal(columns)
-    torch.testing.assert_close(found[:, 0], columns[:, 0] / 5.0)
-    assert found.isfinite().all()
-    assert abs(float(found[:, 0] @ found[:, 2])) < 1e-6
-    columns[1, 1] = math.nan
-    assert orthonormal(columns)[:, 1].isnan().all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_rows", [5, 32, 97, 1000])
+def test_columns_that_add_nothing_become_zeros(num_rows: int, dtype: torch.dtype) -> None:
+    """What rounding leaves of them may be another one's direction."""
+    one = normal(num_rows, num_rows).to(dtype)
+    for columns in ([one] * 4, [torch.ones_like(one)] * 4, [one, -one, one / 4, one - one]):
+        found = orthonormal(torch.stack(columns, dim=1))
+        torch.testing.assert_close(found[:, 0], columns[0] / columns[0].norm())
+        assert not found[:, 1:].any()
+    found = orthonormal(torch.stack([one, 3 * one, one / 7, one], dim=1)).double()
+    products = found.T @ found
+    assert (products - products.diagonal().round().diag()).abs().max() < 1e-6, "only what float32 rounded may be left"
+    assert not orthonormal(torch.zeros(num_rows, 3, dtype=dtype)).any()
+
+
+def test_a_column_of_nan_stays_one() -> None:
+    columns = normal(0, 20).view(5, 4)
+    columns[1, 2] = math.nan
+    assert orthonormal(columns)[:, 2].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_feedback_of_a_gradient_of_rank_one_stays_small(loop: VirtualLoop, dtype: torch.dtype) -> None:
+    """As a layer's is whose outputs are summed up: its rows are the same."""
+    by = PowerSGD(LowRank([Size([32, 48])], 4), True, compute)
+    own = (torch.ones(32, 1) * normal(0, 48).float()).to(dtype).flatten()
+    carried = [Carried()] * 2
+    for step in range(10):
+        results = average(Ring(loop, [own, own]), by, carried, f"round-{step}")
+        carried = [result.carried for result in results]
+        torch.testing.assert_close(results[0].mean, own * 2 / WEIGHT, rtol=1e-4, atol=1e-4)
 
 
 def test_bits_do_not_depend_on_how_many_threads_there_are() -> None:
