@@ -28,11 +28,14 @@ class Hosts:
     Args:
         mbits: What each one's line carries each way, in Mb/s; 0: no limit.
         latencies_s: From each one to the switch, and back; as many, or none. Between two hosts it is both of theirs.
+        send_bytes: Largest buffer of what a connection has under way, with what the kernel needs beside it; 0: Linux's
+            own, of 4 MiB.
     """
 
-    def __init__(self, mbits: Sequence[float], latencies_s: Sequence[float] = ()) -> None:
+    def __init__(self, mbits: Sequence[float], latencies_s: Sequence[float] = (), *, send_bytes: int = 0) -> None:
         self._mbits = mbits
         self._latencies_s = latencies_s or [0.0] * len(mbits)
+        self._send_bytes = send_bytes
         self._open = ExitStack()
         self._delay: Callable[[Sequence[float]], None] | None = None
         self._cores = sorted(os.sched_getaffinity(0))
@@ -68,6 +71,9 @@ class Hosts:
                 _run(f"ip -n {name} address add {self.address(number)}/24 dev {DEVICE}")
                 _run(f"ip -n {name} link set lo up")
                 _run(f"ip -n {name} link set {DEVICE} up")
+                if self._send_bytes:
+                    sizes = f"net.ipv4.tcp_wmem=4096\t16384\t{self._send_bytes}"
+                    subprocess.run([*self.on(number), "sysctl", "-qw", sizes], check=True)
                 if mbit:
                     self._limit(number, mbit)
         except BaseException:

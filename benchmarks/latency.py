@@ -20,7 +20,9 @@ ROWS = tuple(product((100.0, 500.0, 0.0), (0.0, 0.01, 0.05, 0.1)))
 """Mb/s of the lines, and seconds one way."""
 
 
-def measure(mbit: float, latency_s: float, *, seconds: float = 8.0, num_trips: int = 20) -> Measured:
+def measure(
+    mbit: float, latency_s: float, *, seconds: float = 8.0, num_trips: int = 20, send_bytes: int = 0
+) -> Measured:
     """Of two hosts.
 
     Args:
@@ -28,8 +30,9 @@ def measure(mbit: float, latency_s: float, *, seconds: float = 8.0, num_trips: i
         latency_s: From the one to the other.
         seconds: Of the transfer.
         num_trips: Of the byte.
+        send_bytes: As `Hosts` has it.
     """
-    with Hosts([mbit] * 2, [latency_s / 2] * 2) as hosts:
+    with Hosts([mbit] * 2, [latency_s / 2] * 2, send_bytes=send_bytes) as hosts:
         return ask(hosts, seconds=seconds, num_trips=num_trips)
 
 

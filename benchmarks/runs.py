@@ -167,6 +167,13 @@ class Stepped:
             own_session=True,
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.finish()
+        self.end(0.0 if kind else _GRACE_S)
+
     def warm(self) -> None:
         """Wait until its first step is over."""
         self._read("first")
@@ -187,10 +194,10 @@ class Stepped:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def end(self) -> None:
+    def end(self, patience_s: float = _GRACE_S) -> None:
         """Wait until it has ended, and end what does not."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_GRACE_S)
+            self._process.wait(patience_s)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # with whatever it started
         self._process.wait()

@@ -33,7 +33,8 @@ from lightning_swarm.simulator.model import Block
 
 WAYS: Final = ("gpipe", "1f1b", "ddp", "hivemind")
 _MODULE = "benchmarks.wan.peers"
-_PATIENCE_S = 120.0
+_PATIENCE_S: Final = 1200.0
+"""Of peers for each other: all other ways have their turns meanwhile."""
 _FLOAT_BYTES = 4
 
 
@@ -174,7 +175,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 def training(
     hosts: Hosts, layers_s: Sequence[float], *, num_microbatches: int, boundary_bytes: int, layer_bytes: int
 ) -> Iterator[Stepped]:
-    """A peer on each host but the first one, warm. A step is told its way.
+    """A peer on each host but the first one, warm. Each step is told its way.
 
     Args:
         hosts: One more than peers.
@@ -184,21 +185,18 @@ def training(
         layer_bytes: Of its weights.
     """
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        peers = []
-        for rank, seconds in enumerate(layers_s):
+        for rank in reversed(range(len(layers_s))):  # the first one ends first, and tells the others
             options: Mapping[str, object] = {
-                "rank": rank, "size": len(layers_s), "seconds": seconds, "num-microbatches": num_microbatches,
+                "rank": rank, "size": len(layers_s), "seconds": layers_s[rank], "num-microbatches": num_microbatches,
                 "boundary-bytes": boundary_bytes, "layer-bytes": layer_bytes, "folder": folder,
                 "address": hosts.address(rank + 1),
             }  # fmt: skip
             words = [word for name, value in options.items() for word in (f"--{name}", value)]
             environment = {"GLOO_SOCKET_IFNAME": DEVICE}
             peer = Stepped(_MODULE, *words, before=hosts.on(rank + 1), environment=environment)
-            stack.callback(peer.end)
-            stack.callback(peer.finish)
-            peers.append(peer)
-        peers[0].warm()
-        yield peers[0]
+            stack.enter_context(peer)
+        peer.warm()
+        yield peer
 
 
 def _told(rank: int) -> str:
@@ -242,7 +240,7 @@ def main() -> None:
         init_method=f"file://{arguments.folder}/gloo",
         rank=arguments.rank,
         world_size=arguments.size,
-        timeout=timedelta(seconds=_PATIENCE_S * 10),
+        timeout=timedelta(seconds=_PATIENCE_S),
     )
     peers = Peers(arguments)
 

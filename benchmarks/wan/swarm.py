@@ -63,13 +63,9 @@ def training(hosts: Hosts, swarm: Swarm) -> Iterator[Stepped]:
             for number in range(1, swarm.num_peers + 1)
         ]
         own = ("--listen", hosts.address(0), "--initial-peers", *addresses)
-        trainer = Stepped(_MODULE, *options, *own, before=hosts.on(0))
-        try:
+        with Stepped(_MODULE, *options, *own, before=hosts.on(0)) as trainer:
             trainer.warm()
             yield trainer
-            trainer.finish()
-        finally:
-            trainer.end()
 
 
 class Ways(Turns):

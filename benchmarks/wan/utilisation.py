@@ -58,19 +58,20 @@ def derive(percents: Sequence[float]) -> Layer:
     return Layer(1.0 / slope, (begin - 1.0) / slope)
 
 
-def measure(layer: Layer, seconds: float, num_steps: int) -> list[float]:
+def measure(layer: Layer, seconds: float, num_steps: int, send_bytes: int) -> list[float]:
     """Percent, for each of the round trips: of the median of some steps.
 
     Args:
         layer: Of both stages.
         seconds: How long a step would take if nothing travelled, about.
         num_steps: Of each.
+        send_bytes: As `Hosts` has it.
     """
     num_microbatches = max(48, round(seconds / (layer.compute_s + layer.transfer_s)))
     swarm = Swarm(stages=[[layer.compute_s]] * 2, num_microbatches=num_microbatches, boundary_bytes=layer.num_bytes)
     found = []
     far = max(ROUND_TRIPS_S) / 4
-    with Hosts([MBIT] * 3, [far] * 3) as hosts, training(hosts, swarm) as trainer:
+    with Hosts([MBIT] * 3, [far] * 3, send_bytes=send_bytes) as hosts, training(hosts, swarm) as trainer:
         # From the longest on: TCP's congestion control takes ten seconds to believe that a way is longer than it was.
         for round_trip_s in sorted(ROUND_TRIPS_S, reverse=True):
             hosts.change([MBIT] * 3, [round_trip_s / 4] * 3)
@@ -86,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="of a step, about")
     parser.add_argument("--steps", type=int, default=2, help="of each cell, after one more")
+    parser.add_argument("--send-bytes", type=int, default=0, help="largest buffer of TCP, sending; 0: Linux's own")
     parser.add_argument("--only", default="", help="rows whose names have this in them")
     arguments = parser.parse_args()
     if Hosts.missing(delayed=True):
@@ -98,7 +100,7 @@ def main() -> None:
             print(name, layer, flush=True)
             of = [name, f"{layer.compute_s * 1e3:.1f} ms", f"{layer.num_bytes / 1e6:.2f} MB"]
             rows.append([*of, "paper", *percents])
-            ours = measure(layer, arguments.seconds, arguments.steps)
+            ours = measure(layer, arguments.seconds, arguments.steps, arguments.send_bytes)
             rows.append(["", "", "", "swarm", *(f"{percent:.1f}" for percent in ours)])
     write("utilisation", table(f"Share of the time that a stage computes, percent, by round trip; {MBIT:g} Mb/s", rows))
 
