@@ -21,6 +21,9 @@ from benchmarks.runs import start
 DEVICE = "line"
 """Each host's end of its line."""
 
+SEND_SIZES = "/proc/sys/net/ipv4/tcp_wmem"
+"""Of buffers of TCP for what is under way, smallest, first and largest: a network namespace has its own."""
+
 
 class Hosts:
     """Some of them, all on one switch.
@@ -72,8 +75,8 @@ class Hosts:
                 _run(f"ip -n {name} link set lo up")
                 _run(f"ip -n {name} link set {DEVICE} up")
                 if self._send_bytes:
-                    sizes = f"net.ipv4.tcp_wmem=4096\t16384\t{self._send_bytes}"
-                    subprocess.run([*self.on(number), "sysctl", "-qw", sizes], check=True)
+                    sizes = f"4096 16384 {self._send_bytes}".encode()
+                    subprocess.run([*self.on(number), "tee", SEND_SIZES], input=sizes, capture_output=True, check=True)
                 if mbit:
                     self._limit(number, mbit)
         except BaseException:

@@ -29,8 +29,9 @@ def draw(name: str, found: Mapping[str, Mapping[tuple[float, float], Mapping[str
                 width = 2.5 if way == "swarm" else 1.2
                 rates = [lines[mbit, trip][way] for trip in trips_s]
                 axes.plot([1e3 * trip for trip in trips_s], rates, "o-", linewidth=width, markersize=3, label=way)
-            axes.set(title=f"{peers} peers, {mbit:g} Mb/s", xlabel="round trip, ms", ylim=(0, None))
+            axes.set(title=f"{peers} peers, {mbit:g} Mb/s", xlabel="round trip, ms")
         row[0].set_ylabel("samples/s")
+    grid[0][0].set_ylim(bottom=0.0)  # of all
     grid[0][-1].legend(fontsize=7)
     figure.tight_layout()
     OUT.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 Two stages on hosts with lines of 500 Mb/s, and a trainer on a third. A stage takes the time that the paper's GPU took,
 which its own figures give, and its tensors have the bytes that they give. Needs Linux, root, iproute2 and TAP devices.
-Takes about ten minutes.
+Takes about fifteen minutes.
 
 Source: arXiv:2301.11913, table 1.
 """
@@ -85,7 +85,7 @@ def measure(layer: Layer, seconds: float, num_steps: int, send_bytes: int) -> li
 def main() -> None:
     """Measure each row, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="of a step, about")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a step, about")
     parser.add_argument("--steps", type=int, default=2, help="of each cell, after one more")
     parser.add_argument("--send-bytes", type=int, default=0, help="largest buffer of TCP, sending; 0: Linux's own")
     parser.add_argument("--only", default="", help="rows whose names have this in them")

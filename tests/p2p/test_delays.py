@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from contextlib import AsyncExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from benchmarks.hosts import Hosts
+from benchmarks.hosts import SEND_SIZES, Hosts
 from benchmarks.latency import ask, measure
 from lightning_swarm.network import Transport, hivemind
 
@@ -49,6 +50,14 @@ def test_lines_change_while_hosts_use_them() -> None:
         found = ask(hosts, seconds=1.0, num_trips=5)
     assert 0.04 <= found.round_trip_s < 0.04 + 0.03
     assert 5.0 < found.mbit < 10.0
+
+
+@pytest.mark.usefixtures("_permitted")
+def test_hosts_may_have_more_under_way_than_the_machine_they_are_on() -> None:
+    largest = 1 << 25
+    with Hosts([0.0], send_bytes=largest) as hosts:
+        said = subprocess.run([*hosts.on(0), "cat", SEND_SIZES], capture_output=True, text=True, check=True).stdout
+    assert int(said.split()[2]) == largest != int(Path(SEND_SIZES).read_text().split()[2])
 
 
 @pytest.mark.usefixtures("_permitted")
