@@ -11,7 +11,7 @@ from lightning_swarm.compression import CODECS, SMALLEST
 from lightning_swarm.config import Compression
 from lightning_swarm.planner.wire import Code, Wire
 
-_CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.0e-9, "6bit": 6.0e-9, "4bit": 5.5e-9}
+_CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
 """Seconds of a core for writing and reading a number, of millions of them. Measured: `benchmarks.codecs`."""
 
 
