@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,19 +15,22 @@ from tests.unit.conftest import MakeSwarm
 CPU = torch.device("cpu")
 BIG = 64 << 20
 
-linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says what a process has held")
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux says what a process has held")
+
+
+def _held_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @linux
 def test_the_peak_is_what_was_held_at_once() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # what was held before counts no more
     before = machine.peak_bytes(CPU)
-    big = torch.ones(BIG, dtype=torch.uint8)
+    assert before is not None
+    big = torch.ones(before - _held_bytes() + BIG, dtype=torch.uint8)  # beyond all that was ever held here
     del big
     after = machine.peak_bytes(CPU)
-    assert before is not None
     assert after is not None
-    assert BIG * 0.9 < after - before < BIG * 1.5
+    assert BIG * 0.5 < after - before < BIG * 1.5
     assert machine.peak_bytes(CPU) == after, "it was given back, and still was held"
     assert re.fullmatch(r" It took at most \d+\.\d\d GB of memory here\.", machine.describe_peak(CPU))
 
