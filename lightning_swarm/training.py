@@ -78,7 +78,7 @@ class Training:
             link,
             runtime,
             PipelineConfig(
-                keywords=[stage.keywords for stage in stages if not stage.spec.on_trainers],
+                stages=[stage for stage in stages if not stage.spec.on_trainers],
                 shared=self._config.shared,
                 microbatch_size=self._config.microbatch_size,
                 num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),

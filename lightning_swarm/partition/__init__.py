@@ -1,5 +1,6 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
+from lightning_swarm.partition.bindings import CALLS, BlockCall, argument_of, bind, call_bound, taken
 from lightning_swarm.partition.blocks import Blocks, find_blocks
 from lightning_swarm.partition.boundaries import check_cuts, insert_at_cuts, layers_behind
 from lightning_swarm.partition.choice import choose_ranges
@@ -9,11 +10,16 @@ from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec,
 from lightning_swarm.partition.timing import time_costs
 
 __all__ = [
+    "CALLS",
+    "BlockCall",
     "Blocks",
     "StageModule",
     "StageSpec",
     "TensorSpec",
+    "argument_of",
     "balanced",
+    "bind",
+    "call_bound",
     "check_cuts",
     "choose_ranges",
     "computing",
@@ -25,5 +31,6 @@ __all__ = [
     "layers_behind",
     "named",
     "parameter_costs",
+    "taken",
     "time_costs",
 ]

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_swarm.boundary import BoundaryLayer
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.nn import accepted_keywords, call_blocks
+from lightning_swarm.partition import bindings
 from lightning_swarm.partition.blocks import Blocks
 from lightning_swarm.partition.boundaries import layers_behind
 
@@ -25,6 +26,9 @@ _Slot = tuple[str, nn.Module, str]
 """Full name of a tensor in the model, the module that holds it, and its name there."""
 
 _Named = tuple[str, nn.Module]
+
+_Run = Sequence[tuple[str | None, nn.Module]]
+"""What a stage computes, in order: blocks with their names, and boundary layers without."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -66,10 +70,11 @@ class StageModule(nn.Module):
         keywords: The extras that its blocks name.
     """
 
-    def __init__(self, spec: StageSpec, blocks: Sequence[nn.Module], slots: "_Slots") -> None:
+    def __init__(self, spec: StageSpec, run: "_Run", slots: "_Slots") -> None:
         """Hold blocks; see `cut`."""
         super().__init__()
         self.spec = spec
+        self._names, blocks = [name for name, _ in run], [block for _, block in run]
         self.blocks = nn.ModuleList(blocks)
         self.keywords = frozenset[str]().union(*map(accepted_keywords, blocks))
         # Places, not tensors: moving a model off meta or to a device replaces its parameter objects.
@@ -80,9 +85,18 @@ class StageModule(nn.Module):
 
         Args:
             inputs: All inputs of the first block; of a stage that is not the first, one value.
-            extras: Keyword arguments of the pipeline's call. Those that no block here names are ignored.
+            extras: Keyword arguments of the pipeline's call, those that no block here names are ignored; or what
+                `bindings.bind` made of the calls of a list's blocks.
         """
+        if bindings.CALLS in extras:
+            return bindings.call_bound(self.blocks, self._names, inputs, extras)
         return call_blocks(self.blocks, inputs, extras)
+
+    def taken(self, extras: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a call's extras, those that are for blocks here."""
+        if bindings.CALLS in extras:
+            return bindings.taken(extras, self.spec.block_names)
+        return {name: value for name, value in extras.items() if name in self.keywords}
 
     def compile_by(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Have the whole run of blocks compiled when it is called.
@@ -150,14 +164,14 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     runs = [_run(blocks, layers, indices) for indices in ranges]
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
     parameters, buffers = _parameter_slots(model), _buffer_slots(model)
-    held = [_ids(block.parameters() for block in run) for run in runs]
+    held = [_ids(block.parameters() for _, block in run) for run in runs]
     _refuse_unregistered(blocks, set(parameters) | set(buffers))
     _refuse_tied(parameters, held, names)
     if blocks.modules == tuple(blocks.root._modules.values()):
         _refuse_shared(outside, held)  # composites of `configure_stages` may hold what the model has elsewhere, too
     stages = []
     for index, run in enumerate(runs):
-        inside = _ids(block.buffers() for block in run)
+        inside = _ids(block.buffers() for _, block in run)
         slots = _Slots(
             tuple(slot for key, slot in parameters.items() if key in held[index]),
             tuple(slot for key, slot in buffers.items() if key in inside),
@@ -310,16 +324,15 @@ def _refuse_lazy(modules: Iterable[_Named]) -> None:
         )
 
 
-def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> tuple[nn.Module, ...]:
-    """What a stage computes, in order."""
+def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) -> _Run:
     before = layers.get(indices.start - 1)
-    run: list[nn.Module] = [] if before is None else [before.decompress]
+    run: list[tuple[str | None, nn.Module]] = [] if before is None else [(None, before.decompress)]
     for index in indices:
-        run.append(blocks.modules[index])
+        run.append((blocks.names[index], blocks.modules[index]))
         if index in layers:
             goes_on_elsewhere = indices.stop == index + 1 < len(blocks.modules)
-            run.append(layers[index].compress if goes_on_elsewhere else layers[index])
-    return tuple(run)
+            run.append((None, layers[index].compress if goes_on_elsewhere else layers[index]))
+    return run
 
 
 def _outside(model: nn.Module, run: Iterable[nn.Module]) -> list[_Named]:

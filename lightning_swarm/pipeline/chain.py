@@ -1,14 +1,15 @@
 """The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline.
 
-Each call but the last is answered with a placeholder that only the next block takes. The last block's call runs the
-whole pipeline. Whatever a forward does with a hidden state in between is refused: nobody here has it.
+Each call but the last is answered with a placeholder that only the next block takes, or that only the next block
+takes something of. The last block's call runs the whole pipeline. Whatever else a forward does with a hidden state in
+between is refused: nobody here has it.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -20,8 +21,7 @@ from typing_extensions import override
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.nn import accepted_keywords
-from lightning_swarm.partition import Blocks
+from lightning_swarm.partition import BlockCall, Blocks, bind
 from lightning_swarm.server.mode import capture
 from lightning_swarm.types.calls import Mode
 
@@ -33,7 +33,7 @@ class _Progress:
     list_name: str
     block_name: str  # called last
     hidden: Any  # the first block's input
-    extras: tuple[Mapping[str, Any], ...]  # of each call
+    calls: tuple[BlockCall, ...]
     mode: Mode
     recomputed_in: FrameType | None  # of the checkpoint that the chain began in
     versions: tuple[tuple[Tensor, int], ...]  # of what the calls were given
@@ -41,7 +41,11 @@ class _Progress:
     @property
     def index(self) -> int:
         """Of the block that was called last."""
-        return len(self.extras) - 1
+        return len(self.calls) - 1
+
+    def picked(self, picks: tuple[int | str, ...]) -> _Progress:
+        """The same, where `picks` were taken from what the last block gave."""
+        return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
 
 class Chain:
@@ -49,7 +53,7 @@ class Chain:
 
     Args:
         blocks: A list's; their own forwards are read here, before anything stands in for them.
-        pipeline: Computes all blocks at once: takes the first one's input, and the extras by name.
+        pipeline: Computes all blocks at once: takes the first one's input, and what `bind` makes of their calls.
         device_type: Of the trainer's tensors.
     """
 
@@ -57,62 +61,78 @@ class Chain:
         self._pipeline = pipeline
         self._device_type = device_type
         self._list_name = blocks.root_name
+        self._keys = blocks.names
         self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
         self._modules = blocks.modules
         self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
-        self._keywords = [accepted_keywords(block) for block in blocks.modules]
 
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
         """What stands in for the forward of the block that is at `place` for the first time."""
-        hidden, extras = self._bound(place, args, kwargs)
-        before = hidden._progress if isinstance(hidden, Pending) else None
+        hidden, arguments = self._bound(place, args, kwargs)
+        before = hidden._progress.picked(hidden._picks) if isinstance(hidden, Pending) else None
         index = 0 if before is None else before.index + 1
         if index == len(self._modules) or self._modules[index] is not self._modules[place]:
             found = "something else" if before is None else f"the output of block {before.block_name!r}"
             self._refuse(f"block {self._names[place]!r} was called with {found}")
-        progress = self._began(hidden, extras) if before is None else self._went_on(before, extras)
+        progress = self._began(hidden, arguments) if before is None else self._went_on(before, arguments)
         if index < len(self._modules) - 1:
             return Pending(progress)
-        extras = self._all_extras(progress)
+        if any(tensor._version != version for tensor, version in progress.versions):
+            self._refuse("an argument was changed in place between the calls of the first block and of the last")
         # A checkpoint around this block is after what is saved in this thread: not what stages save that compute in it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            return self._pipeline(progress.hidden, **extras)
+            return self._pipeline(progress.hidden, **bind(self._keys, progress.calls))
 
     def _bound(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The hidden state, and the other arguments by their names."""
-        parameters = self._signatures[place].parameters
-        given: dict[str, Any] = dict(self._signatures[place].bind(*args, **kwargs).arguments)
-        for name in [name for name in given if parameters[name].kind is inspect.Parameter.VAR_KEYWORD]:
-            given.update(given.pop(name))
-        first = next(iter(parameters), "")
-        hidden = [given.pop(first)] if first in given else []
-        if hidden and parameters[first].kind is inspect.Parameter.VAR_POSITIONAL:
-            hidden = list(hidden[0])
-        unknown = sorted(given.keys() - self._keywords[place])
-        if unknown or len(hidden) != 1:
+        signature = self._signatures[place]
+        unnamed: list[Any] = []
+        given: dict[str, Any] = {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                unnamed += value
+            elif name == next(iter(signature.parameters)) or kind is inspect.Parameter.POSITIONAL_ONLY:
+                unnamed.append(value)
+            else:
+                given[name] = value
+        if len(unnamed) != 1:
             self._refuse(
-                f"block {self._names[place]!r} was called with {len(hidden)} hidden states and with arguments that "
-                f"its forward does not name, {unknown}"
+                f"block {self._names[place]!r} was called with {len(unnamed)} arguments that have no names, where only "
+                "the hidden state may have none"
             )
         for name, value in given.items():
-            if isinstance(value, Pending):
-                self._refuse(
-                    f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
-                )
-        return hidden[0], given
+            self._check_travels(place, name, value)
+        return unnamed[0], given
 
-    def _began(self, hidden: Any, extras: dict[str, Any]) -> _Progress:
+    def _check_travels(self, place: int, name: str, value: Any) -> None:
+        if isinstance(value, Pending):
+            self._refuse(
+                f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
+            )
+        try:
+            trees.flatten(value)
+        except ConfigError as error:
+            raise ConfigError(
+                f"arguments of blocks travel to other peers: block {self._names[place]!r} got a "
+                f"{type(value).__name__} as `{name}`, and {error} A cache of keys and values is for generating text "
+                "only: do without it, by `use_cache=False` in a Hugging Face model's config."
+            ) from error
+
+    def _began(self, hidden: Any, arguments: dict[str, Any]) -> _Progress:
         return _Progress(
             list_name=self._list_name,
             block_name=self._names[0],
             hidden=hidden,
-            extras=(extras,),
+            calls=(BlockCall(arguments),),
             mode=self._mode(),
             recomputed_in=_reentrant_checkpoint(),
-            versions=_versions((hidden, extras)),
+            versions=_versions((hidden, arguments)),
         )
 
-    def _went_on(self, before: _Progress, extras: dict[str, Any]) -> _Progress:
+    def _went_on(self, before: _Progress, arguments: dict[str, Any]) -> _Progress:
         name = self._names[before.index + 1]
         if before.mode != self._mode():
             self._refuse(
@@ -124,26 +144,12 @@ class Chain:
                 f"`use_reentrant=True` around block {name!r}. Pass False, or leave checkpointing out: the servers "
                 "compute activations again where memory is short."
             )
-        for earlier in before.extras:
-            for key in earlier.keys() & extras.keys():
-                if not _same(earlier[key], extras[key]):
-                    self._refuse(f"block {name!r} got another `{key}` than a block before it (make it before the loop)")
         return replace(
             before,
             block_name=name,
-            extras=(*before.extras, extras),
-            versions=before.versions + _versions(extras),
+            calls=(*before.calls, BlockCall(arguments)),
+            versions=before.versions + _versions(arguments),
         )
-
-    def _all_extras(self, progress: _Progress) -> dict[str, Any]:
-        """The extras of all calls. The pipeline gives each to all blocks that name it, so these must have had it."""
-        every = {name: value for extras in progress.extras for name, value in extras.items()}
-        for name, keywords, extras in zip(self._names, self._keywords, progress.extras, strict=True):
-            for key in every.keys() & keywords - extras.keys():
-                self._refuse(f"block {name!r} was called without `{key}`, which another block got")
-        if any(tensor._version != version for tensor, version in progress.versions):
-            self._refuse("an argument was changed in place between the calls of the first block and of the last")
-        return every
 
     def _mode(self) -> Mode:
         return capture(self._device_type, training=False, grad=torch.is_grad_enabled(), input_grad=False)
@@ -153,12 +159,18 @@ class Chain:
 
 
 class Pending:
-    """Stands for the output of a block until the list's last block is called. Good for the next block only."""
+    """Stands for the output of a block, or a part of it, until the last block is called. The next block may have it."""
 
-    __slots__ = ("_progress",)
+    __slots__ = ("_picks", "_progress")
 
-    def __init__(self, progress: _Progress) -> None:
+    def __init__(self, progress: _Progress, picks: tuple[int | str, ...] = ()) -> None:
         self._progress = progress
+        self._picks = picks
+
+    def __getitem__(self, key: Any) -> Pending:
+        if type(key) not in (int, str):
+            self._refuse("`__getitem__`")
+        return Pending(self._progress, (*self._picks, key))
 
     @override
     def __repr__(self) -> str:
@@ -189,7 +201,7 @@ def _operation(name: str) -> Callable[..., NoReturn]:
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _OTHERS = ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index")
-_CONTAINER = ("getitem", "setitem", "delitem", "iter", "len", "contains")
+_CONTAINER = ("setitem", "delitem", "iter", "len", "contains")
 for _name in (*_ARITHMETIC, *(f"r{one}" for one in _ARITHMETIC), *_OTHERS, *_CONTAINER):
     setattr(Pending, f"__{_name}__", _operation(f"__{_name}__"))
 Pending.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
@@ -198,16 +210,9 @@ Pending.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `
 def _refuse(list_name: str, found: str) -> NoReturn:
     raise ConfigError(
         f"the forward around {list_name!r} must call its blocks one after the other, each with the output of the one "
-        "before and all with the same other arguments, and do nothing else in between, for the swarm computes them "
-        f"in one go: {found}. Change the forward, or define `configure_stages(self)` that returns all of it in blocks."
+        f"before, and do nothing else in between, for the swarm computes them in one go: {found}. Change the forward, "
+        "or define `configure_stages(self)` that returns all of it in blocks."
     )
-
-
-def _same(one: Any, other: Any) -> bool:
-    """The same tensors in equal containers."""
-    structure, tensors = trees.flatten(one)
-    others_structure, others = trees.flatten(other)
-    return structure == others_structure and all(a is b for a, b in zip(tensors, others, strict=True))
 
 
 def _versions(tree: Any) -> tuple[tuple[Tensor, int], ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.partition import argument_of
 
 _REDUCED = (
     "Return per-sample losses (reduction='none') from the last block and reduce them in training_step, "
@@ -44,9 +45,9 @@ def num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Collectio
     rows: int | None = None
     first = ""
     for where, tensor, is_keyword in _split_tensors(args, kwargs, shared):
-        if rows is None and is_keyword:
-            break
-        _refuse_scalar(where, tensor, is_keyword=is_keyword)
+        if is_keyword and (rows is None or _is_for_all(tensor)):
+            continue
+        _refuse_scalar(where, tensor)
         if rows is None:
             rows, first = tensor.shape[0], where
         elif tensor.shape[0] != rows:
@@ -73,9 +74,10 @@ def split(
 
     Args:
         args: Positional arguments: trees whose tensors ``[rows, ...]`` are split along dimension 0.
-        kwargs: Keyword arguments, split likewise.
+        kwargs: Keyword arguments, split likewise. One with a single row for all samples, or without dimensions, goes
+            whole to each microbatch: it would be broadcast.
         size: Rows of a microbatch; the last one may have fewer.
-        shared: Names of keyword arguments that go whole to each microbatch.
+        shared: Names of keyword arguments that go whole to each microbatch whatever their shape.
 
     Returns:
         The microbatches in order. Their tensors are views. What is no tensor goes whole to each.
@@ -86,11 +88,12 @@ def split(
     if size < 1:
         raise ConfigError(f"`microbatch_size` must be at least 1, got {size}. Raise it.")
     rows = num_rows(args, kwargs, shared)
-    whole = {name: value for name, value in kwargs.items() if name in shared}
-    structure, tensors = trees.flatten((args, {name: value for name, value in kwargs.items() if name not in shared}))
-    chunks = [torch.split(tensor, size) for tensor in tensors]
+    whole = {name: value for name, value in kwargs.items() if argument_of(name) in shared}
+    structure, tensors = trees.flatten((args, {name: value for name, value in kwargs.items() if name not in whole}))
+    starts = range(0, rows, size)
+    chunks = [(tensor,) * len(starts) if _is_for_all(tensor) else torch.split(tensor, size) for tensor in tensors]
     microbatches = []
-    for number, start in enumerate(range(0, rows, size)):
+    for number, start in enumerate(starts):
         part_args, part_kwargs = trees.unflatten(structure, [parts[number] for parts in chunks])
         # In the caller's order of keywords.
         ordered = {name: whole[name] if name in whole else part_kwargs[name] for name in kwargs}
@@ -153,16 +156,20 @@ def _split_tensors(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], shared: Collection[str]
 ) -> list[tuple[str, Tensor, bool]]:
     named: list[tuple[str, Any, bool]] = [(f"positional argument {i}", value, False) for i, value in enumerate(args)]
-    named += [(f"`{name}`", value, True) for name, value in kwargs.items() if name not in shared]
+    named += [(f"`{name}`", value, True) for name, value in kwargs.items() if argument_of(name) not in shared]
     return [(where, tensor, is_kw) for where, value, is_kw in named for tensor in trees.flatten(value)[1]]
 
 
-def _refuse_scalar(where: str, tensor: Tensor, *, is_keyword: bool) -> None:
+def _is_for_all(tensor: Tensor) -> bool:
+    """Of a keyword argument: whether it belongs to no sample. In a batch of one, every microbatch is the batch."""
+    return tensor.ndim == 0 or tensor.shape[0] == 1
+
+
+def _refuse_scalar(where: str, tensor: Tensor) -> None:
     if tensor.ndim == 0:
-        remedy = "Name it in `shared=(...)`" if is_keyword else "Pass it as a keyword named in `shared=(...)`"
         raise ConfigError(
             f"tensors must have a dimension 0 to be split along, got a 0-dimensional one in {where}. "
-            f"{remedy}, or pass a Python number."
+            "Pass it as a keyword, or pass a Python number."
         )
 
 

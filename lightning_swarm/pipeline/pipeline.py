@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_swarm import trees
 from lightning_swarm.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.errors import ConfigError, LeaseRevoked
+from lightning_swarm.partition import CALLS, StageModule
 from lightning_swarm.pipeline import autograd
 from lightning_swarm.pipeline.copies import Microbatch
 from lightning_swarm.pipeline.link import Link
@@ -47,7 +48,7 @@ class PipelineConfig:
     """What every call needs to know.
 
     Args:
-        keywords: For each stage, the extras that its blocks name.
+        stages: Of the run, as this trainer's copy of the model has them; without what is on the trainers.
         shared: Extras that go whole to every microbatch.
         microbatch_size: Rows of a microbatch; None: each batch in `num_microbatches` parts.
         num_microbatches: See above.
@@ -56,7 +57,7 @@ class PipelineConfig:
         codecs: By which tensors travel.
     """
 
-    keywords: Sequence[frozenset[str]]
+    stages: Sequence[StageModule]
     shared: tuple[str, ...]
     microbatch_size: int | None
     num_microbatches: int
@@ -150,9 +151,9 @@ class Pipeline:
         return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
 
     def _check_extras(self, extras: dict[str, Any]) -> None:
-        known = frozenset[str]().union(*self.config.keywords)
+        known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
         for name in extras:
-            if name not in known:
+            if CALLS not in extras and name not in known:
                 raise TypeError(
                     f"the pipelined module got an unexpected keyword argument {name!r}: no block's forward names it "
                     f"(they name {sorted(known)})"
@@ -186,7 +187,7 @@ class _Call:
                     key=pipeline.key(self._batch, number, index),
                     num_rows=part.num_rows,
                     inputs=_to_send(part.args, config.codecs.activations, copy=True),
-                    extras=[_taken(part.kwargs, keywords) for keywords in config.keywords],
+                    extras=[stage.taken(part.kwargs) for stage in config.stages],
                     mode=mode,
                     weight=self._batch.grant.weight if self._batch else 0.0,
                     first_trained=pipeline.first_trained,
@@ -246,10 +247,6 @@ class _Call:
 
     def _run(self, works: list[Any]) -> list[Any]:
         return self._pipeline.runtime.run(gather_bounded(works, self._pipeline.config.max_in_flight))
-
-
-def _taken(extras: dict[str, Any], keywords: frozenset[str]) -> dict[str, Any]:
-    return {name: value for name, value in extras.items() if name in keywords}
 
 
 def _detached(extras: dict[str, Any]) -> dict[str, Any]:

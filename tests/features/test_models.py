@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning as L
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
@@ -13,7 +15,7 @@ from typing_extensions import override
 from tests.features.both import fit_both
 from tests.features.mark import WORKS, feature
 from tests.parity.harness import assert_same_curve, run_plain, run_swarm
-from tests.parity.models import DigitsMLP, Images, NanoGPT, TinyGPT, digits, loader, sentences
+from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, TinyGPT, digits, loader, sentences
 
 STEPS = 9
 LIST = {"pipeline": "transformer.h"}
@@ -50,6 +52,33 @@ def test_configured_stages() -> None:
 )
 def test_a_list_in_a_forward() -> None:
     fit_both(NanoGPT, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
+
+
+class Llama(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=True, **sizes)
+        self.model = transformers.LlamaForCausalLM(config)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.model(input_ids=batch[0], labels=batch[0]).loss
+        self.log("loss", loss)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+@feature(
+    "models of Hugging Face (`pipeline='model.model.layers'`)",
+    WORKS,
+    "as they are, with masks, rotary tables, keyword arguments: [models.md](models.md)",
+)
+def test_hugging_face() -> None:
+    fit_both(Llama, data=lambda: loader(sentences()), max_steps=STEPS, swarm={"pipeline": "model.model.layers"})
 
 
 @feature("parameters outside of the pipeline", WORKS, "the trainer computes them, and a stage of its own steps them")

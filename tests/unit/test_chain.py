@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.nn import Sequential, call_blocks
-from lightning_swarm.partition import Blocks, computing, find_blocks
+from lightning_swarm.nn import Sequential
+from lightning_swarm.partition import CALLS, Blocks, argument_of, call_bound, computing, find_blocks, taken
 from lightning_swarm.pipeline.interception import Interception
 
 
@@ -62,7 +63,7 @@ class FakePipeline:
     def __call__(self, *inputs: Any, **extras: Any) -> Any:
         self.calls.append(extras)
         with computing():
-            return call_blocks(self._blocks.modules, inputs, extras)
+            return call_bound(self._blocks.modules, self._blocks.names, inputs, extras)
 
 
 class Patched:
@@ -167,12 +168,91 @@ def test_extras_reach_the_blocks_that_name_them(patch: Callable[..., Patched]) -
 
     patched = patch(nn.ModuleDict({"h": mixed}), "h")
     assert torch.equal(run(patched.model["h"]), run(patched.plain["h"]))  # type: ignore[index]
-    assert [list(extras) for extras in patched.pipeline.calls] == [["mask"]]
-    x = patched.model["h"][0](ROWS)  # type: ignore[index]
+    assert [list(extras) for extras in patched.pipeline.calls] == [["mask", CALLS]]
+
+
+class Takes(nn.Module):
+    """Hands on whatever it is given."""
+
+    def forward(self, hidden: Tensor, /, first: float, *, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        hidden = hidden * first if mask is None else hidden + mask
+        return hidden + sum(kwargs.values())
+
+
+def test_each_block_is_called_as_the_forward_calls_it(patch: Callable[..., Patched]) -> None:
+    def run(blocks: Any) -> Any:
+        window, scale = MASK * 2, torch.tensor(3.0)
+        x = blocks[0](ROWS, 2.0, mask=MASK, late=scale)
+        x = blocks[1](x, 0.5, mask=window)
+        x = blocks[2](x, mask=MASK, first=2.0)
+        return blocks[3](x, 2.0, other=MASK, late=scale)
+
+    patched = patch(nn.ModuleDict({"h": nn.ModuleList([Takes() for _ in range(4)])}), "h")
+    assert torch.equal(run(patched.model["h"]), run(patched.plain["h"]))  # type: ignore[index]
+    (extras,) = patched.pipeline.calls
+    assert sorted(extras) == [CALLS, "first", "first#2", "late", "mask", "mask#2", "other"], "each value travels once"
+    assert [extras[name] for name in ("first", "first#2")] == [2.0, 0.5]
+    own = taken(extras, ["1"])
+    assert sorted(own) == [CALLS, "first#2", "mask#2"], "a stage gets what its own blocks take"
+    assert list(own[CALLS]) == ["1"]
+    trees.flatten(extras)  # so it can travel
+
+
+def test_masks_of_their_own_are_shared_by_the_arguments_name() -> None:
+    assert [argument_of(name) for name in ("mask", "mask#2")] == ["mask", "mask"]
+
+
+class Wraps(nn.Module):
+    """Gives its hidden state in a tuple, or deeper."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.wrap(hidden + 1)
+
+
+def test_what_is_taken_of_a_blocks_output(patch: Callable[..., Patched]) -> None:
+    wraps: list[Callable[[Tensor], Any]] = [
+        lambda x: (x,),
+        lambda x: {"a": (x, x * 2), "b": 1},
+        lambda x: [x, None],
+        lambda x: (x, x),
+    ]
+
+    def run(blocks: Any) -> Any:
+        x = blocks[0](ROWS)[0]
+        outputs = blocks[1](x)
+        x = blocks[2](outputs["a"][1])[-2]
+        return blocks[3](x)[0]
+
+    patched = patch(nn.ModuleDict({"h": nn.ModuleList([Wraps(wrap) for wrap in wraps])}), "h")
+    assert torch.equal(run(patched.model["h"]), run(patched.plain["h"]))  # type: ignore[index]
+
+
+def test_a_sample_is_not_taken_of_a_tensor(patch: Callable[..., Patched]) -> None:
     with pytest.raises(
-        ConfigError, match=r"with 1 hidden states and with arguments that its forward does not name, \['z"
+        ConfigError, match=r"got \[0\] of block '1', which gave a Tensor: of a tensor that would be a s"
     ):
-        loop([*mixed[1:4], lambda hidden: mixed[4](hidden, zeta=1)], x)
+        patch().model(ROWS, between(lambda x: x[0]))
+
+
+def test_what_cannot_travel_is_refused_by_the_arguments_name(patch: Callable[..., Patched]) -> None:
+    message = r"block 'parts.h.0' got a dict_keys as `scale`, and .*do without it, by `use_cache=False`"
+    with pytest.raises(ConfigError, match=message):
+        patch().model(ROWS, other_extras({"scale": {}.keys()}))
+
+
+def test_arguments_without_names_are_refused(patch: Callable[..., Patched]) -> None:
+    class Unnamed(nn.Module):
+        def forward(self, hidden: Tensor, *masks: Tensor) -> Tensor:
+            return hidden
+
+    patched = patch(nn.ModuleDict({"h": nn.ModuleList([Unnamed(), Unnamed()])}), "h")
+    first: Any = patched.model["h"][0]  # type: ignore[index]
+    with pytest.raises(ConfigError, match=r"'h.0' was called with 2 arguments that have no names, where only the hidd"):
+        first(ROWS, MASK)
 
 
 def test_a_block_that_stands_in_the_list_twice(patch: Callable[..., Patched]) -> None:
@@ -269,7 +349,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "added from the right": (between(lambda x: 1.0 * x), r"went to `__rmul__`"),
     "added to a tensor": (between(lambda x: ROWS + x), r"went to `torch.Tensor.(__add__|add)`"),
     "compared": (between(lambda x: x == 1), r"went to `__eq__`"),
-    "indexed": (between(lambda x: x[0]), r"went to `__getitem__`"),
+    "sliced": (between(lambda x: x[:1]), r"went to `__getitem__`"),
+    "indexed by a tensor": (between(lambda x: x[x > 0]), r"went to `__gt__`"),
     "unpacked": (between(lambda x: tuple(x)), r"went to `__iter__`"),
     "asked for its shape": (between(lambda x: x.shape), r"went to `.shape`"),
     "asked for its truth": (between(lambda x: x or x), r"went to `__bool__`"),
@@ -277,19 +358,6 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "stacked": (between(lambda x: torch.stack([x, x])), r"went to `torch.stack`"),
     "in a tuple": (between(lambda x: (x, x)), r"block 'parts.h.2' was called with something else"),
     "as another argument": (crossing, r"block 'parts.h.1' got the output of block 'parts.h.0' as `mask`"),
-    "another mask": (
-        other_extras({"mask": MASK}, {"mask": MASK.clone}, {"mask": MASK}),
-        r"block 'parts.h.1' got another `mask`.*before the loop",
-    ),
-    "another number": (
-        other_extras({"scale": 1.0}, {"scale": 1.0}, {"scale": 2.0}),
-        r"'parts.h.2' got another `scale`",
-    ),
-    "no mask": (
-        other_extras({"mask": MASK}, {}, {"mask": MASK}),
-        r"block 'parts.h.1' was called without `mask`, which another block got",
-    ),
-    "a mask later": (other_extras({}, {}, {"mask": MASK}), r"block 'parts.h.0' was called without `mask`"),
     "no gradient": (without_gradient, r"`no_grad`, autocast .* between block 'parts.h.0' and 'parts.h.1'"),
     "autocast": (under_autocast, r"`no_grad`, autocast .* between block 'parts.h.0' and 'parts.h.1'"),
     "changed in place": (in_place, r"an argument was changed in place between"),

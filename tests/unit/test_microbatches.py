@@ -29,6 +29,24 @@ def test_rows_are_split_and_the_last_microbatch_may_be_smaller() -> None:
     assert list(last.kwargs) == ["targets", "mask", "scale"]
 
 
+def test_what_is_broadcast_goes_whole() -> None:
+    tables, heat = (torch.ones(1, 7), torch.zeros(1, 5)), torch.tensor(0.5)
+
+    microbatches = parts(2, X, tables=tables, heat=heat, mixed=[Y, tables[0]])
+
+    assert all(m.kwargs["tables"] == tables for m in microbatches)
+    assert all(m.kwargs["heat"] is heat for m in microbatches)
+    assert [len(m.kwargs["mixed"][0]) for m in microbatches] == [2, 2, 1]
+    assert all(m.kwargs["mixed"][1] is tables[0] for m in microbatches)
+    assert num_rows((X,), {"heat": heat, "tables": tables}, ()) == 5
+
+
+def test_values_of_one_argument_are_shared_by_its_name() -> None:
+    microbatches = parts(2, X, **{"mask": MASK, "mask#2": MASK}, shared=("mask",))
+
+    assert all(m.kwargs["mask#2"] is MASK for m in microbatches)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 100])
 def test_split_copies_nothing_and_concat_undoes_it(size: int) -> None:
     microbatches = parts(size, X)
@@ -59,8 +77,7 @@ def test_a_shared_value_may_be_anything() -> None:
         ((1, None), {"x": X}, ["at least one positional tensor", "got 2", "Pass the batch first"]),
         ((X, Y[:3]), {}, ["same length", "5 in positional argument 0 and 3 in positional argument 1", "as a keyword"]),
         ((X,), {"mask": MASK}, ["same length", "3 in `mask`", "name it in `shared=(...)`"]),
-        ((X,), {"t": torch.tensor(1.0)}, ["dimension 0", "0-dimensional one in `t`", "Name it in `shared=(...)`"]),
-        ((X, torch.tensor(1.0)), {}, ["0-dimensional one in positional argument 1", "Pass it as a keyword named in"]),
+        ((X, torch.tensor(1.0)), {}, ["0-dimensional one in positional argument 1", "Pass it as a keyword"]),
         ((X[:0],), {}, ["at least one row", "got 0 in positional argument 0", "Skip"]),
         ((X, object()), {}, ["must be tensors, None", "got builtins.object", "Convert it"]),
     ],

@@ -1,0 +1,105 @@
+"""What each block of a list is called with by a forward of the user's own, as extras that travel with a microbatch.
+
+Blocks may be given different values under one name, such as the masks of local and of global attention. Each value
+travels once; the call of a block says which of them it takes as which argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from lightning_swarm import trees
+from lightning_swarm.errors import ConfigError
+
+CALLS: Final = "calls of the blocks"
+"""Beside the values, what the blocks are called with. No argument has this name."""
+
+_NTH: Final = "#"
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One block's call.
+
+    Attributes:
+        arguments: All but the hidden state, by name.
+        picks: Indices and keys that the forward took from what the block gave, one after the other, before it handed
+            that to the next block: ``(0,)`` of ``x = block(x)[0]``.
+    """
+
+    arguments: Mapping[str, Any]
+    picks: tuple[int | str, ...] = ()
+
+
+def bind(names: Iterable[str], calls: Iterable[BlockCall]) -> dict[str, Any]:
+    """The extras that say how blocks are called.
+
+    Args:
+        names: Of the blocks.
+        calls: Of each of them.
+    """
+    values: dict[str, Any] = {}
+    bound = {
+        name: ({argument: _enter(values, argument, value) for argument, value in call.arguments.items()}, call.picks)
+        for name, call in zip(names, calls, strict=True)
+    }
+    return {**values, CALLS: bound}
+
+
+def argument_of(name: str) -> str:
+    """The argument that an extra's value is for."""
+    return name.partition(_NTH)[0]
+
+
+def taken(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Of the extras that `bind` gave, those for some of the blocks."""
+    bound = {name: call for name, call in extras[CALLS].items() if name in names}
+    wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
+    return {**{name: value for name, value in extras.items() if name in wanted}, CALLS: bound}
+
+
+def call_bound(
+    blocks: Iterable[nn.Module], names: Sequence[str | None], inputs: tuple[Any, ...], extras: Mapping[str, Any]
+) -> Any:
+    """Call blocks in order, as the extras say.
+
+    Args:
+        blocks: What to call.
+        names: Of the blocks; None: of what stands between blocks, and takes nothing but the hidden state.
+        inputs: One value for the first.
+        extras: What `bind` gave, or `taken` of that.
+    """
+    (hidden,) = inputs
+    for block, name in zip(blocks, names, strict=True):
+        arguments, picks = extras[CALLS][name] if name is not None else ({}, ())
+        hidden = block(hidden, **{argument: extras[value] for argument, value in arguments.items()})
+        for pick in picks:
+            if not isinstance(hidden, tuple | list | dict):
+                raise ConfigError(
+                    f"only a tuple, a list or a dict that a block gives may be indexed between blocks, got [{pick!r}] "
+                    f"of block {name!r}, which gave a {type(hidden).__name__}: of a tensor that would be a sample of "
+                    "the microbatch. Index it in the block."
+                )
+            hidden = hidden[pick]
+    return hidden
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same tensors in equal containers."""
+    structure, tensors = trees.flatten(one)
+    others_structure, others = trees.flatten(other)
+    return structure == others_structure and all(a is b for a, b in zip(tensors, others, strict=True))
+
+
+def _enter(values: dict[str, Any], argument: str, value: Any) -> str:
+    """The name under which `values` hold the value, from now on if not before."""
+    name, count = argument, 1
+    while name in values and not same(values[name], value):
+        count += 1
+        name = f"{argument}{_NTH}{count}"
+    values.setdefault(name, value)
+    return name

@@ -1,0 +1,159 @@
+"""Models of Hugging Face, built from configs and as they are, cut by the names of their lists of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_swarm.errors import ConfigError
+from tests.parity.harness import assert_exact, run_plain, run_swarm
+
+VOCABULARY = 19
+LONGEST = 9
+NUM_STEPS = 7
+LAYERS = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+}
+DECODER = {**LAYERS, "num_key_value_heads": 1, "use_cache": False, "pad_token_id": 0}
+CLASSIFIER = {**LAYERS, "num_labels": 3, "pad_token_id": 0}
+
+
+class Finetuned(L.LightningModule):
+    """What anybody writes around such a model."""
+
+    def __init__(self, kind: Callable[[Any], Any], config: Any) -> None:
+        super().__init__()
+        self.model = kind(config)
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+
+def texts(count: int = 26) -> list[Tensor]:
+    """Of many lengths."""
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(3, LONGEST + 1, (count,), generator=generator).tolist()
+    return [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def collate(sequences: Sequence[Tensor], *, classes: int | None = None) -> dict[str, Tensor]:
+    """A batch as long as the longest of its texts; the last batch is smaller."""
+    ids = pad_sequence(list(sequences), batch_first=True)
+    mask = (ids > 0).long()
+    labels = ids.masked_fill(mask == 0, -100) if classes is None else ids.sum(1) % classes
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def loader(classes: int | None = None) -> DataLoader[Any]:
+    data = DataLoader(texts(), batch_size=8, collate_fn=partial(collate, classes=classes))  # type: ignore[arg-type]
+    assert len({batch["input_ids"].shape for batch in data}) > 2, "batches must differ in length and in size"
+    return data
+
+
+@dataclass(frozen=True)
+class Model:
+    """How it is built, and where it is cut."""
+
+    kind: str
+    config: str
+    options: dict[str, Any]
+    layers: str
+    classes: int | None = None
+
+    def make(self, **others: Any) -> Finetuned:
+        config = getattr(transformers, self.config)(**{**self.options, **others})
+        return Finetuned(getattr(transformers, self.kind), config)
+
+
+MODELS = {
+    # Rotary tables of one row for all samples, a mask for each sample.
+    "llama": Model("LlamaForCausalLM", "LlamaConfig", DECODER, "model.model.layers"),
+    "tied llama": Model(
+        "LlamaForCausalLM", "LlamaConfig", {**DECODER, "tie_word_embeddings": True}, "model.model.layers"
+    ),
+    # Layers of two kinds, each with a mask of its own.
+    "qwen": Model(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        {
+            **DECODER,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+        },
+        "model.model.layers",
+    ),
+    # Keyword arguments that its blocks take by `**kwargs`; tied embeddings.
+    "gpt2": Model(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 16,
+            "n_layer": 4,
+            "n_head": 2,
+            "n_positions": LONGEST,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "use_cache": False,
+        },
+        "model.transformer.h",
+    ),
+    # Blocks that give tuples, of which the forward takes the first.
+    "falcon": Model(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**DECODER, "max_position_embeddings": LONGEST},
+        "model.transformer.h",
+    ),
+    "bert": Model(
+        "BertForSequenceClassification",
+        "BertConfig",
+        {
+            **CLASSIFIER,
+            "max_position_embeddings": LONGEST,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        "model.bert.encoder.layer",
+        classes=3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_on_one_machine(name: str) -> None:
+    model = MODELS[name]
+    plain = run_plain(model.make, loader(model.classes), max_steps=NUM_STEPS)
+    swarm = run_swarm(model.make, loader(model.classes), max_steps=NUM_STEPS, num_servers=3, pipeline=model.layers)
+    assert_exact(swarm, plain)
+
+
+def test_a_cache_of_keys_and_values_is_refused() -> None:
+    model = MODELS["llama"]
+    with pytest.raises(
+        ConfigError, match=r"'model.model.layers.0' got a DynamicCache as `past_key_values`, .*use_cache=F"
+    ):
+        run_swarm(partial(model.make, use_cache=True), loader(), max_steps=1, pipeline=model.layers)
