@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
+
+from torch import Tensor
 
 from lightning_swarm import membership, starting, survivors
 from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
@@ -58,6 +61,7 @@ class Lead:
         self._is_over = is_over
         self.run: RunState | None = None
         self.stages: tuple[StageModule, ...] = ()
+        self._origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
         self.versions_kept: Callable[[], Collection[int]] = tuple
         self.num_known_dead: Callable[[], int] = int
         self._generation = 0  # of the run that is begun next
@@ -127,10 +131,25 @@ class Lead:
         """
         # What is computed again draws the same random numbers.
         spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
-        self.stages = stages
-        return self._runtime.run(self._begin(spec, model, me, servers))
+        self.stages, self._origin = stages, model.origin
+        run = self._runtime.run(self._admit(spec, model, me, servers))
+        self._hand_out(run, timeout=self._config.limits.start_timeout)
+        self._runtime.run(membership.announce_run(self._directory, self._config.run_id, run.manifest.coordinator))
+        return run
 
-    async def _begin(self, spec: RunSpec, model: Model, me: Member, servers: Sequence[Member]) -> RunState:
+    def _hand_out(self, run: RunState, *, timeout: float) -> None:
+        """Send the servers their weights: stage after stage, where only one at a time is in this process."""
+        tensors = [tensor for stage in self.stages for tensor in stage.named_stage_tensors().values()]
+        if not any(tensor.is_meta for tensor in tensors):
+            self._runtime.run(membership.hand_out(self._transport, run, self.stages, self._origin, timeout=timeout))
+            return
+        for stage in self.stages:
+            weights = self._origin(stage)  # here, for it takes a while, and the loop has to answer
+            sent = membership.hand_out(self._transport, run, [stage], partial(_known, weights), timeout=timeout)
+            self._runtime.run(sent)
+            del weights, sent  # before the next one is made
+
+    async def _admit(self, spec: RunSpec, model: Model, me: Member, servers: Sequence[Member]) -> RunState:
         directory, run_id = self._directory, self._config.run_id
         announced = await membership.announced(directory, run_id)
         trainers = [one for one in servers if one.peer_id in announced and announced[one.peer_id].trains]
@@ -138,8 +157,7 @@ class Lead:
         manifest = starting.manifest(spec, self._config, model, me, servers, trainers, hosts)
         run = self.run = RunState(manifest)  # from here on some server may be in it, and has to be told of its end
         timeout = self._config.limits.start_timeout
-        await membership.admit(self._transport, manifest, self.stages, timeout=timeout)
-        await membership.announce_run(directory, run_id, manifest.coordinator)
+        await membership.admit(self._transport, manifest, (), timeout=timeout)
         return run
 
     # ------------------------------------------------------------------ back, with servers that hold what is needed
@@ -161,7 +179,7 @@ class Lead:
         self._runtime.run(membership.restart(self._transport, run, request, timeout=timeout))
         session.go_back(request)
         load()
-        self._runtime.run(membership.hand_out(self._transport, run, self.stages, timeout=timeout))
+        self._hand_out(run, timeout=timeout)
 
     # ------------------------------------------------------------------ back further, in another run
 
@@ -247,3 +265,7 @@ class Lead:
     def _current(self) -> RunState:
         assert self.run is not None
         return self.run
+
+
+def _known(weights: Mapping[str, Tensor], stage: StageModule) -> Mapping[str, Tensor]:
+    return weights

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from torch import Tensor
+
 from lightning_swarm.clock import now_s
 from lightning_swarm.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError
 from lightning_swarm.network import Directory, Message, PeerId, Transport
@@ -222,7 +224,7 @@ async def announced(directory: Directory, run_id: str) -> dict[PeerId, Announcem
 
 
 async def admit(transport: Transport, manifest: Manifest, stages: Sequence[StageModule], *, timeout: float) -> None:
-    """Send record 0 to all servers, then each stage's initial weights to its roster.
+    """Send record 0 to all servers, then the initial weights of `stages` to their rosters.
 
     Raises:
         ConfigError: Some server's model is not the starter's.
@@ -246,19 +248,36 @@ async def restart(transport: Transport, run: RunState, request: RestartRequest, 
     await gather(transport.call(peer, RESTART, body, timeout=timeout) for peer in run.servers)
 
 
-async def hand_out(transport: Transport, run: RunState, stages: Sequence[StageModule], *, timeout: float) -> None:
-    """Send each stage's weights at the first step to its roster."""
+async def hand_out(
+    transport: Transport,
+    run: RunState,
+    stages: Sequence[StageModule],
+    origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
+    *,
+    timeout: float,
+) -> None:
+    """Send each stage's weights at the first step to its roster.
+
+    Args:
+        transport: The lead's.
+        run: Before the first step of its generation.
+        stages: Some of the run's, as the lead has them.
+        origin: Says what a stage's parameters and buffers are.
+        timeout: Seconds.
+
+    Raises:
+        PeerError: Some server left.
+    """
     await gather(
         transport.stream(member.peer_id, LOAD, message, timeout=timeout)
-        for message, roster in zip((_weights(module, run.manifest) for module in stages), run.rosters, strict=True)
-        for member in roster
+        for stage, message in [(stage, _weights(stage, origin(stage), run.manifest)) for stage in stages]
+        for member in run.rosters[stage.spec.index]
     )
 
 
-def _weights(module: StageModule, manifest: Manifest) -> Message:
-    tensors = module.named_stage_tensors()
+def _weights(stage: StageModule, tensors: Mapping[str, Tensor], manifest: Manifest) -> Message:
     state = StageState(
-        stage_index=module.spec.index,
+        stage_index=stage.spec.index,
         step=manifest.first_step,
         generation=manifest.generation,
         optimizer=False,

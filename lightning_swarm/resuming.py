@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import checkpoint
+from lightning_swarm import checkpoint, rules
 from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import restore_boundary
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.going_back.way_back import WayBack
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
+from lightning_swarm.origin import Origin, is_on_meta
 from lightning_swarm.saving import Files
 from lightning_swarm.session import Session
 from lightning_swarm.weights import Weights
@@ -42,6 +43,7 @@ class ResumingHooks(_Strategy):
         self._weights: Weights | None = None  # of this run or, once it is over, of the last one
         self._files: Files | None = None  # of the lead while it trains, unless its user brought a `CheckpointIO`
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
+        self._origin = Origin()  # of weights that the module does not hold
         self._way_back = WayBack()
         self._goes_back = False  # what is torn down goes on
 
@@ -103,11 +105,14 @@ class ResumingHooks(_Strategy):
         if self._way_back.goes_on and not self.is_global_zero:
             return  # the lead hands them out
         assert self.lightning_module is not None
-        restore_boundary(self.lightning_module, checkpoint["state_dict"])
-        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
+        module = self.lightning_module
+        restore_boundary(module, checkpoint["state_dict"])
         if self._session is None:  # the run is still to begin, with these weights
-            load()
+            with self._origin.restoring(module, checkpoint["state_dict"], self.root_device) as state:
+                super().load_model_state_dict({**checkpoint, "state_dict": state}, strict)
             return
+        rules.check_in_memory(module, "weights are loaded in the middle of a run")
+        load = functools.partial(super().load_model_state_dict, checkpoint, strict)
         if self._session.num_trainers > 1:
             raise ConfigError(
                 "weights are loaded in the middle of a run where one trainer is all there is, for others would go on "
@@ -122,13 +127,18 @@ class ResumingHooks(_Strategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        saved = None
+        if is_on_meta(self.lightning_module):  # on which an optimizer keeps no state either
+            (saved,) = checkpoint["optimizer_states"]
+            checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         super().load_optimizer_state_dict(checkpoint)
         if not self.is_global_zero:
             return
         assert self._weights is not None
         assert self._loop is not None
         self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
-        self._weights.hand_out_optimizer(self.optimizers[0])
+        self._weights.hand_out_optimizer(self.optimizers[0], saved)
 
     # ------------------------------------------------------------------ gone back to
 

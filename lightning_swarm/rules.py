@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import Framework, callbacks_named, framework_of, mixed_import
+from lightning_swarm.origin import is_on_meta
 from lightning_swarm.session import Session
 
 _log = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ _TRIAL_CALLBACKS = ("LearningRateFinder",)
 _OF_ONE_TRAINER = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
+
+# They read weights, or put others into the module.
+_OF_WHOLE_MODULES = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 
 # They may do other things, so they are called, with a word about what they will not find.
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -140,6 +144,36 @@ def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
                 "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
                 f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
             )
+
+
+def check_in_memory(module: LightningModule, what: str) -> None:
+    """Refuse what needs all of a module's weights in this process.
+
+    Args:
+        module: Which.
+        what: In words.
+
+    Raises:
+        ConfigError: Some of them are on meta.
+    """
+    if is_on_meta(module):
+        raise ConfigError(
+            f"a module on torch's meta device has its weights on the servers only, got {type(module).__name__} where "
+            f"{what}. Build it without `torch.device('meta')`, if this machine has room for all of it."
+        )
+
+
+def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse what a module cannot be used for whose weights are on meta.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.split == "time":
+        check_in_memory(module, "`split='time'` is to measure its blocks")
+    for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks_named(*_OF_WHOLE_MODULES)):
+            check_in_memory(module, f"{type(callback).__name__}{_of_tuner(callback)} works with all of them")
 
 
 def _of_tuner(callback: object) -> str:

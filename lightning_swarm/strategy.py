@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,6 +29,7 @@ from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
+from lightning_swarm.origin import is_on_meta, staying_on_meta
 from lightning_swarm.partition import Blocks, check_cuts, choose_ranges, find_blocks, insert_at_cuts, layers_behind
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.resuming import ResumingHooks
@@ -72,7 +73,7 @@ class SwarmHooks(ResumingHooks):
             peers of the machine take the ports that follow.
         announce: At which address and port others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
-        gather_on_end: After `fit` the LightningModule holds the trained weights.
+        gather_on_end: After `fit` the LightningModule holds the trained weights. One on torch's meta device never does.
         offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
         rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
             it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
@@ -205,9 +206,21 @@ class SwarmHooks(ResumingHooks):
         return True  # the swarm says when a step is full
 
     @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if not self.config.only_serves:  # who serves gets all values from the lead
+                stack.enter_context(self._origin.recording(self.root_device))
+            stack.enter_context(super().tensor_init_context(empty_init=False))
+            if empty_init:
+                stack.enter_context(torch.device("meta"))
+            yield
+
+    @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        with staying_on_meta():
+            self.lightning_module.to(self.root_device)
 
     # Trainers do not wait for each other: what one process would answer is answered at once. That is what Lightning's
     # own callers need, for the lead decides and saves alone. What would need the others' values is refused.
@@ -341,22 +354,26 @@ class SwarmHooks(ResumingHooks):
             if not boundary_layers(module):
                 rules.check_new_layers(module.trainer, restored=self._restored_step is not None)
             insert_at_cuts(module, blocks, self._ranges, self.config.boundary)
+        self._origin.fill_outside(module, blocks, self.root_device)
         return super()._setup_model(model)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         if not self.is_global_zero:
             following.reseed(self.local_rank)
+        assert self.lightning_module is not None
+        rules.check_on_meta(trainer, self.lightning_module, self.config)
+        self._origin.look(self.lightning_module)
         super().setup(trainer)
         if not self.is_global_zero:
             following.follow_schedule(trainer)
-        assert self.lightning_module is not None
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self.lightning_module
         selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
         model = self._model_of(module, keep=True)
         model.cut(self._ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, self._ranges, selection)
+        self._origin.spend(module, trains=fitting)
         self._interception = Interception(model.blocks, self._session.pipeline)
         if fitting:
             most = self.config.limits.max_metric_bytes
@@ -367,9 +384,11 @@ class SwarmHooks(ResumingHooks):
             self._way_back.watch(trainer, self.peer, self._session, self._loop, snapshot_interval=interval_s)
         if self.is_global_zero:
             assert self.peer is not None
-            stale = self._weights is not None and self._weights.stale
+            stale = is_on_meta(module) or (self._weights is not None and self._weights.stale)
             self._weights = Weights(self.peer, self._session, module, limits=self.config.limits, stale=stale)
-            self._home = Home(trainer, self._weights, stays=self.config.gather_on_end)
+            self._home = Home(trainer, self._weights, stays=self._gathers)
+            if fitting and self.config.gather_on_end and not self._gathers:
+                rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
             if fitting and self._writes_files:
                 self._files = Files(trainer, self.checkpoint_io)
 
@@ -402,9 +421,9 @@ class SwarmHooks(ResumingHooks):
     def _for_server(self, trainer: Trainer, model: Model) -> Model:
         """What this trainer's own server computes with."""
         assert self.lightning_module is not None
-        if self.num_trainers > 1:
-            # It computes for others while the trainer's own thread is in user code.
-            return self._model_of(following.twin(self.lightning_module), keep=True)
+        if self.num_trainers > 1 or is_on_meta(self.lightning_module):
+            # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
+            return self._model_of(following.twin(self.lightning_module), keep=not is_on_meta(self.lightning_module))
         if writes_weights(trainer):  # into the module, and its stages' weights are no part of that
             apart = copy.deepcopy(self.lightning_module)
             apart.trainer = trainer
@@ -434,7 +453,8 @@ class SwarmHooks(ResumingHooks):
     def served_model(self, module: LightningModule) -> Model:
         """What a peer holds stages of."""
         self.precision_plugin.convert_module(module)
-        module.to(self.root_device)
+        with staying_on_meta():
+            module.to(self.root_device)
         return self._model_of(module, keep=False)
 
     def _model_of(self, module: LightningModule, *, keep: bool) -> Model:
@@ -451,6 +471,7 @@ class SwarmHooks(ResumingHooks):
             keep=keep,
             compiler=self._compiler,
             offload=self.config.offload_optimizer,
+            origin=self._origin.weights,
         )
 
     def check_peers(self) -> None:
@@ -501,7 +522,7 @@ class SwarmHooks(ResumingHooks):
                 with contextlib.suppress(SwarmError):  # the run may be over
                     self._session.quit(f"{type(exception).__name__}: {exception}")
             return
-        if not self.config.gather_on_end or self._weights is None or self._session is None or not self._weights.stale:
+        if not self._gathers or self._weights is None or self._session is None or not self._weights.stale:
             return
         try:
             self._weights.stay_home(self.optimizers[0], timeout=self.config.limits.leave_timeout)
@@ -540,7 +561,8 @@ class SwarmHooks(ResumingHooks):
     def teardown(self) -> None:
         try:
             try:
-                super().teardown()
+                with staying_on_meta():
+                    super().teardown()
             finally:
                 self._close_files()
         finally:
@@ -596,6 +618,12 @@ class SwarmHooks(ResumingHooks):
                 self._launcher.end_children(self.config.limits.leave_timeout, dismissed=began)
 
     # ------------------------------------------------------------------ parts
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether the module is to hold what was trained, once training is over."""
+        assert self.lightning_module is not None
+        return self.config.gather_on_end and not is_on_meta(self.lightning_module)
 
     @property
     def _devices(self) -> list[torch.device]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -123,10 +123,16 @@ class Weights:
         self.stale = False
         self._version = session.version
 
-    def hand_out_optimizer(self, optimizer: Optimizer) -> None:
-        """Let the servers go on with the state that a checkpoint has brought."""
+    def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+        """Let the servers go on with the state that a checkpoint has brought.
+
+        Args:
+            optimizer: Over the whole module.
+            saved: The state, as it was saved. None: the optimizer has it.
+        """
         _, run = self._of_run
-        state = checkpoint.by_name(optimizer, self._parameter_names)
+        names = self._parameter_names
+        state = checkpoint.by_name(optimizer, names) if saved is None else checkpoint.loaded(optimizer, saved, names)
         self._peer.runtime.run(
             checkpoint.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
         )

@@ -169,7 +169,7 @@ def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
     layer = boundary.layer(boundary.features, torch.Generator().manual_seed(seed))
     like = next((p for part in (block, module) for p in part.parameters() if p.is_floating_point()), None)
     if like is not None:
-        layer.to(like.device, like.dtype)
+        layer.to(None if like.is_meta else like.device, like.dtype)
     return layer.train(block.training)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -164,6 +165,33 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[st
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 
 
+def loaded(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
+    """The state that `optimizer` would have after loading what was saved, by parameter name.
+
+    Args:
+        optimizer: Over the whole model, of which it needs no values; it stays as it is.
+        saved: As its `state_dict` gave it.
+        names: Full parameter names by `id` of the optimizer's parameters.
+    """
+    # By the optimizer itself, over parameters of the same kind that take no memory.
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    like = {
+        one: nn.Parameter(torch.zeros((), dtype=one.dtype).expand(one.shape), one.requires_grad)
+        for one in _all(optimizer)
+    }
+    twin.param_groups = [
+        {**group, "params": [like[one] for one in group["params"]]} for group in optimizer.param_groups
+    ]
+    twin.state = collections.defaultdict(dict)
+    twin.load_state_dict(dict(saved))
+    return {names[id(one)]: twin.state[like[one]] for one in like if like[one] in twin.state}
+
+
+def _all(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """A state dict as `optimizer.state_dict()` of one process would give it.
 
@@ -172,8 +200,7 @@ def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[st
         names: Full parameter names by `id` of the optimizer's parameters.
         state: Optimizer state by parameter name.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    given = {one: _copied(state[names[id(one)]]) for one in parameters if names[id(one)] in state}
+    given = {one: _copied(state[names[id(one)]]) for one in _all(optimizer) if names[id(one)] in state}
     written = {one: values.pop(GROUP) for one, values in given.items() if GROUP in values}
     own = dict(optimizer.state)
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import partition
@@ -40,6 +40,7 @@ class Model:
         keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
         compiler: Compiles the stages' forwards; see `StageModule.compile_by`.
         offload: Have optimizers and their state on the CPU, if the device is another one.
+        origin: Says what a stage's parameters and buffers are at first, at a run's starter.
 
     Attributes:
         offloads: Whether they are there.
@@ -55,6 +56,7 @@ class Model:
         keep: bool,
         compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         offload: bool = False,
+        origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
     ) -> None:
         self._module = module
         unhook(module)  # a stage computes the layers at its ends in part
@@ -64,6 +66,7 @@ class Model:
         self._keep = keep
         self._compiler = compiler
         self.offloads = offload and device.type != "cpu"
+        self.origin = origin
 
     def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
         """The stages that begin and end as `ranges` of blocks say."""
@@ -179,17 +182,23 @@ class Model:
                     module._parameters[name] = replaced[id(parameter)]
 
     def _make_room(self, served: Sequence[StageModule]) -> None:
-        """Give parameters memory again that were freed for an earlier run. Their values come with the run."""
-        own = {id(parameter) for stage in served for _, parameter in stage.named_stage_parameters()}
-        replaced: dict[int, nn.Parameter] = {}
+        """Give what is on meta memory: freed for an earlier run, or never made. Its values come with the run."""
+        own = {id(tensor) for stage in served for tensor in stage.named_stage_tensors().values()}
+        replaced: dict[int, Tensor] = {}
+
+        def real(tensor: Tensor) -> Tensor:
+            if id(tensor) not in replaced:
+                nothing = float("nan") if tensor.is_floating_point() else 0
+                replaced[id(tensor)] = torch.full_like(tensor, nothing, device=self.device)
+                if isinstance(tensor, nn.Parameter):
+                    replaced[id(tensor)] = nn.Parameter(replaced[id(tensor)], requires_grad=tensor.requires_grad)
+            return replaced[id(tensor)]
+
         for module in self._module.modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_meta and id(parameter) in own:
-                    if id(parameter) not in replaced:
-                        nothing = float("nan") if parameter.is_floating_point() else 0
-                        empty = torch.full_like(parameter, nothing, device=self.device)
-                        replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    module._parameters[name] = replaced[id(parameter)]
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in list(tensors.items()):
+                    if tensor is not None and tensor.is_meta and id(tensor) in own:
+                        tensors[name] = real(tensor)  # type: ignore[assignment]  # as it was: a parameter or not
 
 
 def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> None:

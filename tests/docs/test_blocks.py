@@ -51,6 +51,7 @@ NUM_SWARMS = {
     "docs/models.md": 5,
     "docs/faults.md": 5,
     "docs/memory.md": 1,
+    "docs/large.md": 1,
 }
 """How many runs the blocks of a page make; its tests included."""
 
