@@ -8,6 +8,7 @@ from msgspec import structs
 
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, StepError
 from lightning_swarm.network import PeerId
+from lightning_swarm.ties import Ties
 from lightning_swarm.types.many import to_ranges
 from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Seats, Term
 from lightning_swarm.types.steps import Record
@@ -26,6 +27,7 @@ class RunState:
 
     Attributes:
         term: The highest by which somebody has come to coordinate, as far as it is known here.
+        ties: Which parameters several stages hold.
         seats_before: Who was in the run before the newest record.
         newest: The record that was applied last, if one was.
         selection: What trains since then; of a run that was only `seen`, what trained at its beginning.
@@ -33,6 +35,7 @@ class RunState:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.ties = Ties(manifest.stages)
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)

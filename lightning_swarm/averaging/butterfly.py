@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -105,15 +105,7 @@ async def average(
     others = [i for i in range(len(roster)) if i != place]
 
     async def take(i: int, name: str, part: slice) -> Tensor:
-        ticket = Ticket(peer_id=roster[i], name=f"{prefix}/{name}")
-        try:
-            message = await tickets.fetch(ticket, timeout=group.timeout)
-            return await parts.from_message(message, like=vector, length=part.stop - part.start)
-        except SwarmError as error:
-            # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
-            blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
-            missed = None if blameless else roster[i]
-            raise RoundFailed(f"{ticket.name} did not come from {roster[i]}: {error}", missed) from error
+        return await taken(group, i, name, like=vector, length=part.stop - part.start, parts=parts)
 
     async def send(name: str, part: Tensor, lost: Tensor | None) -> Tensor:
         """Returns what the others make of it, and notes the difference."""
@@ -150,15 +142,47 @@ async def average(
     return Mean(mean, squared_norm, lost)
 
 
+async def taken(
+    group: Group, place: int, name: str, *, like: Tensor, length: int, parts: Parts = AS_THEY_ARE
+) -> Tensor:
+    """What another peer has to give in a round.
+
+    Args:
+        group: Whose round.
+        place: The peer's index in the roster.
+        name: Of what it gives.
+        like: Of its dtype, on the device where it is wanted.
+        length: Of it.
+        parts: How it travels.
+
+    Raises:
+        RoundFailed: It did not come.
+    """
+    peer = group.roster[place]
+    ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
+    try:
+        message = await group.tickets.fetch(ticket, timeout=group.timeout)
+        return await parts.from_message(message, like=like, length=length)
+    except SwarmError as error:
+        # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
+        blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
+        missed = None if blameless else peer
+        raise RoundFailed(f"{ticket.name} did not come from {peer}: {error}", missed) from error
+
+
 def refuse(group: Group, place: int, reason: str) -> None:
     """Give nothing more in a round, so that nobody waits for it, and takes this peer for one that is gone.
 
     Arguments are those of `average`. What it has given stays.
     """
-    for i in range(len(group.roster)):
-        name = f"{group.prefix}/part{i}" if i != place else f"{group.prefix}/reduced{place}"
-        group.tickets.promise(name)
-        group.tickets.fail(name, TicketGone(reason))
+    withhold(group, [f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
+
+
+def withhold(group: Group, names: Iterable[str], reason: str) -> None:
+    """Give nothing by these names, unless it was given by now."""
+    for name in names:
+        group.tickets.promise(f"{group.prefix}/{name}")
+        group.tickets.fail(f"{group.prefix}/{name}", TicketGone(reason))
 
 
 async def collect(like: Tensor, group: Group, *, parts: Parts = AS_THEY_ARE) -> Tensor:

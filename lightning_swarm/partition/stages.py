@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -149,8 +150,8 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
 
     Raises:
         ConfigError: The ranges do not cover the blocks in order, or the model cannot be trained in stages:
-            parameters tied across stages or unknown to the model, sparse gradients, complex parameters, statistics
-            over the batch, layers that are not initialised.
+            parameters unknown to the model, sparse gradients, complex parameters, statistics over the batch, layers
+            that are not initialised.
 
     Returns:
         The stages that the ranges make; then, if parameters are in no block, one that holds them, on the trainers.
@@ -166,14 +167,19 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     parameters, buffers = _parameter_slots(model), _buffer_slots(model)
     held = [_ids(block.parameters() for _, block in run) for run in runs]
     _refuse_unregistered(blocks, set(parameters) | set(buffers))
-    _refuse_tied(parameters, held, names)
+    tied = {key for key in parameters if sum(key in ids for ids in held) > 1}
+    _refuse_mixed(parameters, held, tied)
     if blocks.modules == tuple(blocks.root._modules.values()):
         _refuse_shared(outside, held)  # composites of `configure_stages` may hold what the model has elsewhere, too
     stages = []
     for index, run in enumerate(runs):
         inside = _ids(block.buffers() for _, block in run)
         slots = _Slots(
-            tuple(slot for key, slot in parameters.items() if key in held[index]),
+            tuple(
+                _inside(slot, model, run) if key in tied else slot
+                for key, slot in parameters.items()
+                if key in held[index]
+            ),
             tuple(slot for key, slot in buffers.items() if key in inside),
         )
         stages.append(StageModule(_spec(index, names[index], slots), run, slots))
@@ -192,6 +198,19 @@ def _parameter_slots(model: nn.Module) -> dict[int, _Slot]:
             if value is not None:
                 slots.setdefault(id(value), (f"{prefix}.{key}" if prefix else key, owner, key))
     return slots
+
+
+def _inside(slot: _Slot, model: nn.Module, run: _Run) -> _Slot:
+    """The place of a parameter that several stages hold in one of them: what moves there must be seen there."""
+    name, owner, key = slot
+    parameter = owner._parameters[key]
+    inside = {id(module) for _, block in run for module in block.modules()}
+    for module in model.modules():
+        if id(module) in inside:
+            for own, value in module._parameters.items():
+                if value is parameter:
+                    return name, module, own
+    return slot
 
 
 def _buffer_slots(model: nn.Module) -> dict[int, _Slot]:
@@ -244,17 +263,20 @@ def _refuse_unregistered(blocks: Blocks, registered: set[int]) -> None:
         )
 
 
-def _refuse_tied(parameters: Mapping[int, _Slot], held: Sequence[set[int]], names: Sequence[tuple[str, ...]]) -> None:
-    tied = []
-    for key, slot in parameters.items():
-        stages = [index for index, ids in enumerate(held) if key in ids]
-        if len(stages) > 1:
-            tied.append(f"{slot[0]} (stages {', '.join(map(str, stages))})")
-    if tied:
-        starts = ", ".join(repr(run[0]) for run in names)
+def _refuse_mixed(parameters: Mapping[int, _Slot], held: Sequence[set[int]], tied: set[int]) -> None:
+    """Stages take the same step only with the same bits: gradients are added up as the widest parameter has them."""
+    is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
+    wide = [any(is_wide[key] for key in ids) for ids in held]
+    mixed = [
+        parameters[key][0]
+        for key in parameters
+        if key in tied and len({wide[index] for index, ids in enumerate(held) if key in ids}) > 1
+    ]
+    if mixed:
         raise ConfigError(
-            f"a parameter must be in one stage only, got {_few(tied)} with stages that begin at {starts}. "
-            "Untie it, or choose `split` or `num_stages` so that the blocks that share it are in one stage."
+            f"stages that share a parameter must have float64 parameters all or none, got {_few(mixed)} in stages of "
+            "which some have and some have not. Convert the model to one dtype, or choose `split` so that the blocks "
+            "that share it are in one stage."
         )
 
 

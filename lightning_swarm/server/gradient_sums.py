@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import check_selection
+from lightning_swarm.selection import check_selection, trained_names
+from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.ledger import Ledger
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.types.calls import CallKey, Receipt
@@ -201,6 +203,7 @@ class GradientSums:
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),
+                    tied={name: fingerprint([stage.parameters[name]]) for name in self.run.ties.of(index)} or UNSET,
                 )
             )
         return reports, stale
@@ -291,10 +294,24 @@ class GradientSums:
         self.check_stages(record.closing)
         for stage in self.stages.values():
             stage.check_applies(record)
+        applied: list[Stage] = []
         for index, stage in self.stages.items():
-            touched = from_bitmap(record.closing.touched[index], len(stage.trainable))
-            stage.apply(record, gradients[index], touched)
+            touched = self._touched(record, stage)
+            stage.apply(record, gradients[index], touched, before=applied if self.run.ties else ())
+            applied.append(stage)
             self.ledgers[index] = Ledger(record.step + 1)
+
+    def _touched(self, record: Record, stage: Stage) -> list[bool]:
+        """Which of a stage's parameters got a gradient, be it in another stage that holds them, too."""
+        ties, bitmaps = self.run.ties, record.closing.touched
+        selection = record.selection or stage.selection
+        trained = trained_names(selection) if selection is not None and ties else ()
+        partners = ties.partners(stage.index, trained)
+        own = from_bitmap(bitmaps[stage.index], len(stage.trainable))
+        if not partners:
+            return own
+        others = {index: from_bitmap(bitmaps[index], len(ties.trainable(index, trained))) for index in partners}
+        return ties.touched(stage.index, trained, {stage.index: own, **others})
 
     def turn(self, record: Record, me: Member, *, now_s: float) -> None:
         """The record is applied: the next step is open, and what `me` holds no more is freed."""

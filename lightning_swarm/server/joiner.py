@@ -284,13 +284,13 @@ class Joiner:
         await self._stepping.reached(closing.step)
         self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
         self._stepping.sums.check_stages(closing)
-        roster = self._admission.run.present(closing.absent)[stage.index]
-        if not roster:
+        rosters = self._admission.run.present(closing.absent)
+        if not all(rosters[: self._admission.run.num_pipeline_stages]):
             raise ProtocolError(f"a round of stage {stage.index} must have members")
         held = self._stepping.rounds.holds(closing)  # asked again, shortly before the record is decided
         if not held:
             await self._stepping.reselect(closing.step, request.selection)
-            mean, carried = await self._stepping.rounds.collect(closing, stage, roster)
+            mean, carried = await self._stepping.rounds.collect(closing, stage, rosters)
         version_hash, _ = await self._executor.submit(FIRST, stage.fingerprint)
         self._stepping.sums.check(caller, closing.generation, closing.step, closing.attempt)
         if not held:

@@ -127,7 +127,7 @@ class Model:
             check_selection(manifest.selection, manifest.stages)
             self._freeze(set(manifest.selection.frozen))
         if not self._keep:
-            self._free([module for module in modules if module.spec.index not in served])
+            self._free_all_but(modules, served)
             self._make_room([module for module in modules if module.spec.index in served])
         # One optimizer for each stage: stages move apart, and their parameter groups with them.
         return {index: self._stage(modules[index], manifest) for index in sorted(served)}
@@ -135,9 +135,7 @@ class Model:
     def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
         """Free the memory of the stages that are not served any more. On the compute thread."""
         if not self._keep:
-            modules = self.cut(_ranges(manifest))
-            own = {id(one) for index in served for _, one in modules[index].named_stage_parameters()}
-            self._free([module for module in modules if module.spec.index not in served], but=own)
+            self._free_all_but(self.cut(_ranges(manifest)), served)
 
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
@@ -169,9 +167,18 @@ class Model:
             if parameter.requires_grad == (name in frozen):
                 parameter.requires_grad_(name not in frozen)
 
-    def _free(self, others: Sequence[StageModule], *, but: Collection[int] = ()) -> None:
+    def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
         """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
-        foreign = {id(parameter) for other in others for _, parameter in other.named_stage_parameters()} - {*but}
+        own, others = (
+            {
+                id(one)
+                for stage in stages
+                if (stage.spec.index in served) == here
+                for _, one in stage.named_stage_parameters()
+            }
+            for here in (True, False)
+        )
+        foreign = others - own
         replaced: dict[int, nn.Parameter] = {}
         for module in self._module.modules():
             for name, parameter in list(module._parameters.items()):

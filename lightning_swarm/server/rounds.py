@@ -12,14 +12,17 @@ from lightning_swarm.averaging.averager import Averaged, Averager, Butterfly, Ca
 from lightning_swarm.averaging.butterfly import Group, RoundFailed
 from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.averaging.parts import Parts
+from lightning_swarm.averaging.tied import TiedMeans
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.selection import trained_names
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import AVERAGE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
+from lightning_swarm.ties import Ties
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
@@ -103,11 +106,15 @@ class Rounds:
             for index, carried in held.carried.items():
                 self._sums.stages[index].carried = carried
 
-    async def collect(self, closing: Closing, stage: Stage, roster: Sequence[Member]) -> tuple[Tensor, Carried]:
+    async def collect(
+        self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
+    ) -> tuple[Tensor, Carried]:
         """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
-        group = self._group(closing, stage.index, roster)
+        group = self._group(closing, stage.index, rosters[stage.index])
         mean, carried = await self._averager(stage).collect(stage.gradient_sum, group)
-        return mean.div_(closing.gradient_scale), carried
+        mean.div_(closing.gradient_scale)
+        tied = self._tied(self._sums.run.ties, closing, rosters, stage)
+        return await tied.collected(stage.index, mean, self._me.boot_id), carried
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
@@ -121,8 +128,11 @@ class Rounds:
             averages = await gather(
                 self._average(closing, index, rosters[index], place) for index, place in places.items()
             )
+            found = dict(zip(places, averages, strict=True))
+            if run.ties:
+                found = await self._tied(run.ties, closing, rosters, *sums.stages.values()).averaged(found, places)
         except BaseException as error:  # a cancellation, too
-            self._refuse(closing, rosters, f"the round failed: {error!r}")
+            self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, RoundFailed):
                 raise
             missed = [error.missed] if error.missed is not None else []
@@ -132,16 +142,17 @@ class Rounds:
                 self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
         sums.run.check_generation(closing.generation)
         sums.check_frozen(closing)
-        found = dict(zip(places, averages, strict=True))
         carried = {index: one.carried for index, one in found.items()}
         self.hold(closing, {index: one.mean for index, one in found.items()}, carried)
         norms = [PartNorm(stage_index=index, squared_norm=one.squared_norm) for index, one in found.items()]
         return encode(AverageReply(parts=norms))
 
-    def _refuse(self, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
-        for index, members in enumerate(rosters):
-            if self._me in members:
-                refuse(self._group(closing, index, members), members.index(self._me), reason)
+    def _refuse(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
+        own = [index for index, members in enumerate(rosters) if self._me in members]
+        for index in own:
+            refuse(self._group(closing, index, rosters[index]), rosters[index].index(self._me), reason)
+        if ties:
+            self._tied(ties, closing, rosters).refuse(own, reason)
 
     async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> Averaged:
         stage = self._sums.stages[index]
@@ -167,15 +178,25 @@ class Rounds:
             timeout=self._timeout,
         )
 
-    def _averager(self, stage: Stage) -> Averager:
-        async def compute(run: Callable[[], Any]) -> Any:
-            return (await self._executor.submit(FIRST, run))[0]
+    def _tied(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage) -> TiedMeans:
+        """What several stages hold; `stages` are of this server, any of which knows what trains."""
+        selections = [stage.selection for stage in stages if stage.selection is not None]
+        return TiedMeans(
+            ties,
+            trained_names(selections[0]) if selections else (),
+            lambda index: self._group(closing, index, rosters[index]),
+            self._compute,
+        )
 
+    def _averager(self, stage: Stage) -> Averager:
         codecs = stage.codecs
         if codecs.rank is None:
-            return Butterfly(Parts(codecs.averaging, compute), codecs.error_feedback)
+            return Butterfly(Parts(codecs.averaging, self._compute), codecs.error_feedback)
         shapes = [parameter.shape for parameter in stage.trainable]
-        return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, compute)
+        return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
+
+    async def _compute(self, run: Callable[[], Any]) -> Any:
+        return (await self._executor.submit(FIRST, run))[0]
 
 
 def round_name(closing: Closing, stage_index: int | None = None) -> str:

@@ -151,7 +151,9 @@ class Stage:
         if wrong := self.stepper.unfit(record.hyperparameters):
             raise ProtocolError(f"record {record.step} has hyperparameters of another kind: {wrong}")
 
-    def apply(self, record: Record, mean_gradient: Tensor, touched: Sequence[bool]) -> None:
+    def apply(
+        self, record: Record, mean_gradient: Tensor, touched: Sequence[bool], *, before: Sequence[Stage] = ()
+    ) -> None:
         """``v_{k+1} = f(v_k, record)``: the only thing that changes weights and optimizer state.
 
         Args:
@@ -159,6 +161,7 @@ class Stage:
             mean_gradient: ``[elements of the trainable parameters]``, the same bytes on every replica.
             touched: For each trainable parameter, whether any microbatch gave it a gradient. Optimizers pass over
                 those that have none, on one machine as here.
+            before: The stages here that have applied the record. What they hold, too, has taken its step.
         """
         if record.selection is not None:
             self.select(record.selection)
@@ -166,7 +169,12 @@ class Stage:
         if record.outcome == "apply":
             views = zip(self.trainable_names, self._views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
+            for other in before:
+                shared = [name for name in gradients if other.parameters.get(name) is self.parameters[name]]
+                gradients.update(dict.fromkeys(shared))
             self.stepper.step(gradients, record.clip_factor, record.hyperparameters)
+            for other in before:
+                self.stepper.share(other.stepper)
         self.version += 1
         self.zero_sum()
 

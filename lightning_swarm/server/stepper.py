@@ -129,6 +129,12 @@ class Stepper:
             if own or (name in state and GROUP not in state[name]):
                 self.optimizer.state[parameter] = _placed(own, parameter, group)
 
+    def share(self, other: Stepper) -> None:
+        """Of parameters that both have, which `other` has stepped, have its state: the same one, not a copy."""
+        for name, parameter in self._own.items():
+            if other._own.get(name) is parameter and other._stepped[name] in other.optimizer.state:
+                self.optimizer.state[self._stepped[name]] = other.optimizer.state[other._stepped[name]]
+
     def forget(self) -> None:
         """Have no state."""
         self.optimizer.state.clear()

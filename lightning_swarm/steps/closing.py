@@ -183,6 +183,8 @@ class Closer:
         self._events.note("round_repeated", step=closing.step, reason=reason)
         unreached = {peer: reply.unreached for peer, reply in heard.items()}
         rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
+        # Stages that have parameters in common hear of each other, too.
+        rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
         blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
         if not blamed:
             sums.attendance.note_blameless(reason)

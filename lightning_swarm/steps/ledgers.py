@@ -65,6 +65,25 @@ def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) ->
     return hashes.pop()
 
 
+def check_tied(ledgers: Ledgers, *, step: int) -> None:
+    """What several stages hold must be the same in all of them.
+
+    Raises:
+        StepError: It is not.
+    """
+    hashes: dict[str, set[int]] = {}
+    for stage in ledgers:
+        for ledger in stage.values():
+            for name, value in (ledger.said.tied or {}).items():
+                hashes.setdefault(name, set()).add(value)
+    differing = sorted(name for name, values in hashes.items() if len(values) > 1)
+    if differing:
+        raise StepError(
+            f"step {step}: stages hold different weights of what they share: {differing[:5]}. Servers of these stages "
+            "must round alike: have them on machines of one kind, with one build of torch."
+        )
+
+
 def named(ledgers: Ledgers) -> dict[PeerId, list[Named]]:
     """What each server holds, for each of its stages."""
     found: dict[PeerId, list[Named]] = {}

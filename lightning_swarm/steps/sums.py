@@ -25,7 +25,7 @@ from lightning_swarm.rebalancing.said import Load
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.attendance import Attendance
-from lightning_swarm.steps.ledgers import Ledger, Ledgers, loads, named, read, touched, version_hash
+from lightning_swarm.steps.ledgers import Ledger, Ledgers, check_tied, loads, named, read, touched, version_hash
 from lightning_swarm.steps.planning import Plan, plan_replays
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.replays import Replays
@@ -125,6 +125,7 @@ class Sums:
             self._vigil.end(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
+            check_tied(ledgers, step=self._step.step)
             plan = self._plan(ledgers)
             if plan.done:
                 self.loads = loads(ledgers)

@@ -48,6 +48,7 @@ class Phase(enum.Enum):
     AVERAGE = enum.auto()  # the coordinator has a server average
     AVERAGE_SEND = enum.auto()  # its own part of the sum leaves (the sender's)
     AVERAGE_REDUCE = enum.auto()  # the part that it reduced leaves (the reducer's)
+    AVERAGE_TIED = enum.auto()  # its stage's share of what other stages hold, too, leaves (the sender's)
     AVERAGE_DONE = enum.auto()
     PREPARE = enum.auto()  # a coordinator asks a voter for its promise
     PREPARE_DONE = enum.auto()
@@ -71,7 +72,7 @@ class Phase(enum.Enum):
 
 LEAVING: Final = frozenset(
     phase for phase in Phase if phase.name.endswith(("_DONE", "_ACCEPTED", "_SEEN")) or phase.name.startswith("SEND_")
-) | {Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE}
+) | {Phase.AVERAGE_SEND, Phase.AVERAGE_REDUCE, Phase.AVERAGE_TIED}
 """The phases in which an answer leaves or has come."""
 
 _METHODS: Final[Mapping[str, Phase]] = {
@@ -97,7 +98,8 @@ _OF_RESULTS: Final = {
     "forward": (Phase.FORWARD_DONE, Phase.SEND_OUTPUT),
     "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),
 }
-_ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|right/)?(part|reduced)\d+")
+_OF_SHARES: Final = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE, "tied": Phase.AVERAGE_TIED}
+_ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +152,7 @@ def _of_ticket(method: str, name: object, side: Side, answer: bytes | None) -> t
     reply = _fields(answer) if method == tickets.WAIT_METHOD and answer is not None else {}
     leaves = side == "answer" and (method == tickets.FETCH_METHOD or reply.get("taken") is not None)
     if found := _ROUND.fullmatch(str(name)):
-        phase = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE}[found[3]]
-        return (phase,) if leaves else (), {"step": int(found[1]), "stage": int(found[2])}
+        return (_OF_SHARES[found[3]],) if leaves else (), {"step": int(found[1]), "stage": int(found[2])}
     found = _MICROBATCH.fullmatch(str(name))
     if found is None:
         return (), {}

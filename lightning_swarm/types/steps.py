@@ -92,6 +92,7 @@ class StageLedger(Wire, frozen=True):
     samples_per_s: Positive | None = None  # forward and backward, as measured; None: not yet
     queued: NotNegative = 0.0  # jobs that wait here, on the average
     busy_share: NotNegative | None = None  # of the last steps' time, the part in which it computed; None: not known yet
+    tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of the weights that other stages hold, too
 
 
 class FreezeReply(Wire, frozen=True):

@@ -81,6 +81,17 @@ def test_hugging_face() -> None:
     fit_both(Llama, data=lambda: loader(sentences()), max_steps=STEPS, swarm={"pipeline": "model.model.layers"})
 
 
+class TiedGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3].out.weight = self.net[0].token.weight
+
+
+@feature("weights tied across stages", WORKS, "embeddings and head, or a block that comes again")
+def test_tied_weights() -> None:
+    fit_both(TiedGPT, data=lambda: loader(sentences()), max_steps=STEPS)
+
+
 @feature("parameters outside of the pipeline", WORKS, "the trainer computes them, and a stage of its own steps them")
 @feature("`BatchNorm` outside of the pipeline", WORKS, "it sees whole batches")
 def test_parameters_outside() -> None:

@@ -246,8 +246,20 @@ def test_a_process_cannot_strike_others(loop: VirtualLoop, tmp_path: Path, plan:
 
 # ---------------------------------------------------------------------- in a swarm
 
-OF_OTHERS = ("CANCEL", "REPLAY", "PREPARE", "DECIDE", "JOIN", "DONATE", "PIECE", "FOLLOW", "LISTEN", "LEAVE")
-"""They need a fault, a second voter or a joiner."""
+OF_OTHERS = (
+    "CANCEL",
+    "REPLAY",
+    "PREPARE",
+    "DECIDE",
+    "JOIN",
+    "DONATE",
+    "PIECE",
+    "FOLLOW",
+    "LISTEN",
+    "LEAVE",
+    "AVERAGE_TIED",
+)
+"""They need a fault, a second voter, a joiner or a tied parameter."""
 
 PHASES_OF_A_STEP = [phase for phase in Phase if not phase.name.startswith(OF_OTHERS)]
 

@@ -375,10 +375,25 @@ def test_extras_reach_the_blocks_that_name_them() -> None:
     assert torch.equal(second((hidden,), extras), torch.ones(3))
 
 
-def with_tied_weights() -> nn.Module:
+def with_tied_weights(dtype: torch.dtype = torch.float32) -> nn.Module:
     model = Staged()
     model.head.weight = model.embed.weight
+    model.head.bias = nn.Parameter(torch.zeros(model.head.out_features, dtype=dtype))
     return model
+
+
+def test_parameters_tied_across_stages_are_in_each_by_one_name() -> None:
+    with torch.device("meta"):
+        model = with_tied_weights()
+    first, *_, last = stages = cut_into(model, 3)
+
+    names = [[name for name, _ in stage.named_stage_parameters()] for stage in stages]
+    assert [one.count("embed.weight") for one in names] == [1, 0, 1]
+    assert "head.weight" not in names[2]
+    last.to_empty(device="cpu")
+    assert dict(last.named_stage_parameters())["embed.weight"] is model.head.weight
+    assert dict(first.named_stage_parameters())["embed.weight"] is model.embed.weight
+    assert model.embed.weight.is_meta
 
 
 class Rotate(nn.Module):
@@ -441,7 +456,7 @@ def with_layer(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "pipeline", "words"),
     [
-        (with_tied_weights(), None, ["one stage only", "embed.weight (stages 0, 1)", "Untie it"]),
+        (with_tied_weights(torch.float64), None, ["float64 parameters all or none", "embed.weight", "to one dtype"]),
         (with_shared(), "net", ["or outside of them, not in both", "got other.weight outside", "Untie it"]),
         (with_outside(nn.LazyLinear(4)), "net", ["know their shapes", "other (LazyLinear)"]),
         (with_outside(Rotate(trained=True)), "net", ["must be real", "other.turns"]),

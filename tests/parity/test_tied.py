@@ -1,0 +1,222 @@
+"""Parameters that several stages hold: all of them take the step that one machine would take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.config import Compression
+from lightning_swarm.errors import StepError
+from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
+from tests.parity.harness import Run, SwarmRun, assert_exact, assert_same_curve, run_plain, run_swarm
+from tests.parity.models import (
+    Block,
+    Embed,
+    LossHead,
+    Net,
+    Recipe,
+    TinyGPT,
+    TinyGPTWithLosses,
+    loader,
+    sentences,
+)
+from tests.parity.test_joining import Joining
+
+STEPS = 6
+EMBEDDING = "net.0.token.weight"
+RECIPE = Recipe(optimizer="adamw", schedule="onecycle")
+
+
+class TiedGPT(TinyGPTWithLosses):
+    """Embeddings in the first block, the head and the loss in the last one, and one weight for both."""
+
+    def __init__(self) -> None:
+        super().__init__(RECIPE)
+        self.net[3].out.weight = self.net[0].token.weight
+
+
+def options(**others: Any) -> dict[str, Any]:
+    # The norm of each step is beyond it, so all of them would be wrong if the tied weight counted twice in it.
+    return {"max_steps": STEPS, "max_epochs": -1, "gradient_clip_val": 0.5, **others}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return run_plain(TiedGPT, loader(sentences()), **options())
+
+
+def swarm(**others: Any) -> SwarmRun:
+    run = run_swarm(TiedGPT, loader(sentences()), **options(**others))
+    assert run.num_clipped == STEPS
+    assert_tied(run, at_least=2)
+    module = run.module
+    assert module.net[3].out.weight is module.net[0].token.weight  # type: ignore[union-attr, index]
+    return run
+
+
+def assert_tied(run: SwarmRun, *, at_least: int) -> None:
+    """Whoever holds the weight, in whichever stage, holds the same bits, and so does its optimizer."""
+    held = [
+        (server.stepping.stage(index).weights()[EMBEDDING], server.stepping.stage(index).optimizer_state()[EMBEDDING])
+        for server in run.strategy.servers
+        for index in server.stepping.stages
+        if server.admission.me in run.rosters[-1][index]
+        if EMBEDDING in server.stepping.stage(index).parameters
+    ]
+    assert len(held) >= at_least
+    for weight, state in held:
+        assert torch.equal(weight, held[0][0])
+        assert all(torch.equal(state[key], held[0][1][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+@pytest.mark.parametrize(("num_stages", "num_servers"), [(2, 1), (2, 2), (2, 4), (3, 5), (4, 4)])
+def test_a_tied_weight_trains_as_on_one_machine(plain: Run, num_stages: int, num_servers: int) -> None:
+    run = swarm(num_stages=num_stages, num_servers=num_servers)
+    assert_exact(run, plain)
+    for norm, expected in zip(run.norms, plain.norms, strict=True):
+        assert norm == pytest.approx(expected, rel=1e-11), "it counts once"
+
+
+# Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
+@pytest.mark.parametrize(
+    ("plan", "num_gone"),
+    [
+        (FaultPlan().kill("peer-3", at=Phase.AVERAGE_TIED, of="peer-3", step=2), 1),
+        (FaultPlan().kill("peer-2", at=Phase.AVERAGE_TIED, of="peer-2", step=2), 1),
+        (FaultPlan().freeze("peer-3", for_s=1e6, at=Phase.AVERAGE_TIED, of="peer-3", step=2), 1),
+        (FaultPlan().drop("peer-2", at=Phase.AVERAGE_TIED, step=2), 0),
+        (FaultPlan().kill("peer-3", at=Phase.AVERAGE_REDUCE, of="peer-3", step=2), 1),
+        (FaultPlan().kill("peer-2", at=Phase.BACKWARD_DONE, step=2).kill("peer-3", at=Phase.AVERAGE, step=3), 2),
+    ],
+    ids=["dies in a share", "the other dies", "freezes in a share", "a share is lost", "dies in a part", "both die"],
+)
+def test_a_server_that_dies_in_a_round(plain: Run, plan: FaultPlan, num_gone: int) -> None:
+    try:
+        run = swarm(num_servers=4, num_gone=num_gone, faults=plan, latency_s=0.001)
+    finally:
+        plan.check()
+    assert_exact(run, plain)
+    assert [record.outcome for record in run.records] == ["apply"] * STEPS
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_servers_that_join(plain: Run, count: int) -> None:
+    """They hold the round's mean with the shares of stages that they are not in."""
+    joining = Joining(at=1, count=count)
+    run = swarm(callbacks=[joining], num_joiners=count, latency_s=0.001)
+    assert_exact(run, plain)
+    assert {index for joiner in joining.joiners for index in joiner.stepping.stages} == set(range(count))
+
+
+def test_who_holds_both_stages_gives_one_up(plain: Run) -> None:
+    """Until then the weight is one tensor for both, which takes one step."""
+    run = swarm(
+        callbacks=[Joining(at=1)],
+        num_servers=1,
+        num_joiners=1,
+        num_shed=1,
+        latency_s=1e-4,
+        rebalancing="gain",
+        rebalance_interval=0.5,
+        microbatch_s=[0.1, 0.1],
+    )
+    assert_exact(run, plain)
+    assert [len(server.stepping.stages) for server in run.strategy.servers] == [1, 1]
+
+
+class Nudging(L.Callback):
+    """Changes the weight by a little in one stage, as another kind of machine might that rounds otherwise."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        assert isinstance(trainer.strategy, InMemoryStrategy)
+        if batch_idx == 2:
+            with torch.no_grad():
+                stepping = trainer.strategy.servers[1].stepping
+                stepping.stage(*stepping.stages).parameters[EMBEDDING] *= 1 + 1e-15
+
+
+def test_stages_that_come_to_differ_are_noticed() -> None:
+    with pytest.raises(
+        StepError, match=r"step 2: stages hold different weights of what they share: \['net.0.token.weig"
+    ):
+        swarm(callbacks=[Nudging()])
+
+
+@pytest.mark.parametrize("averaging", ["8bit", "powersgd"])
+def test_codecs_leave_it_the_same_in_both_stages(plain: Run, averaging: Any) -> None:
+    run = swarm(num_servers=4, compression=Compression(averaging=averaging))
+    assert run.losses != plain.losses
+    assert_same_curve(run, plain, loss=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch")
+def test_checkpoints_hold_it_as_those_of_one_machine_and_go_both_ways(tmp_path: Path) -> None:
+    files = {}
+    for name, train in (("plain", run_plain), ("swarm", run_swarm)):
+        saving = ModelCheckpoint(tmp_path / name, filename="{step}", every_n_train_steps=STEPS)
+        train(TiedGPT, loader(sentences()), callbacks=[saving], enable_checkpointing=True, **options())
+        files[name] = tmp_path / name / f"step={STEPS}.ckpt"
+    saved = {name: torch.load(path, weights_only=False) for name, path in files.items()}
+    for ours, theirs in (
+        (saved["swarm"]["state_dict"], saved["plain"]["state_dict"]),
+        *zip(*(one["optimizer_states"][0]["state"].values() for one in (saved["swarm"], saved["plain"])), strict=True),
+    ):
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-11)
+    assert torch.equal(saved["swarm"]["state_dict"]["net.3.out.weight"], saved["swarm"]["state_dict"][EMBEDDING])
+    further = options(max_steps=STEPS + 3)
+    expected = run_plain(TiedGPT, loader(sentences()), ckpt_path=files["plain"], **further)
+    assert_exact(run_plain(TiedGPT, loader(sentences()), ckpt_path=files["swarm"], **further), expected)
+    assert_exact(run_swarm(TiedGPT, loader(sentences()), ckpt_path=files["plain"], **further), expected)
+
+
+class Repeated(Net):
+    """The same block again and again, in all stages."""
+
+    def __init__(self) -> None:
+        block = Block(8)
+        super().__init__(nn.Sequential(Embed(8), block, block, block, TinyGPT().net[3]), RECIPE)
+
+    training_step = TinyGPT.training_step
+
+
+@pytest.mark.parametrize("num_servers", [1, 3, 5])
+def test_a_block_that_is_in_every_stage(num_servers: int) -> None:
+    plain = run_plain(Repeated, loader(sentences()), **options())
+    run = run_swarm(Repeated, loader(sentences()), num_stages=3, num_servers=num_servers, **options())
+    held = [len(server.stepping.stages) for server in run.strategy.servers]
+    assert sum(held) == max(3, num_servers)
+    assert_exact(run, plain)
+
+
+class DetachedHead(LossHead):
+    """Reads its weight, and gives it no gradient."""
+
+    @override
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        logits = F.linear(self.norm(hidden), self.out.weight.detach())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets).mean(1)
+
+
+class HalfTied(TiedGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = DetachedHead(8)
+        self.net[3].out.weight = self.net[0].token.weight
+
+
+def test_a_stage_that_gives_no_gradient_takes_the_step_as_well() -> None:
+    plain = run_plain(HalfTied, loader(sentences()), **options())
+    run = run_swarm(HalfTied, loader(sentences()), num_servers=3, **options())
+    assert_tied(run, at_least=3)
+    assert_exact(run, plain)
