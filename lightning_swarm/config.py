@@ -14,6 +14,7 @@ from lightning_swarm.network.addresses import Address, Place
 
 Role = Literal["auto", "both", "trainer", "server"]
 Preemption = Literal["auto", "aws", "gcp", "azure"]
+StateDictType = Literal["full", "sharded"]
 Rebalancing = Literal["none", "paper", "gain"]
 """Who moves to another stage: nobody; by the paper's rule; whoever gains more by it than it costs."""
 
@@ -176,6 +177,7 @@ class SwarmConfig:
     announce: tuple[Place, ...]
     identity_path: str | None
     gather_on_end: bool
+    state_dict_type: StateDictType = "full"
     offload_optimizer: bool = False
     rebalancing: Rebalancing
     rebalance_interval: float
@@ -204,6 +206,11 @@ class SwarmConfig:
             raise ConfigError(
                 "`boundary` must be a `Bottleneck`, a `Maxout` or None (all features travel), got "
                 f"{self.boundary!r}. Write `boundary=Bottleneck(ratio=4)`, say."
+            )
+        if self.state_dict_type not in get_args(StateDictType):
+            raise ConfigError(
+                "`state_dict_type` must be 'full' (a checkpoint is one file, written by the lead) or 'sharded' (a "
+                f"folder, to which each server writes its stages), got {self.state_dict_type!r}. Choose one of them."
             )
         if self.rebalancing not in get_args(Rebalancing):
             raise ConfigError(

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from typing_extensions import override
 from lightning_swarm.blueprint import Blueprint, Place
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
+from lightning_swarm.shards import Folder
 
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 _MAX_NAMED: Final = 5
@@ -49,7 +51,18 @@ class Origin:
             yield {name: self._stand_in(value) if name in on_meta else value for name, value in state.items()}
 
     def _stand_in(self, value: Any) -> Any:
-        return self._blueprint.stand_in(value, lambda: value) if isinstance(value, Tensor) else value
+        has_values = isinstance(value, Tensor) and not value.is_meta
+        return self._blueprint.stand_in(value, lambda: value) if has_values else value
+
+    def read(self, module: nn.Module, folder: Folder) -> dict[str, Any]:
+        """The weights in a folder, as `restoring` takes them: what the module has on meta is read when it is needed."""
+        on_meta = {name for name, tensor in _tensors(module) if tensor.is_meta}
+        found = folder.weights
+        here = folder.read_weights(name for name in found if name not in on_meta)
+        return {
+            name: here[name] if name in here else self._blueprint.stand_in(like, partial(_read, folder, name))
+            for name, like in found.items()
+        }
 
     def look(self, module: nn.Module) -> None:
         """Know where the module's tensors on meta are, before they are converted or moved.
@@ -101,6 +114,11 @@ class Origin:
     def _values(self, tensors: Sequence[tuple[str, Tensor]], device: torch.device) -> list[Tensor]:
         values = self._blueprint.values([self._places[name] for name, _ in tensors], device)
         return [value.to(tensor.dtype) for value, (_, tensor) in zip(values, tensors, strict=True)]
+
+
+def _read(folder: Folder, name: str) -> Tensor:
+    tensor: Tensor = folder.read_weights([name])[name]
+    return tensor
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
@@ -13,9 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm import checkpoint, rules
+from lightning_swarm import checkpoint, optimizer_states, rules
 from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import restore_boundary
+from lightning_swarm.checkpoint import sharded
+from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.going_back.way_back import WayBack
 from lightning_swarm.launcher import SwarmLauncher
@@ -23,6 +26,7 @@ from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.origin import Origin, is_on_meta
 from lightning_swarm.saving import Files
 from lightning_swarm.session import Session
+from lightning_swarm.shards import Folder
 from lightning_swarm.weights import Weights
 
 # `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
@@ -35,6 +39,8 @@ else:
 class ResumingHooks(_Strategy):
     """The part of `SwarmHooks` that brings a run to where another one was."""
 
+    config: SwarmConfig
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.peer: Peer | None = None
@@ -42,6 +48,7 @@ class ResumingHooks(_Strategy):
         self._loop: SwarmOptimization | None = None
         self._weights: Weights | None = None  # of this run or, once it is over, of the last one
         self._files: Files | None = None  # of the lead while it trains, unless its user brought a `CheckpointIO`
+        self._folder: Folder | None = None  # that is loaded
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
         self._origin = Origin()  # of weights that the module does not hold
         self._way_back = WayBack()
@@ -58,8 +65,11 @@ class ResumingHooks(_Strategy):
         states = self._way_back.states
         if states is not None and states.taking:
             return states.without_weights(own, checkpoint.first_names(self.lightning_module))
-        if self._weights is not None:
-            self._weights.complete(own)
+        if self._weights is None:
+            return own
+        if self.config.state_dict_type == "sharded":
+            return self._weights.without_stages(own) if self._weights.stale else own
+        self._weights.complete(own)
         return own
 
     @override
@@ -69,17 +79,37 @@ class ResumingHooks(_Strategy):
             return states.without_state(optimizer)
         if not self.is_global_zero:
             return {}
-        if self._weights is not None and self._weights.stale:
-            return self._weights.optimizer_state(optimizer)
+        weights = self._weights if self._weights is not None and self._weights.stale else None
+        if self.config.state_dict_type == "sharded":
+            assert self.lightning_module is not None
+            names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+            saved = optimizer.state_dict()  # of which the servers have what is not here
+            return optimizer_states.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
+        if weights is not None:
+            return weights.optimizer_state(optimizer)
         return super().optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self._files is None:
+        if self.config.state_dict_type == "sharded":
+            self._save_sharded(checkpoint, filepath, storage_options)
+        elif self._files is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             own = self._weights.gathered if self._weights is not None else ()
             self._files.save(checkpoint, filepath, storage_options, own)
+
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        rules.check_folder(path, storage_options)
+        if not self.is_global_zero:
+            return
+        if self._files is not None:
+            self._files.finish()
+        if self._weights is not None and self._weights.stale:
+            optimizer = self.optimizers[0] if "optimizer_states" in checkpoint else None
+            self._weights.save_shards(Path(path), checkpoint, optimizer)
+        else:
+            sharded.save(Path(path), checkpoint, lambda _: [], part=0, also={})
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -96,7 +126,14 @@ class ResumingHooks(_Strategy):
         if restored is not None:
             self._restored_step = self._way_back.first_step
             return restored
-        restored = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
+        self._folder = rules.find_folder(checkpoint_path)
+        path = checkpoint_path if self._folder is None else Path(checkpoint_path) / sharded.REST
+        restored = super().load_checkpoint(path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
+        if self._folder is not None:
+            assert self.lightning_module is not None
+            restored["state_dict"] = self._origin.read(self.lightning_module, self._folder)
+            if self._folder.has_optimizer:  # whose state is for the servers
+                restored["optimizer_states"] = [optimizer_states.by_numbers(self._folder.read_groups())]
         self._restored_step = restored.get("global_step")
         return restored
 
@@ -129,7 +166,7 @@ class ResumingHooks(_Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         saved = None
-        if is_on_meta(self.lightning_module):  # on which an optimizer keeps no state either
+        if self._folder is None and is_on_meta(self.lightning_module):  # on which an optimizer keeps no state either
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         super().load_optimizer_state_dict(checkpoint)
@@ -138,7 +175,10 @@ class ResumingHooks(_Strategy):
         assert self._weights is not None
         assert self._loop is not None
         self._loop.tell_selection(self.optimizers[0])  # callbacks may have restored parameter groups
-        self._weights.hand_out_optimizer(self.optimizers[0], saved)
+        if self._folder is not None:
+            self._weights.hand_out_shards(self.optimizers[0], self._folder)
+        else:
+            self._weights.hand_out_optimizer(self.optimizers[0], saved)
 
     # ------------------------------------------------------------------ gone back to
 

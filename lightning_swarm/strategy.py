@@ -22,7 +22,16 @@ from typing_extensions import override
 from lightning_swarm import following, rules, serving, settings
 from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import Boundary, boundary_layers, hook
-from lightning_swarm.config import CodecName, Compression, Limits, Preemption, Rebalancing, Role, SwarmConfig
+from lightning_swarm.config import (
+    CodecName,
+    Compression,
+    Limits,
+    Preemption,
+    Rebalancing,
+    Role,
+    StateDictType,
+    SwarmConfig,
+)
 from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
@@ -74,6 +83,8 @@ class SwarmHooks(ResumingHooks):
         announce: At which address and port others reach this peer, if not at those it listens on.
         identity_path: File of this peer's private key, made if it is not there: keeps its id when it is started again.
         gather_on_end: After `fit` the LightningModule holds the trained weights. One on torch's meta device never does.
+        state_dict_type: What a checkpoint is: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder,
+            to which each server writes its own stages, so that nobody has to hold the whole model.
         offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
         rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
             it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
@@ -116,6 +127,7 @@ class SwarmHooks(ResumingHooks):
         announce: str | Sequence[str] = (),
         identity_path: str | None = None,
         gather_on_end: bool = True,
+        state_dict_type: StateDictType = "full",
         offload_optimizer: bool = False,
         rebalancing: Rebalancing = "gain",
         rebalance_interval: float = 300.0,
@@ -144,6 +156,7 @@ class SwarmHooks(ResumingHooks):
             announce=tuple(map(Place.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
             gather_on_end=gather_on_end,
+            state_dict_type=state_dict_type,
             offload_optimizer=offload_optimizer,
             rebalancing=rebalancing,
             rebalance_interval=rebalance_interval,
@@ -595,7 +608,7 @@ class SwarmHooks(ResumingHooks):
         self._restore_dtype()
         if self._home is not None:
             self._home.close()
-        self._interception, self._session, self._restored_step = None, None, None
+        self._interception, self._session, self._restored_step, self._folder = None, None, None, None
         self._home = None
         if self._weights is not None:
             self._weights.end()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_swarm import checkpoint, trees
+from lightning_swarm import checkpoint, optimizer_states, trees
 from lightning_swarm.assembly import Peer
+from lightning_swarm.checkpoint import sharded
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.run_state import RunState
 from lightning_swarm.session import Session
+from lightning_swarm.shards import Folder
+from lightning_swarm.types.shards import Written
 
 _T = TypeVar("_T")
 
@@ -96,13 +100,59 @@ class Weights:
             names = checkpoint.first_names(self._module)
             own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
 
+    def without_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The module's state dict without what the stages hold."""
+        first, held = checkpoint.first_names(self._module), set().union(*self._saved_names)
+        return {name: value for name, value in own.items() if first.get(name) not in held}
+
+    def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+        """Write a checkpoint as a folder, to which the servers write what they hold.
+
+        Args:
+            path: Its name.
+            found: As Lightning has it, `without_stages`.
+            optimizer: Over the whole module. None: its state is left out.
+        """
+        session, run = self._of_run
+        names, limits, parameter_names = self._saved_names, self._limits, self._parameter_names
+
+        def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
+            return optimizer_states.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
+
+        def write(folder: Path) -> list[Written]:
+            session.renew()
+            return self._peer.runtime.run(
+                sharded.write_stages(
+                    self._peer.transport,
+                    run,
+                    session.version,
+                    folder,
+                    names,
+                    as_saved if optimizer is not None else None,
+                    timeout=limits.join_timeout,
+                    max_bytes=limits.max_message_bytes,
+                )
+            )
+
+        held = set().union(*names)
+        saved = self._module.state_dict(keep_vars=True).keys()
+        first = checkpoint.first_names(self._module).items()
+        also = {name: one for name, one in first if name != one and one in held and name in saved}
+        sharded.save(path, found, write, part=len(names), also=also)
+
+    @property
+    def _saved_names(self) -> list[set[str]]:
+        """What each stage has that is saved."""
+        specs = [stage.spec for stage in self._peer.lead.stages]
+        return [{one.name for one in (*spec.parameters, *spec.buffers) if one.persistent} for spec in specs]
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""
         return self._optimizer_state(optimizer, self._limits.call_timeout)
 
     def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
         state = self._gather(checkpoint.gather_optimizer, timeout)
-        renumbered = checkpoint.renumbered(optimizer, self._parameter_names, state)
+        renumbered = optimizer_states.renumbered(optimizer, self._parameter_names, state)
         self._gathered += map(weakref.ref, trees.flatten(list(renumbered["state"].values()))[1])
         return renumbered
 
@@ -132,10 +182,27 @@ class Weights:
         """
         _, run = self._of_run
         names = self._parameter_names
-        state = checkpoint.by_name(optimizer, names) if saved is None else checkpoint.loaded(optimizer, saved, names)
+        state = (
+            optimizer_states.by_name(optimizer, names)
+            if saved is None
+            else optimizer_states.loaded(optimizer, saved, names)
+        )
         self._peer.runtime.run(
             checkpoint.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
         )
+
+    def hand_out_shards(self, optimizer: Optimizer, folder: Folder) -> None:
+        """As `hand_out_optimizer`, from a folder, for one stage after the other."""
+        _, run = self._of_run
+        groups = folder.read_groups()["param_groups"]
+        for index, stage in enumerate(run.manifest.stages):
+            state = folder.read_state(name for name, _, _ in stage.parameters)
+            saved = optimizer_states.by_numbers({"state": state, "param_groups": groups})
+            found = optimizer_states.loaded(optimizer, saved, self._parameter_names)
+            timeout = self._limits.call_timeout
+            self._peer.runtime.run(
+                checkpoint.scatter_optimizer(self._peer.transport, run, found, timeout=timeout, stages=[index])
+            )
 
     def lend(self) -> None:
         """Let the servers evaluate with what the module holds now, until `take_back`; their own stay as they are."""

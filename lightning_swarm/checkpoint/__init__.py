@@ -1,15 +1,12 @@
-"""Whole-model snapshots out of a swarm's parts: gathered, and renumbered as one process numbers them."""
+"""Whole-model snapshots out of a swarm's parts, and back into them."""
 
 from __future__ import annotations
 
-import collections
 import logging
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_swarm import trees
 from lightning_swarm.errors import PeerError
@@ -17,7 +14,6 @@ from lightning_swarm.network import MAX_STREAM_BYTES, Message, Transport
 from lightning_swarm.partition import StageModule
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import LEND, LOAD, STATE
-from lightning_swarm.server.stepper import GROUP
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
@@ -34,6 +30,7 @@ async def gather_weights(
     timeout: float,
     max_bytes: int = MAX_STREAM_BYTES,
     without: Collection[str] = (),
+    stages: Collection[int] | None = None,
 ) -> dict[str, Tensor]:
     """Parameters and buffers of all stages at version `step`, by their names in the model's state dict.
 
@@ -44,9 +41,11 @@ async def gather_weights(
         timeout: Seconds for each exchange.
         max_bytes: Of a stage.
         without: Names that are left out. A stage whose parameters are all among them is not asked for.
+        stages: Only these; None: all.
     """
     parameters = [{name for name, _, _ in stage.parameters} for stage in run.manifest.stages]
-    wanted = [index for index, names in enumerate(parameters) if not names or not names.issubset(without)]
+    asked = range(len(parameters)) if stages is None else stages
+    wanted = [index for index in asked if not parameters[index] or not parameters[index].issubset(without)]
     requests = [_request(run, index, step, optimizer=False) for index in wanted]
     weights: dict[str, Tensor] = {}
     for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
@@ -57,10 +56,17 @@ async def gather_weights(
 
 
 async def gather_optimizer(
-    transport: Transport, run: RunState, step: int, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    transport: Transport,
+    run: RunState,
+    step: int,
+    *,
+    timeout: float,
+    max_bytes: int = MAX_STREAM_BYTES,
+    stages: Collection[int] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Optimizer state of all stages at version `step`, by parameter name."""
-    requests = [_request(run, index, step, optimizer=True) for index in range(len(run.rosters))]
+    """Optimizer state at version `step`, by parameter name: of all stages, or of these."""
+    asked = range(len(run.rosters)) if stages is None else stages
+    requests = [_request(run, index, step, optimizer=True) for index in asked]
     found: dict[str, dict[str, Any]] = {}
     for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
         found.update(zip(state.names, trees.unflatten(state.structure, list(tensors)), strict=True))
@@ -75,15 +81,21 @@ def first_names(module: nn.Module) -> dict[str, str]:
 
 
 async def scatter_optimizer(
-    transport: Transport, run: RunState, state: Mapping[str, dict[str, Any]], *, timeout: float
+    transport: Transport,
+    run: RunState,
+    state: Mapping[str, dict[str, Any]],
+    *,
+    timeout: float,
+    stages: Collection[int] | None = None,
 ) -> None:
     """Hand the optimizer's state to the servers of its stages, before their first step.
 
     Args:
         transport: The lead's.
         run: Before the first step of its generation.
-        state: Optimizer state by parameter name; of the whole model.
+        state: Optimizer state by parameter name; of all these stages.
         timeout: Seconds.
+        stages: Which; None: all of them.
 
     Raises:
         ConfigError: It holds something other than tensors and numbers.
@@ -103,7 +115,7 @@ async def scatter_optimizer(
         )
         return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
 
-    messages = {index: message(index) for index in range(len(manifest.stages))}
+    messages = {index: message(index) for index in (range(len(manifest.stages)) if stages is None else stages)}
     await _to_rosters(transport, run.rosters, LOAD, messages, timeout=timeout)
 
 
@@ -153,76 +165,6 @@ async def _to_rosters(
         for index, message in messages.items()
         for member in rosters[index]
     )
-
-
-def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer over the whole model, by full parameter name.
-
-    Args:
-        optimizer: Whose state.
-        names: Full parameter names by `id` of the optimizer's parameters.
-    """
-    return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
-
-
-def loaded(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """The state that `optimizer` would have after loading what was saved, by parameter name.
-
-    Args:
-        optimizer: Over the whole model, of which it needs no values; it stays as it is.
-        saved: As its `state_dict` gave it.
-        names: Full parameter names by `id` of the optimizer's parameters.
-    """
-    # By the optimizer itself, over parameters of the same kind that take no memory.
-    twin: Optimizer = object.__new__(type(optimizer))
-    vars(twin).update(vars(optimizer))
-    like = {
-        one: nn.Parameter(torch.zeros((), dtype=one.dtype).expand(one.shape), one.requires_grad)
-        for one in _all(optimizer)
-    }
-    twin.param_groups = [
-        {**group, "params": [like[one] for one in group["params"]]} for group in optimizer.param_groups
-    ]
-    twin.state = collections.defaultdict(dict)
-    twin.load_state_dict(dict(saved))
-    return {names[id(one)]: twin.state[like[one]] for one in like if like[one] in twin.state}
-
-
-def _all(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def renumbered(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """A state dict as `optimizer.state_dict()` of one process would give it.
-
-    Args:
-        optimizer: Over the whole model. Its own state is not read, and there again afterwards.
-        names: Full parameter names by `id` of the optimizer's parameters.
-        state: Optimizer state by parameter name.
-    """
-    given = {one: _copied(state[names[id(one)]]) for one in _all(optimizer) if names[id(one)] in state}
-    written = {one: values.pop(GROUP) for one, values in given.items() if GROUP in values}
-    own = dict(optimizer.state)
-    try:
-        # By the optimizer itself: some, like those of bitsandbytes, do not save their state as they have it.
-        _replace(optimizer.state, {one: values for one, values in given.items() if values or one not in written})
-        found = optimizer.state_dict()
-    finally:
-        _replace(optimizer.state, own)
-    for group, saved in zip(optimizer.param_groups, found["param_groups"], strict=True):
-        for one in group["params"]:
-            saved.update(written.get(one, {}))
-    return found
-
-
-def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:
-    state.clear()
-    state.update(by)
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Nothing in a checkpoint may share memory with what goes on training."""
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateRequest:

@@ -1,4 +1,4 @@
-"""Weights of a Lightning checkpoint as a safetensors file, which is read without Lightning and runs no code."""
+"""A checkpoint in another form: its weights as a safetensors file, or a folder as one file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_swarm.checkpoint.sharded import REST
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.optimizer_states import by_numbers
+from lightning_swarm.shards import OPTIMIZER, WEIGHTS, Folder, is_folder
 
 
 def export_safetensors(checkpoint: Path, target: Path) -> int:
@@ -19,7 +22,7 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
     Tensors that share memory, such as tied weights, are written under each of their names.
 
     Args:
-        checkpoint: A file that Lightning wrote. Nothing in it is executed.
+        checkpoint: A file that Lightning wrote, or a sharded checkpoint. Nothing in it is executed.
         target: Its suffix is `.safetensors`. Overwritten if it exists.
 
     Returns:
@@ -47,15 +50,60 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
         save_file(weights, partial, metadata)
         partial.replace(target)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{target} must be a file that can be written: {error}. Name a folder that exists and has room."
-        ) from error
+        raise _unwritable(target, error) from error
     finally:
         partial.unlink(missing_ok=True)
     return len(weights)
 
 
+def export_file(folder: Path, target: Path) -> int:
+    """Write a sharded checkpoint as one ordinary file, at once or not at all. All of it is in memory meanwhile.
+
+    Args:
+        folder: Written with ``state_dict_type="sharded"``. Nothing in it is executed.
+        target: Its suffix is `.ckpt`. Overwritten if it exists.
+
+    Returns:
+        How many weights it holds.
+
+    Raises:
+        ConfigError: The checkpoint is not all there, or holds more than can be read safely; or the file cannot be
+            written.
+    """
+    if not is_folder(folder):
+        raise ConfigError(
+            f"a .ckpt file is made of a sharded checkpoint, a folder; {folder} is none. Name such a folder, or export "
+            "to a .safetensors file."
+        )
+    content = _read(folder)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        torch.save(content, partial)
+        partial.replace(target)
+    except (OSError, RuntimeError) as error:
+        raise _unwritable(target, error) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(content["state_dict"])
+
+
+def _unwritable(target: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{target} must be a file that can be written: {error}. Name a folder that exists and has room.")
+
+
+def _read_folder(path: Path) -> dict[str, Any]:
+    """As the file that the same run would have written."""
+    content = _read(path / REST)
+    found = Folder(path).read_all()
+    content["state_dict"] = found.get(WEIGHTS, {})
+    if OPTIMIZER in found:
+        content["optimizer_states"] = [by_numbers({"state": {}, **found[OPTIMIZER]})]
+    return content
+
+
 def _read(checkpoint: Path) -> dict[str, Any]:
+    if is_folder(checkpoint):
+        return _read_folder(checkpoint)
     rule = "the checkpoint must be a file that Lightning wrote"
     try:
         content = torch.load(checkpoint, map_location="cpu", weights_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm import __version__, doctor
-from lightning_swarm.checkpoint.export import export_safetensors
+from lightning_swarm.checkpoint.export import export_file, export_safetensors
 from lightning_swarm.cli import joining, planning, simulating, watching
 from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
 from lightning_swarm.doctor import Finding
@@ -63,6 +63,9 @@ _EXPORT: Final = """\
 {what} Nothing in the checkpoint is executed; OUT is overwritten.
 
     lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
+    lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer
+
+The second one has all of the model and of the optimizer's state in memory meanwhile.
 """
 
 
@@ -145,9 +148,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     planning.add_arguments(plan)
 
-    export = add("export", "Write a checkpoint's weights to a safetensors file.", _EXPORT)
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved")
-    export.add_argument("out", type=Path, metavar="OUT.safetensors", help="the file to write")
+    export = add(
+        "export", "Write a checkpoint's weights to a safetensors file, or a sharded one to a single file.", _EXPORT
+    )
+    export.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved, or a sharded checkpoint"
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="the file to write: *.safetensors or *.ckpt")
 
     simulating.add_arguments(add("simulate", simulating.WHAT, simulating.DESCRIPTION))
     return parser
@@ -155,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "export":
-        num_tensors = export_safetensors(arguments.checkpoint, arguments.out)
+        export = export_file if arguments.out.suffix == ".ckpt" else export_safetensors
+        num_tensors = export(arguments.checkpoint, arguments.out)
         print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
         return 0
     if arguments.command == "plan":

@@ -24,6 +24,7 @@ from lightning_swarm.server.loading import Loading
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.snapshots import Snapshots
 from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.server.writing import Writing
 from lightning_swarm.steps import proposer
 from lightning_swarm.steps.voting import Voter
 from lightning_swarm.tasks import TaskOwner
@@ -101,6 +102,7 @@ class Server:
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         self.snapshots = Snapshots(transport, executor, self.admission, self.stepping, limits=limits)
         Loading(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
+        Writing(transport, executor, self.admission, self.stepping)
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter(boot_id)
         proposer.serve(self.voter, transport, self.admission.serves_with)

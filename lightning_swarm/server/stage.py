@@ -16,12 +16,13 @@ from lightning_swarm import trees
 from lightning_swarm.averaging.averager import Carried
 from lightning_swarm.compression import PLAIN, Codecs
 from lightning_swarm.errors import ProtocolError
+from lightning_swarm.optimizer_states import GROUP
 from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.load import StageLoad
-from lightning_swarm.server.stepper import GROUP, Stepper
+from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_swarm import trees
+from lightning_swarm.optimizer_states import GROUP, as_saved
 from lightning_swarm.server import overrides
 from lightning_swarm.types.runs import Selection
-
-GROUP: Final = "__group__"
-"""In a parameter's state: what the optimizer itself writes into the parameter group, like a count of its steps."""
 
 
 class Stepper:
@@ -111,6 +109,10 @@ class Stepper:
         written = {id(one): {GROUP: dict(values)} for group, values in groups if values for one in group["params"]}
         both = {name: {**found.get(one, {}), **written.get(id(one), {})} for name, one in self._stepped.items()}
         return {name: state for name, state in both.items() if state or self._stepped[name] in found}
+
+    def saved_state(self) -> dict[str, dict[str, Any]]:
+        """The same as the optimizer saves it: some do not save what they have."""
+        return as_saved(self.optimizer, {id(one): name for name, one in self._stepped.items()}, self.state())
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over the state of parameters of this stage, to the bit; what there was before is gone."""

@@ -52,6 +52,7 @@ NUM_SWARMS = {
     "docs/faults.md": 5,
     "docs/memory.md": 1,
     "docs/large.md": 1,
+    "docs/checkpoints.md": 2,
 }
 """How many runs the blocks of a page make; its tests included."""
 

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_swarm.shards import Folder
 from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings, run_plain, run_swarm
@@ -289,3 +290,26 @@ def test_resuming(first: Any, then: Any, tmp_path: Path) -> None:
     rest = then(double, loader(digits()), max_epochs=2, ckpt_path=tmp_path / "half.ckpt")
     assert rest.losses == pytest.approx(whole.losses[7:], rel=LOSS_TOLERANCE)
     assert rest.global_steps == whole.global_steps[7:]
+
+
+@feature(
+    "a folder to which each server writes its part: `SwarmStrategy(state_dict_type='sharded')`",
+    WORKS,
+    "as `FSDPStrategy` has it; a plain Trainer goes on from it after `lightning-swarm export`: "
+    "[checkpoints.md](checkpoints.md)",
+)
+def test_sharded(tmp_path: Path) -> None:
+    save = {"filename": "{step}", "every_n_train_steps": 4, "save_top_k": 2, "save_last": "link", "monitor": "step"}
+    options: dict[str, Any] = {
+        "max_steps": STEPS,
+        "enable_checkpointing": True,
+        "made": {"callbacks": lambda name: [ModelCheckpoint(tmp_path / name, mode="max", **save)]},
+        "swarm": {"state_dict_type": "sharded"},
+    }
+    both = fit_both(**options)
+    plain, swarm = (sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("plain", "swarm"))
+    assert swarm == plain == ["last.ckpt", "step=4.ckpt", "step=8.ckpt"]
+    assert both.trainers[1].checkpoint_callback.best_model_path == str(tmp_path / "swarm" / "step=8.ckpt")
+    found = Folder(tmp_path / "swarm" / "step=8.ckpt")
+    theirs = torch.load(tmp_path / "plain" / "step=8.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(found.read_weights(found.weights), dict(theirs), rtol=0.0, atol=WEIGHT_TOLERANCE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
@@ -14,7 +15,7 @@ from typing_extensions import override
 
 from tests.features.both import fit_both
 from tests.features.mark import WORKS, feature
-from tests.parity.harness import assert_same_curve, run_plain, run_swarm
+from tests.parity.harness import LOSS_TOLERANCE, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, TinyGPT, digits, loader, sentences
 
 STEPS = 9
@@ -131,3 +132,36 @@ class Checkpoints(NanoGPT):
 )
 def test_checkpointed_blocks() -> None:
     fit_both(Checkpoints, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)
+
+
+class OnMeta(DigitsMLP):
+    """Its layers are made late, and without memory if `meta` is set."""
+
+    meta = True
+
+    @override
+    def configure_model(self) -> None:
+        if self.meta and not any(parameter.is_meta for parameter in self.parameters()):
+            with torch.device("meta"):
+                self.net = DigitsMLP().net
+
+
+class InMemory(OnMeta):
+    @override
+    def configure_model(self) -> None:
+        if self.meta:
+            self.meta, self.net = False, DigitsMLP().net
+
+
+@feature(
+    "layers on meta: `with torch.device('meta'):` in `configure_model`, or `trainer.init_module(empty_init=True)`",
+    WORKS,
+    "initial weights are the plain Trainer's without it; trained ones are in checkpoints only: [large.md](large.md)",
+)
+def test_on_meta() -> None:
+    plain, swarm = (
+        run_plain(InMemory, loader(digits()), max_steps=STEPS),
+        run_swarm(OnMeta, loader(digits()), max_steps=STEPS),
+    )
+    assert all(parameter.is_meta for parameter in swarm.module.parameters())
+    assert swarm.losses == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)

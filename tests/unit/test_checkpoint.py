@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_swarm.checkpoint import gather_optimizer, gather_weights, renumbered
+from lightning_swarm.checkpoint import gather_optimizer, gather_weights
 from lightning_swarm.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
+from lightning_swarm.optimizer_states import renumbered
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows
 

@@ -33,6 +33,7 @@ from lightning_swarm.server import (
     RESTART,
     SNAPSHOT,
     STATE,
+    WRITE,
 )
 from lightning_swarm.server.snapshots import copied
 from lightning_swarm.steps import (
@@ -106,6 +107,7 @@ from lightning_swarm.types.runs import (
     Selection,
     WatchRequest,
 )
+from lightning_swarm.types.shards import WriteRequest
 from lightning_swarm.types.snapshots import SnapshotRequest
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
@@ -390,6 +392,15 @@ SAMPLES = [
     Sample(STREAM, BACKWARD, from_nothing),
     Sample(CALL, BACKWARD, lambda swarm: swarm.backward_request(key(), 0, [A, B], rows(2)), target=A),
     Sample(CALL, CANCEL, plain(cancelling)),
+    Sample(
+        STREAM,
+        WRITE,
+        plain(
+            lambda _: WriteRequest(
+                stage_index=1, step=0, generation=0, folder=f"/nowhere/.x.{32 * '0'}.partial", optimizer=True
+            )
+        ),
+    ),
     Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, generation=0, optimizer=True))),
     Sample(
         CALL,

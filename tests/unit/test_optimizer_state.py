@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from lightning_swarm import checkpoint
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId
+from lightning_swarm.optimizer_states import GROUP
 from lightning_swarm.server import model
-from lightning_swarm.server.stepper import GROUP, Stepper
+from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Selection
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows

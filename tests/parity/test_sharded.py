@@ -1,0 +1,250 @@
+"""Checkpoints as folders, to which servers write: one curve, whoever goes on from them, and nobody holds the whole."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import msgspec
+import pytest
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+from pytorch_optimizer import Lamb
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typing_extensions import override
+
+from lightning_swarm import shards
+from lightning_swarm.checkpoint.export import export_file
+from lightning_swarm.errors import ConfigError, ProtocolError
+from lightning_swarm.testing import InMemoryStrategy
+from tests.parity.harness import QUIET, Run, assert_exact, quiet_warnings, run_plain, run_swarm
+from tests.parity.models import digits, loader
+from tests.parity.test_meta import Net, in_memory, on_meta
+from tests.parity.test_resume import Matrices, adam_8bit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
+EPOCH = 7
+SHARDED: dict[str, Any] = {"state_dict_type": "sharded", "pipeline": "net"}
+
+
+def saving(folder: Path, **options: Any) -> dict[str, Any]:
+    every = ModelCheckpoint(folder, "{step:03d}", auto_insert_metric_name=False, every_n_epochs=1, save_top_k=-1)
+    return {"enable_checkpointing": True, "callbacks": [every], **options}
+
+
+@pytest.mark.parametrize(("first", "second"), [(on_meta, on_meta), (in_memory, in_memory), (in_memory, on_meta)])
+def test_it_goes_on_with_other_stages(first: Any, second: Any, tmp_path: Path) -> None:
+    plain = run_plain(in_memory, loader(digits()), max_epochs=3)
+    begun = run_swarm(first, loader(digits()), max_epochs=1, num_stages=2, num_servers=3, **saving(tmp_path), **SHARDED)
+    folder = tmp_path / "007.ckpt"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".metadata", *(f"__{part}_0.distcp" for part in range(4)), "meta.pt"
+    ]  # fmt: skip
+    rest = run_swarm(
+        second,
+        loader(digits()),
+        max_epochs=3,
+        num_stages=4,
+        num_servers=2,
+        ckpt_path=folder,
+        **saving(tmp_path),
+        **SHARDED,
+    )
+    assert [*begun.losses, *rest.losses] == pytest.approx(plain.losses, rel=1e-11)
+    assert [*begun.learning_rates, *rest.learning_rates] == pytest.approx(plain.learning_rates, rel=1e-12)
+    saved = shards.Folder(tmp_path / "021.ckpt")
+    found = saved.read_weights(saved.weights)
+    torch.testing.assert_close(found, dict(plain.weights), rtol=0.0, atol=1e-10)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "parts are left"
+
+
+def go(run: Any, make: Any, folder: Path, num_epochs: int, **options: Any) -> Run:
+    done: Run = run(make, loader(digits()), max_epochs=num_epochs, **saving(folder, **options))
+    return done
+
+
+@pytest.mark.parametrize(
+    "optimizer", [adam_8bit, Lamb, torch.optim.Adagrad, torch.optim.ASGD, partial(torch.optim.SGD, momentum=0.9)]
+)
+def test_every_optimizers_state_comes_back(optimizer: Any, tmp_path: Path) -> None:
+    """Also out of a file that is made of the folder."""
+
+    def make() -> L.LightningModule:
+        return Matrices(optimizer).double()
+
+    for name in ("ordinary", "sharded"):
+        (tmp_path / name).mkdir()
+    ordinary, folder = tmp_path / "ordinary/007.ckpt", tmp_path / "sharded/007.ckpt"
+    go(run_swarm, make, ordinary.parent, 1)
+    go(run_swarm, make, folder.parent, 1, state_dict_type="sharded")
+    assert export_file(folder, tmp_path / "one.ckpt") == 3
+    theirs, ours = (torch.load(path, weights_only=True) for path in (ordinary, tmp_path / "one.ckpt"))
+    assert ours.keys() == theirs.keys()
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0.0, atol=0.0)
+    plain = go(run_plain, make, ordinary.parent, 2, ckpt_path=ordinary)
+    exported = go(run_plain, make, ordinary.parent, 2, ckpt_path=tmp_path / "one.ckpt")
+    assert exported.losses == plain.losses
+    swarm = go(run_swarm, make, folder.parent, 2, ckpt_path=folder, num_stages=3, num_servers=3)
+    assert_exact(swarm, plain)
+
+
+def test_torch_and_lightning_read_it(tmp_path: Path) -> None:
+    swarm = run_swarm(in_memory, loader(digits()), max_epochs=1, **saving(tmp_path), **SHARDED)
+    folder = tmp_path / "007.ckpt"
+    dcp_to_torch_save(folder, tmp_path / "torch.pt")
+    whole = torch.load(tmp_path / "torch.pt", weights_only=False)
+    torch.testing.assert_close(whole["model"], dict(swarm.weights), rtol=0.0, atol=0.0)  # tied ones by both names
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = _format_checkpoint(_load_distributed_checkpoint(folder))
+    torch.testing.assert_close(read["state_dict"], dict(swarm.weights), rtol=0.0, atol=0.0)
+    assert read["global_step"] == EPOCH
+    (state,) = read["optimizer_states"]
+    assert set(state["state"]) == {name for group in state["param_groups"] for name in group["params"]}
+    assert set(state["state"]) == {name for name, _ in swarm.module.named_parameters()}
+
+
+def test_who_does_not_see_the_folder_sends_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on another machine: there the lead writes, one stage at a time."""
+    plain = run_plain(in_memory, loader(digits()), max_epochs=2)
+    asked: list[str] = []
+
+    async def is_there(function: Any, *args: Any) -> Any:
+        if getattr(function, "__name__", "") == "is_dir":
+            asked.append(str(function.__self__))
+            return False
+        return function(*args)
+
+    monkeypatch.setattr("lightning_swarm.server.writing.asyncio.to_thread", is_there)
+    begun = run_swarm(on_meta, loader(digits()), max_epochs=1, num_servers=4, **saving(tmp_path), **SHARDED)
+    assert len(asked) == 2 * 2 + 1, "each server was to be asked, and the trainer for what it computes"
+    monkeypatch.undo()
+    rest = run_swarm(
+        on_meta, loader(digits()), max_epochs=2, ckpt_path=tmp_path / "007.ckpt", **saving(tmp_path), **SHARDED
+    )
+    assert [*begun.losses, *rest.losses] == pytest.approx(plain.losses, rel=1e-11)
+
+
+def test_weights_alone_and_what_is_saved_after_fit(tmp_path: Path) -> None:
+    run = run_swarm(in_memory, loader(digits()), max_steps=3, **SHARDED)
+    assert run.trainer is not None
+    run.trainer.save_checkpoint(tmp_path / "all.ckpt")
+    run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    run.trainer.save_checkpoint(tmp_path / "all.ckpt")  # in the place of the first
+    everything, weights = (shards.Folder(tmp_path / name) for name in ("all.ckpt", "weights.ckpt"))
+    for folder in (everything, weights):
+        torch.testing.assert_close(folder.read_weights(folder.weights), dict(run.weights), rtol=0.0, atol=0.0)
+    assert everything.has_optimizer
+    assert set(everything.read_state(None)) == {name for name, _ in run.module.named_parameters()}
+    assert not weights.has_optimizer
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.ckpt", "weights.ckpt"]
+    with quiet_warnings():
+        strategy = InMemoryStrategy(num_stages=2, pipeline="net")
+        swarm = L.Trainer(**QUIET, devices=2, strategy=strategy)
+        swarm.validate(Checked(on_meta=True), loader(digits()), ckpt_path=str(tmp_path / "weights.ckpt"), verbose=False)
+        plain = L.Trainer(**QUIET)
+        module = Checked(on_meta=False)
+        with plain.precision_plugin.module_init_context():
+            module.configure_model()
+        module.load_state_dict(run.weights)
+        plain.validate(module, loader(digits()), verbose=False)
+    assert float(swarm.callback_metrics["loss"]) == pytest.approx(float(plain.callback_metrics["loss"]), rel=1e-11)
+
+
+class Checked(Net):
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+def broken(folder: Path, how: str) -> None:
+    part = folder / "__0_0.distcp"
+    if how == "missing":
+        part.unlink()
+    elif how == "short":
+        part.write_bytes(part.read_bytes()[:-1])
+    elif how == "no index":
+        (folder / ".metadata").unlink()
+    else:
+        (folder / ".metadata").write_bytes(pickle.dumps(Trap()))
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("sprung"),)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", r"all of its files in one folder; in .* __0_0\.distcp is missing\. Copy them there"),
+        ("short", r"__0_0\.distcp is cut off"),
+        ("no index", r"is a folder without an index `\.metadata`"),
+        ("trap", r"cannot be read: it names pathlib\.(_local\.)?Path\.touch"),
+    ],
+)
+def test_a_broken_folder_is_refused_before_anything_starts(
+    how: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = run_swarm(in_memory, loader(digits()), max_steps=2, **SHARDED)
+    assert run.trainer is not None
+    run.trainer.save_checkpoint("one.ckpt")
+    broken(tmp_path / "one.ckpt", how)
+    with pytest.raises(ConfigError, match=message):
+        run_swarm(in_memory, loader(digits()), max_steps=4, ckpt_path="one.ckpt", **SHARDED)
+    assert not Path("sprung").exists()
+    if how != "no index":
+        with pytest.raises(ConfigError, match=message):
+            export_file(Path("one.ckpt"), Path("out.ckpt"))
+    assert not Path("out.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [("s3://bucket/one.ckpt", None, "write into a folder, got 's3"), ("one.ckpt", {}, "`storage_options` are for a")],
+)
+def test_where_no_folder_can_be_written(path: str, options: Any, message: str) -> None:
+    run = run_swarm(in_memory, loader(digits()), max_steps=2, **SHARDED)
+    assert run.trainer is not None
+    with pytest.raises(ConfigError, match=message):
+        run.trainer.save_checkpoint(path, storage_options=options)
+
+
+def test_nothing_else_is_written_and_no_other_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails leaves what was there before, and the parts of others are no business of a server."""
+    run = run_swarm(in_memory, loader(digits()), max_steps=2, **SHARDED)
+    assert run.trainer is not None
+    run.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "one.ckpt").iterdir()}
+    monkeypatch.setattr(shards, "finish", full)
+    with pytest.raises(OSError, match="full"):
+        run.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "one.ckpt").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["one.ckpt"]
+    (written,) = shards.write(tmp_path, 1, {"model": {"a": torch.zeros(2)}})
+    shards.check([written], 1, {"a"})
+    for part, names in ((0, {"a"}), (1, {"b"})):
+        with pytest.raises(ProtocolError, match=f"part {part} of a checkpoint has state of its own"):
+            shards.check([written], part, names)
+    for changed in ({"file": "../__1_0.distcp"}, {"path": ["loops", "a"]}, {"path": ["model"]}, {"dtype": "nn"}):
+        with pytest.raises(ProtocolError):
+            shards.check([msgspec.structs.replace(written, **changed)], 1, {"a"})
+
+
+def full(*args: Any) -> None:
+    raise OSError("the disk is full")
