@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from lightning_swarm.config import SwarmConfig
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
-from lightning_swarm.partition import StageModule
+from lightning_swarm.partition import StageModule, batch_norms
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.model import Model
@@ -25,7 +26,10 @@ from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.snapshot_orders import ask_held, newest_complete
 from lightning_swarm.types.runs import Member, RestartRequest
 
+_log = logging.getLogger(__name__)
+
 _LOOK_S: Final = 1.0
+_MAX_NAMED: Final = 5
 
 
 class Lead:
@@ -132,10 +136,27 @@ class Lead:
         # What is computed again draws the same random numbers.
         spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
         self.stages, self._origin = stages, model.origin
+        if spec.selection is not None and self._generation == 0:
+            self._warn_of_batch_norms(batch_norms(model.blocks))
         run = self._runtime.run(self._admit(spec, model, me, servers))
         self._hand_out(run, timeout=self._config.limits.start_timeout)
         self._runtime.run(membership.announce_run(self._directory, self._config.run_id, run.manifest.coordinator))
         return run
+
+    def _warn_of_batch_norms(self, names: Sequence[str]) -> None:
+        if names:
+            size = self._config.microbatch_size
+            _log.warning(
+                "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (%s) "
+                "by the statistics of this microbatch, as in a plain loop over batches of that size, not by those of "
+                "the whole batch; its running statistics count each microbatch once, in order. For statistics over "
+                "more samples raise `microbatch_size`; GroupNorm and LayerNorm know no batch, and train as on one "
+                "machine.",
+                len(names),
+                ", ".join(names[:_MAX_NAMED]),
+                ", ..." if len(names) > _MAX_NAMED else "",
+                f"of {size} samples" if size is not None else "a part of the batch, for `microbatch_size` is None",
+            )
 
     def _hand_out(self, run: RunState, *, timeout: float) -> None:
         """Send the servers their weights: stage after stage, where only one at a time is in this process."""

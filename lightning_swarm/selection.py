@@ -83,12 +83,13 @@ def trained_names(selection: Selection) -> set[str]:
 
 
 def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """The first stage that trains a parameter, or is on the trainers; the number of stages if there is none.
+    """The first stage that trains a parameter, has batch norms, or is on the trainers; if there is none, how many are.
 
     The stages before it need no gradient unless the pipeline's own input does, and hold no receipts.
     """
     trained = trained_names(selection) if selection is not None else set()
     for index, stage in enumerate(stages):
-        if stage.on_trainers or any(name in trained for name, _, _ in stage.parameters):
+        keeps = bool(stage.statistics) and selection is not None
+        if stage.on_trainers or keeps or any(name in trained for name, _, _ in stage.parameters):
             return index
     return len(stages)

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_swarm.averaging.parts import AS_THEY_ARE, Parts
 from lightning_swarm.errors import DeadlineExceeded, PeerError, SwarmError, TicketGone, Unreachable
-from lightning_swarm.network import PeerId
+from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.room import new_bytes
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import Ticket
+
+_T = TypeVar("_T")
 
 _SLICE: Final = 1 << 20
 """Elements that are added before anything else may happen on the loop: a millisecond's work."""
@@ -158,11 +160,19 @@ async def taken(
     Raises:
         RoundFailed: It did not come.
     """
+
+    async def read(message: Message) -> Tensor:
+        return await parts.from_message(message, like=like, length=length)
+
+    return await fetched(group, place, name, read)
+
+
+async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
+    """The same, read by the caller."""
     peer = group.roster[place]
     ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
     try:
-        message = await group.tickets.fetch(ticket, timeout=group.timeout)
-        return await parts.from_message(message, like=like, length=length)
+        return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
     except SwarmError as error:
         # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))

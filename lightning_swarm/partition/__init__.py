@@ -6,7 +6,7 @@ from lightning_swarm.partition.boundaries import check_cuts, insert_at_cuts, lay
 from lightning_swarm.partition.choice import choose_ranges
 from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
-from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, cut, parameter_costs
+from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, batch_norms, cut, parameter_costs
 from lightning_swarm.partition.timing import time_costs
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "TensorSpec",
     "argument_of",
     "balanced",
+    "batch_norms",
     "bind",
     "call_bound",
     "check_cuts",

@@ -10,7 +10,8 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
@@ -150,8 +151,8 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
 
     Raises:
         ConfigError: The ranges do not cover the blocks in order, or the model cannot be trained in stages:
-            parameters unknown to the model, sparse gradients, complex parameters, statistics over the batch, layers
-            that are not initialised.
+            parameters unknown to the model, sparse gradients, complex parameters, layers that keep something of a
+            forward, or that are not initialised.
 
     Returns:
         The stages that the ranges make; then, if parameters are in no block, one that holds them, on the trainers.
@@ -161,8 +162,9 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     outside = _outside(model, [*blocks.modules, *layers.values()])
     for refuse in (_refuse_lazy, _refuse_sparse, _refuse_complex):
         refuse([*_inner(blocks), *outside])
-    _refuse_batch_statistics(_inner(blocks))
+    _refuse_foreign_statistics(_inner(blocks))
     runs = [_run(blocks, layers, indices) for indices in ranges]
+    _refuse_shared_statistics(runs)
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
     parameters, buffers = _parameter_slots(model), _buffer_slots(model)
     held = [_ids(block.parameters() for _, block in run) for run in runs]
@@ -317,18 +319,31 @@ def _refuse_complex(modules: Iterable[_Named]) -> None:
         )
 
 
-def _refuse_batch_statistics(modules: Iterable[_Named]) -> None:
-    # A batch norm without running statistics is no better: it would see microbatches in place of batches.
+def batch_norms(blocks: Blocks) -> list[str]:
+    """Names of the layers of blocks that normalise by statistics over the batch, which here is the microbatch."""
+    return [name for name, module in _inner(blocks) if isinstance(module, _BatchNorm)]
+
+
+def _refuse_foreign_statistics(modules: Iterable[_Named]) -> None:
     found = [
         f"{name} ({type(m).__name__})"
         for name, m in modules
-        if isinstance(m, _BatchNorm) or (isinstance(m, _NormBase) and m.track_running_stats)
+        if isinstance(m, nn.SyncBatchNorm) or (isinstance(m, _InstanceNorm) and m.track_running_stats)
     ]
     if found:
         raise ConfigError(
-            "layers must treat each sample alone and change no buffers in forward, because a batch is cut into "
-            f"microbatches that are computed on different peers, got statistics over the batch in {_few(found)}. "
-            "Use GroupNorm or LayerNorm, InstanceNorm with `track_running_stats=False`, or a frozen batch norm."
+            "layers must change no buffers in forward, but for `BatchNorm`, whose running statistics the swarm keeps: "
+            f"got {_few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
+        )
+
+
+def _refuse_shared_statistics(runs: Sequence[_Run]) -> None:
+    held = [{id(m) for _, block in run for m in block.modules() if isinstance(m, _BatchNorm)} for run in runs]
+    num_shared = sum(map(len, held)) - len(set[int]().union(*held))
+    if num_shared:
+        raise ConfigError(
+            "a batch norm must be in one stage only, which keeps its running statistics: got "
+            f"{num_shared} in several. Give each place a norm of its own, or choose `split` so that they are in one."
         )
 
 

@@ -136,8 +136,9 @@ def _synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device, *, evaluating: bool = True) -> Iterator[None]:
-    """Afterwards generators and train flags are as before; in eval mode, layers keep their statistics."""
+    """Afterwards generators, train flags and running statistics are as before."""
     flags = {module: module.training for module in model.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not evaluating]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         if evaluating:
             model.eval()
@@ -146,3 +147,5 @@ def _undisturbed(model: nn.Module, device: torch.device, *, evaluating: bool = T
         finally:
             for module, training in flags.items():
                 module.training = training
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -226,7 +226,7 @@ class Calls:
             assert graph is not None
             input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, mode)
             if request.accumulate:
-                receipt = self._sums.add(stage, key, parameter_gradients, request.weight)
+                receipt = self._sums.add(stage, key, parameter_gradients, request.weight, graph.seen)
             return input_gradients
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)

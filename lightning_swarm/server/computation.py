@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_swarm import trees
-from lightning_swarm.compression import PLAIN, Codecs, decoded, encoded
+from lightning_swarm.compression import Codecs, decoded, encoded
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.partition import StageModule, computing
 from lightning_swarm.randomness import KeyedOnDemand, KeyedRandom
 from lightning_swarm.server import mode as modes
 from lightning_swarm.server.costs import Flops, Saved, of_sample
+from lightning_swarm.server.running_statistics import RunningStatistics, Seen
 from lightning_swarm.types.calls import Mode
 from lightning_swarm.types.reports import SampleCosts
 
@@ -32,6 +33,7 @@ class Graph:
     inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
     outputs: list[Tensor]  # leaves of the output tree, with their autograd history
     has_drawn: bool  # random numbers
+    seen: Tensor | None  # by batch norms
     again: Callable[[], Graph]  # the same graph once more; backward leaves nothing of this one
 
 
@@ -52,16 +54,20 @@ class Computation:
         module: The stage's run of blocks.
         device: Where it computes.
         codecs: What comes in and goes out is encoded by.
+        statistics: Of its batch norms.
 
     Attributes:
         trainable: The parameters that backward gives gradients of.
         costs: Of a sample, seen in the first forward that keeps a graph; None: there was none yet.
     """
 
-    def __init__(self, module: StageModule, device: torch.device, codecs: Codecs = PLAIN) -> None:
+    def __init__(
+        self, module: StageModule, device: torch.device, codecs: Codecs, statistics: RunningStatistics
+    ) -> None:
         self._module = module
         self._device = device
         self._codecs = codecs
+        self._statistics = statistics
         self._random = KeyedOnDemand(device)
         self.costs: SampleCosts | None = None
         self.trainable: list[nn.Parameter] = []
@@ -99,7 +105,7 @@ class Computation:
         ]
         compute = partial(self._run, structure, leaves, extras, mode)
         self._module.train(mode.training)
-        with self._unchanged_buffers(mode), computing(), modes.entered(mode, self._device.type):
+        with self._seeing(mode) as seen, computing(), modes.entered(mode, self._device.type):
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
         _, outputs = trees.flatten(output)
 
@@ -111,7 +117,7 @@ class Computation:
         return Forwarded(
             output=trees.transform(output, _detached),
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=Graph(leaves, outputs, has_drawn, again) if mode.grad else None,
+            graph=Graph(leaves, outputs, has_drawn, seen.values, again) if mode.grad else None,
             graph_bytes=graph_bytes,
         )
 
@@ -149,7 +155,8 @@ class Computation:
         def compute(graph: Graph) -> tuple[list[Tensor | None], list[Tensor | None]]:
             return self._differentiate(graph, received)
 
-        with computing(), modes.entered_backward(mode):
+        # Norms in blocks that are computed again in a backward see nothing new.
+        with self._seeing(mode), computing(), modes.entered_backward(mode):
             # A backward that draws is an error. A block that recomputes in it what it drew in its forward puts torch's
             # generators back afterwards, so only the mode notices.
             if graph.has_drawn:
@@ -181,11 +188,17 @@ class Computation:
         return input_gradients, list(found[: len(self.trainable)])
 
     @contextlib.contextmanager
-    def _unchanged_buffers(self, mode: Mode) -> Iterator[None]:
-        """Refuse blocks that keep something of a forward."""
-        before = [buffer._version for buffer in self._module.buffers()]
-        yield
-        if mode.training and before != [buffer._version for buffer in self._module.buffers()]:
+    def _seeing(self, mode: Mode) -> Iterator[Seen]:
+        """Have norms say what they see, and refuse other blocks that keep something of a forward."""
+        if not mode.training:
+            yield Seen()
+            return
+        own = set(map(id, self._statistics.buffers))
+        others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]
+        before = [buffer._version for buffer in others]
+        with self._statistics.kept() as seen:
+            yield seen
+        if before != [buffer._version for buffer in others]:
             raise ProtocolError(
                 f"a block of stage {self._module.spec.index} changed a buffer in its forward; peers of the stage would "
                 "come to differ. Blocks may change nothing but their output: keep running statistics in training_step."

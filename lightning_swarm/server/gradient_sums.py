@@ -147,8 +147,15 @@ class GradientSums:
 
     # ------------------------------------------------------------------ adding
 
-    def add(self, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float) -> bool:
-        """Enter the receipt and add the gradients, once.
+    def add(
+        self,
+        stage: Stage,
+        key: CallKey,
+        gradients: Sequence[Tensor | None],
+        weight: float,
+        seen: Tensor | None = None,
+    ) -> bool:
+        """Enter the receipt and add the gradients, once; and what the stage's norms have seen, if it has any.
 
         Returns:
             True: the sum holds the microbatch, from now on or from before.
@@ -160,6 +167,7 @@ class GradientSums:
             raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
         if ledger.add(key.receipt):
             stage.add(gradients, weight)
+            stage.statistics.note(key, seen)
         return True
 
     def holds(self, stage_index: int, key: CallKey) -> bool:

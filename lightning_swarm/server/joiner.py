@@ -304,9 +304,8 @@ class Joiner:
 
 def _gradient(message: Message, stage: Stage) -> Tensor:
     like = stage.gradient_sum
-    if len(message.tensors) != 1 or (message.tensors[0].shape, message.tensors[0].dtype) != (like.shape, like.dtype):
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
-        raise ProtocolError(
-            f"a mean gradient of stage {stage.index} has {tuple(like.shape)}, {like.dtype}; got {found}"
-        )
+    wanted = (stage.mean_length,), like.dtype
+    found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
+    if found != [wanted]:
+        raise ProtocolError(f"a mean gradient of stage {stage.index} has {wanted}; got {found}")
     return message.tensors[0].to(like.device)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition import Blocks, StageModule
 from lightning_swarm.selection import check_selection
 from lightning_swarm.server import overrides
+from lightning_swarm.server.running_statistics import RunningStatistics
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Manifest, Member, StageManifest
@@ -86,6 +88,7 @@ class Model:
                 parameters=[(one.name, list(one.shape), one.dtype) for one in stage.spec.parameters],
                 roster=roster,
                 on_trainers=stage.spec.on_trainers,
+                statistics=RunningStatistics(stage).length or UNSET,
             )
             for blocks, stage, roster in zip([*ranges, range(0)], self.cut(ranges), rosters, strict=False)
         ]
@@ -112,6 +115,12 @@ class Model:
                 f"{kinds[0]} here and {kinds[1]} there. Start all peers with the same script."
             )
         for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):
+            if own.statistics != theirs.statistics:
+                raise ConfigError(
+                    f"every peer must build the model of the run; the batch norms of stage {index} keep "
+                    f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
+                    "same script, versions and settings."
+                )
             if own.parameters != theirs.parameters:
                 differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
                 raise ConfigError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_swarm.averaging import seen
 from lightning_swarm.averaging.averager import Averaged, Averager, Butterfly, Carried, PowerSGD, refuse
 from lightning_swarm.averaging.butterfly import Group, RoundFailed
 from lightning_swarm.averaging.low_rank import LowRank
@@ -23,6 +24,7 @@ from lightning_swarm.steps import AVERAGE
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.ties import Ties
+from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.types.wire import decode, encode
@@ -114,7 +116,8 @@ class Rounds:
         mean, carried = await self._averager(stage).collect(stage.gradient_sum, group)
         mean.div_(closing.gradient_scale)
         tied = self._tied(self._sums.run.ties, closing, rosters, stage)
-        return await tied.collected(stage.index, mean, self._me.boot_id), carried
+        mean = await tied.collected(stage.index, mean, self._me.boot_id)
+        return await self._with_statistics(stage, closing, group, None, mean), carried
 
     async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, AverageRequest)
@@ -125,12 +128,18 @@ class Rounds:
         rosters = run.present(closing.absent)
         try:
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters, self._me))
+            for index in places:
+                self._show(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
             averages = await gather(
                 self._average(closing, index, rosters[index], place) for index, place in places.items()
             )
             found = dict(zip(places, averages, strict=True))
             if run.ties:
                 found = await self._tied(run.ties, closing, rosters, *sums.stages.values()).averaged(found, places)
+            for index, one in found.items():
+                group = self._group(closing, index, rosters[index])
+                mean = await self._with_statistics(sums.stages[index], closing, group, places[index], one.mean)
+                found[index] = one._replace(mean=mean)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, RoundFailed):
@@ -150,7 +159,10 @@ class Rounds:
     def _refuse(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
         own = [index for index, members in enumerate(rosters) if self._me in members]
         for index in own:
-            refuse(self._group(closing, index, rosters[index]), rosters[index].index(self._me), reason)
+            group = self._group(closing, index, rosters[index])
+            refuse(group, rosters[index].index(self._me), reason)
+            if index in self._sums.stages and self._sums.stages[index].statistics:
+                seen.refuse(group, reason)
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
@@ -177,6 +189,25 @@ class Rounds:
             tickets=self._tickets,
             timeout=self._timeout,
         )
+
+    def _show(self, closing: Closing, stage: Stage, group: Group) -> None:
+        """Have what the stage's norms saw here for the others."""
+        if stage.statistics:
+            seen.give(self._seen(closing, stage), stage.statistics.length, group)
+
+    def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
+        return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)
+
+    async def _with_statistics(
+        self, stage: Stage, closing: Closing, group: Group, place: int | None, mean: Tensor
+    ) -> Tensor:
+        """A stage's mean, and behind it what the running statistics of its norms are after the step, if it has any."""
+        if not stage.statistics:
+            return mean
+        own = self._seen(closing, stage) if place is not None else {}
+        every = await seen.collect(own, stage.statistics.length, group, place)
+        after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
+        return after
 
     def _tied(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage) -> TiedMeans:
         """What several stages hold; `stages` are of this server, any of which knows what trains."""

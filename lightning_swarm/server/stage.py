@@ -22,6 +22,7 @@ from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.load import StageLoad
+from lightning_swarm.server.running_statistics import RunningStatistics
 from lightning_swarm.server.stepper import Stepper
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
@@ -40,6 +41,7 @@ class Stage:
 
     Attributes:
         computation: Of its microbatches.
+        statistics: Of its batch norms.
         load: What these take.
         carried: From the last step's averaging to the next one's.
     """
@@ -60,7 +62,8 @@ class Stage:
         self.device = device
         self.version = version
         self.codecs = codecs
-        self.computation = Computation(module, device, codecs)
+        self.statistics = RunningStatistics(module)
+        self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
         self.stepper = stepper
         self.selection: Selection | None = None
@@ -138,6 +141,7 @@ class Stage:
         if selection is not None:
             self.select(selection)
         self.stepper.forget()
+        self.statistics.forget()
         self._borrowed, self.carried = None, Carried()
         self.zero_sum()
 
@@ -159,7 +163,8 @@ class Stage:
 
         Args:
             record: Decided, of this stage's version.
-            mean_gradient: ``[elements of the trainable parameters]``, the same bytes on every replica.
+            mean_gradient: ``[elements of the trainable parameters]``, the same bytes on every replica; and what
+                `with_statistics` put behind it.
             touched: For each trainable parameter, whether any microbatch gave it a gradient. Optimizers pass over
                 those that have none, on one machine as here.
             before: The stages here that have applied the record. What they hold, too, has taken its step.
@@ -167,6 +172,9 @@ class Stage:
         if record.selection is not None:
             self.select(record.selection)
         self.check_applies(record)
+        mean_gradient, statistics = self._apart(mean_gradient)
+        if statistics is not None and bool(statistics.isfinite().all()):
+            self.statistics.enter(statistics, record.step)
         if record.outcome == "apply":
             views = zip(self.trainable_names, self._views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
@@ -183,6 +191,25 @@ class Stage:
         """Of weights, buffers and optimizer state at this version."""
         state = trees.flatten(list(self.stepper.state().values()))[1]
         return fingerprint([*self.module.named_stage_tensors().values(), *state])
+
+    @property
+    def mean_length(self) -> int:
+        """Of what a round ends with: the mean gradient, and the running statistics behind it."""
+        return self._num_elements + self.statistics.length * torch.float64.itemsize // self._sum_dtype.itemsize
+
+    @property
+    def _num_elements(self) -> int:
+        return sum(parameter.numel() for parameter in self.trainable)
+
+    def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
+        """Both in one vector: what the round ends with."""
+        return torch.cat([mean_gradient, statistics.view(mean_gradient.dtype).to(mean_gradient.device)])
+
+    def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.statistics:
+            return mean, None
+        gradient, statistics = mean.split([self._num_elements, len(mean) - self._num_elements])
+        return gradient, statistics.clone().view(torch.float64)
 
     # ------------------------------------------------------------------ state
 

@@ -42,6 +42,7 @@ class StageManifest(Wire, frozen=True):
     parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
     roster: list[Member]
     on_trainers: bool = False  # the last one may be: what stands around the pipeline. No microbatch goes there
+    statistics: Count | msgspec.UnsetType = msgspec.UNSET  # numbers that its batch norms keep; unset: it has none
 
 
 class Encoding(Wire, frozen=True):

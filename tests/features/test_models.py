@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -9,14 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from tests.features.both import fit_both
-from tests.features.mark import WORKS, feature
+from tests.features.mark import PARTLY, WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, assert_same_curve, run_plain, run_swarm
-from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, TinyGPT, digits, loader, sentences
+from tests.parity.models import VOCABULARY, DigitsMLP, Images, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
 
 STEPS = 9
 LIST = {"pipeline": "transformer.h"}
@@ -99,6 +100,34 @@ def test_parameters_outside() -> None:
     runs = [
         run(Images, loader(digits()), max_steps=STEPS, **options)
         for run, options in ((run_plain, {}), (run_swarm, {"pipeline": "body"}))
+    ]
+    assert_same_curve(runs[1], runs[0], weight=1e-10)
+
+
+class Normalizing(DigitsMLP):
+    """Goes over a batch in microbatches of `size`, or leaves that to a swarm."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__(Recipe(optimizer="sgd"))  # what adds before a norm has no gradient, which Adam would amplify
+        self.size = size
+        self.net.insert(1, nn.BatchNorm1d(24))
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        parts = batch[0].split(self.size or len(batch[0]))
+        return F.cross_entropy(torch.cat([self.net(part) for part in parts]), batch[1])
+
+
+@feature(
+    "`BatchNorm` in blocks",
+    PARTLY,
+    "as in a plain loop over the microbatches: each is normalised by its own statistics, and a warning says so; the "
+    "running ones count each microbatch once",
+)
+def test_batch_norm_in_blocks() -> None:
+    runs = [
+        run_plain(partial(Normalizing, 2), loader(digits()), max_steps=STEPS),
+        run_swarm(Normalizing, loader(digits()), max_steps=STEPS, microbatch_size=2),
     ]
     assert_same_curve(runs[1], runs[0], weight=1e-10)
 

@@ -370,12 +370,6 @@ class ClipsItself(DigitsMLP):
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
 
 
-class Normalizes(DigitsMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(24))
-
-
 @pytest.mark.parametrize(
     ("make_module", "message"),
     [
@@ -408,11 +402,6 @@ class Normalizes(DigitsMLP):
             ZeroesItself,
             r"`optimizer_zero_grad` must be .*ZeroesItself overrides it.*Remove",
             marks=feature("overridden `optimizer_zero_grad`", REFUSED, "remove it"),
-        ),
-        pytest.param(
-            Normalizes,
-            r"layers must treat each sample alone.*got statistics over the batch in 1 \(BatchNorm1d\).*Use GroupNorm",
-            marks=feature("`BatchNorm` in training", REFUSED, "in blocks: `GroupNorm`, `LayerNorm`, or a frozen one"),
         ),
         pytest.param(
             ClipsItself,

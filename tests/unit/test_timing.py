@@ -97,8 +97,10 @@ def test_the_median_of_forward_and_backward(pipeline: str, example: Any, expecte
 def test_the_blocks_that_configure_stages_returns() -> None:
     model = Model()
     model.configure_stages = lambda: [model.norm, *model.h]  # type: ignore[assignment]
+    before = copy.deepcopy(model.state_dict())
     costs = time_costs(model, find_blocks(model, None), torch.randn(4, 3), clock=CLOCK)
     assert costs == pytest.approx((0, 3e6, 12e6, 6e6))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_model_without_a_forward() -> None:

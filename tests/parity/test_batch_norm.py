@@ -1,0 +1,209 @@
+"""A ResNet whose batch norms are in stages: as a plain loop over the same microbatches, whatever dies.
+
+The reference is the plain Trainer with a module whose network goes over each batch in the swarm's microbatches.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.testing import FaultPlan, Phase
+from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
+from tests.parity.models import digits, loader
+from tests.parity.test_joining import Joining
+
+STEPS = 8
+NUM_MICROBATCHES = 6 * 3 + 2 + 3
+MICROBATCH = 3
+"""Batches of 8, the last one of 4: microbatches of 3, 3, 2 and of 3, 1."""
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width, momentum=momentum) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.norms[0](self.convs[0](x)))
+        return F.relu(x + self.norms[1](self.convs[1](hidden)))
+
+
+class ResNet(L.LightningModule):
+    """Makes microbatches of `size` in its own forward, or leaves that to a swarm."""
+
+    def __init__(self, size: int | None = None, width: int = 4, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.size = size
+        self.net = nn.Sequential(
+            nn.Sequential(
+                nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, width, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+            ),
+            Residual(width, momentum),
+            Residual(width),
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)),
+        )
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        if self.size is None or not self.training:
+            logits: Tensor = self.net(x)
+            return logits
+        return torch.cat([self.net(part) for part in x.split(self.size)])
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def options(**others: Any) -> dict[str, Any]:
+    return {"max_steps": STEPS, "max_epochs": -1, **others}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    return run_plain(partial(ResNet, MICROBATCH), loader(digits()), **options())
+
+
+def swarm(**others: Any) -> SwarmRun:
+    return run_swarm(ResNet, loader(digits()), **options(microbatch_size=MICROBATCH, **others))
+
+
+def assert_counted(run: Run, num: int) -> None:
+    counts = {name: int(value) for name, value in run.weights.items() if name.endswith("num_batches_tracked")}
+    assert set(counts.values()) == {num}
+    assert len(counts) == 5
+
+
+@pytest.mark.parametrize(("num_stages", "num_servers"), [(1, 1), (2, 2), (2, 4), (3, 4), (4, 7)])
+def test_running_statistics_are_those_of_a_plain_loop(plain: Run, num_stages: int, num_servers: int) -> None:
+    run = swarm(num_stages=num_stages, num_servers=num_servers)
+    assert_exact(run, plain)
+    assert_counted(run, NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize("num_servers", [1, 4])
+def test_cumulative_averages(num_servers: int) -> None:
+    """`momentum=None` weighs all microbatches alike, so their number counts."""
+    make = partial(ResNet, momentum=None)
+    plain = run_plain(partial(make, MICROBATCH), loader(digits()), **options())
+    run = run_swarm(make, loader(digits()), num_servers=num_servers, **options(microbatch_size=MICROBATCH))
+    assert_exact(run, plain)
+
+
+# Peers 0 and 2 hold the first stage, 1 and 3 the second one; the first peer trains, and coordinates.
+@pytest.mark.parametrize(
+    ("plan", "num_gone"),
+    [
+        (FaultPlan().kill("peer-3", at=Phase.BACKWARD_DONE, step=2), 1),
+        (FaultPlan().kill("peer-2", at=Phase.RECEIPT_SEEN, step=2), 1),
+        (FaultPlan().kill("peer-3", at=Phase.AVERAGE, of="peer-3", step=3), 1),
+        (FaultPlan().kill("peer-2", at=Phase.AVERAGE_REDUCE, of="peer-2", step=3), 1),
+        (FaultPlan().freeze("peer-3", for_s=1e6, at=Phase.BACKWARD_DONE, step=1), 1),
+        (FaultPlan().drop("peer-2", at=Phase.BACKWARD_DONE, step=2), 0),
+        (FaultPlan().kill("peer-2", at=Phase.FORWARD_DONE, step=2).kill("peer-3", at=Phase.CLOSE, step=4), 2),
+    ],
+    ids=["after a backward", "its receipt seen", "averaging", "in a part", "freezes", "an answer is lost", "both"],
+)
+def test_each_microbatch_counts_once_whatever_dies(plain: Run, plan: FaultPlan, num_gone: int) -> None:
+    try:
+        run = swarm(num_servers=4, num_gone=num_gone, faults=plan, latency_s=0.001)
+    finally:
+        plan.check()
+    assert_exact(run, plain)
+    assert_counted(run, NUM_MICROBATCHES)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_servers_that_join(plain: Run, count: int) -> None:
+    run = swarm(callbacks=[Joining(at=1, count=count)], num_joiners=count, latency_s=0.001)
+    assert_exact(run, plain)
+
+
+def test_what_is_computed_again_is_seen_once(plain: Run) -> None:
+    """No graph is kept, so each backward computes the forward again."""
+    run = swarm(limits=Limits(cache_bytes=1 << 14))
+    assert run.num_dropped_graphs > 0
+    assert_exact(run, plain)
+    assert_counted(run, NUM_MICROBATCHES)
+
+
+class Frozen(ResNet):
+    """Its first stage trains nothing, and its statistics go on."""
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__(size)
+        self.net[:2].requires_grad_(False)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.05)
+
+
+def test_a_stage_that_trains_nothing_keeps_its_statistics() -> None:
+    plain = run_plain(partial(Frozen, MICROBATCH), loader(digits()), **options())
+    run = run_swarm(Frozen, loader(digits()), num_servers=4, **options(microbatch_size=MICROBATCH, split=["2"]))
+    assert_exact(run, plain)
+    assert_counted(run, NUM_MICROBATCHES)
+
+
+class Evaluated(ResNet):
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+
+def test_validation_reads_them_and_changes_nothing() -> None:
+    seen = []
+    for run in (
+        run_plain(partial(Evaluated, MICROBATCH), loader(digits()), loader(digits()), **options(max_steps=7)),
+        run_swarm(Evaluated, loader(digits()), loader(digits()), **options(max_steps=7, microbatch_size=MICROBATCH)),
+    ):
+        assert run.trainer is not None
+        seen.append(run.trainer.callback_metrics["val_loss"].item())
+    assert seen[1] == pytest.approx(seen[0], rel=1e-11)
+
+
+def test_one_warning_says_what_they_mean(caplog: pytest.LogCaptureFixture) -> None:
+    swarm(max_steps=2)
+    (said,) = [one.message for one in caplog.records if "BatchNorm" in one.message]
+    assert said.startswith("BatchNorm is in blocks of the pipeline, in 5 places (0.2, 1.norms.0,")
+    assert "each microbatch (of 3 samples) by the statistics of this microbatch" in said
+
+
+class Twice(ResNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].norms[1] = self.net[1].norms[0]
+
+
+def test_a_norm_that_is_used_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be used once for each sample"):
+        run_swarm(Twice, loader(digits()), **options())
+
+
+class Shared(ResNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].norms[1] = self.net[1].norms[0]
+
+
+def test_a_norm_in_two_stages_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be in one stage only, which keeps its running statistics: got 1 in"):
+        run_swarm(Shared, loader(digits()), **options(split=["2"]))
