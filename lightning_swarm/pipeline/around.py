@@ -78,8 +78,12 @@ class Around:
         self._version = None
         self.clear()
 
-    def refresh(self, version: int) -> None:
-        """Bring the module's own to `version`, or a later one if there is one.
+    def refresh(self, version: int, *, exactly: bool = False) -> None:
+        """Bring the module's own to a version.
+
+        Args:
+            version: Of the weights.
+            exactly: No later one will do, and one that is earlier than what is held may be meant.
 
         Raises:
             LeftOut: A record has left this peer out, and with it the copies.
@@ -91,10 +95,11 @@ class Around:
                 "ends here; other trainers go on. Raise `Limits.silence_timeout`, or have the whole module in "
                 "`pipeline`, if peers fall silent for longer."
             )
-        if self._version is not None and self._version >= version:
+        if self._version is not None and (self._version == version or (self._version > version and not exactly)):
             return
         self._runtime.run(self._stepping.reached(version))  # the record may have come to its server late
-        self._version, weights = self._runtime.run(self._stepping.copied_weights(self._module.spec.index))
+        copied = self._stepping.copied_weights(self._module.spec.index, version if exactly else None)
+        self._version, weights = self._runtime.run(copied)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])

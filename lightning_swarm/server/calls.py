@@ -29,7 +29,7 @@ from lightning_swarm.randomness import key_seed
 from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import Cache, Kept, num_bytes
-from lightning_swarm.server.computation import Forwarded
+from lightning_swarm.server.computation import Forwarded, Graph
 from lightning_swarm.server.executor import FIRST, Executor, priority_of
 from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
@@ -147,14 +147,14 @@ class Calls:
         mode = request.mode
         key = request.key
         inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
-        await self._stepping.reached(key.step)
+        version = self._computes_on(key)
+        await self._stepping.reached(version)
         seed = self._seed(key, stage)
 
         def compute() -> Forwarded:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
-            stage.check_version(key.step)
-            with stage.holding(key.weights):
+            with stage.at(version), stage.holding(key.weights):
                 return stage.computation.forward(inputs, extras, wants_grad, mode, seed)
 
         result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
@@ -197,9 +197,10 @@ class Calls:
         self._admission.run.check_trainer(caller)
         request = decode(message.body, BackwardRequest)
         stage = self._checked_stage(request.key, request.stage_index)
-        if request.key.evaluation or request.key.step != stage.version or not request.mode.grad:
+        if request.key.evaluation or request.key.step not in self._sums.open_steps or not request.mode.grad:
             raise ProtocolError(
-                f"a backward must belong to a forward with gradients of the open step {stage.version}: {request.key}"
+                f"a backward must belong to a forward with gradients of a step that is open, "
+                f"one of {[*self._sums.open_steps]}: {request.key}"
             )
         gradients, again = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward")
@@ -214,17 +215,14 @@ class Calls:
         after: tuple[StageReport, ...] = ()
         if request.source is not None:
             gradients, after = await self._gradients(request.source, stage, key, kept)
-        receipt = False
+        receipt, version = False, self._computes_on(key)
 
         def compute() -> trees.Tree:
             nonlocal receipt
             self._sums.check_counts(stage, key)
-            stage.check_version(key.step)
-            graph = kept.graph
-            if graph is None:
-                graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
-            assert graph is not None
-            input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, mode)
+            with stage.at(version):
+                graph = kept.graph or _graph(stage, kept)
+                input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, mode)
             if request.accumulate:
                 receipt = self._sums.add(stage, key, parameter_gradients, request.weight, graph.seen)
             return input_gradients
@@ -241,7 +239,7 @@ class Calls:
         try:
             message, report = await self._fetch(source, gradient=True)
         except BaseException:
-            if self._sums.may_count(stage, key):
+            if self._sums.may_count(key):
                 self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
             raise
         return from_message(message)[0], _reports(report)
@@ -322,6 +320,10 @@ class Calls:
             raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
         return stage
 
+    def _computes_on(self, key: CallKey) -> int:
+        """The version of the weights that are meant."""
+        return key.step if key.evaluation else self._admission.run.computes_on(key.step)
+
     def _seed(self, key: CallKey, stage: Stage) -> int:
         """Of all random draws of a call."""
         seed = self._admission.run.manifest.seed
@@ -349,6 +351,12 @@ class Calls:
                 f"stage {stage.index} raised {type(error).__name__} on peer {self._transport.peer_id}: {error}\n"
                 + "".join(traceback.format_exception(error))
             ) from error
+
+
+def _graph(stage: Stage, kept: Kept) -> Graph:
+    graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
+    assert graph is not None
+    return graph
 
 
 def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> _Inputs:

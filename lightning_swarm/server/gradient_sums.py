@@ -1,4 +1,4 @@
-"""What a server has added up in the open step: its stages' sums, and the ledgers that say what is in them.
+"""What a server has added up in the steps that are open: its stages' sums, and the ledgers that say what is in them.
 
 What changes a sum runs on the compute thread, so that freezing falls between two additions and never into one. Since it
 was asked for the run may have gone back, or on without this server: so the generation is looked at anew.
@@ -7,6 +7,7 @@ was asked for the run may have gone back, or on without this server: so the gene
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from msgspec import UNSET
 from torch import Tensor
@@ -27,13 +28,20 @@ from lightning_swarm.types.wire import from_bitmap, to_bitmap
 _NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
 
 
+@dataclass
+class _Open:
+    """What is known here of a step that is open."""
+
+    ledgers: dict[int, Ledger]  # by stage
+    fenced: tuple[Term, frozenset[int]] = _NO_FENCES  # batches that were struck from it, and by whom
+
+
 class GradientSums:
     """Of the stages of one server.
 
     Attributes:
         stages: By index.
-        ledgers: Likewise; of the open step.
-        reselected: What trains in it, if it is not what trained in the step before.
+        reselected: What trains in the step that is decided next, if it is not what trained in the step before.
         attempt: Of the step.
         round: Of the newest freeze in it.
     """
@@ -41,15 +49,21 @@ class GradientSums:
     def __init__(self) -> None:
         self._run: RunState | None = None
         self.stages: dict[int, Stage] = {}
-        self.ledgers: dict[int, Ledger] = {}
+        self._open: dict[int, _Open] = {}  # by step
         self._begin_step()
 
     def _begin_step(self) -> None:
-        # Batches that were struck from the open step, and by whom: who takes over may count them.
-        self._fenced = _NO_FENCES
         self.reselected: Selection | None = None
         self.attempt = self.round = 0
         self._frozen_under = NO_TERM
+
+    def _begin_anew(self) -> None:
+        """With nothing in any sum."""
+        self._open = {step: self._opened(step) for step in self.open_steps}
+        self._begin_step()
+
+    def _opened(self, step: int) -> _Open:
+        return _Open({index: Ledger(step) for index in self.stages})
 
     # ------------------------------------------------------------------ the run
 
@@ -58,13 +72,12 @@ class GradientSums:
         self._run, self.stages = run, stages
         for stage in stages.values():
             stage.load.begin(now_s=now_s)
-        self.ledgers = {index: Ledger(run.version) for index in stages}
-        self._begin_step()
+        self._begin_anew()
 
     def step_out(self) -> None:
         """Be in no run."""
-        self._run, self.stages, self.ledgers = None, {}, {}
-        self._begin_step()
+        self._run, self.stages = None, {}
+        self._begin_anew()
 
     def go_back(self, me: Member) -> None:
         """Begin anew with the run's next generation, and with what `me` holds in it."""
@@ -72,8 +85,7 @@ class GradientSums:
         self._keep_held(me)
         for stage in self.stages.values():
             stage.go_back(manifest.first_step, manifest.selection)
-        self.ledgers = {index: Ledger(manifest.first_step) for index in self.stages}
-        self._begin_step()
+        self._begin_anew()
 
     @property
     def run(self) -> RunState:
@@ -89,8 +101,22 @@ class GradientSums:
 
     @property
     def version(self) -> int:
-        """Of the weights of all stages here; the step that is open."""
+        """Of the weights of all stages here; the step whose record is next."""
         return self._run.version if self._run is not None else 0
+
+    @property
+    def open_steps(self) -> range:
+        """That gradients are added up of."""
+        return self._run.open_steps if self._run is not None else range(0)
+
+    @property
+    def ledgers(self) -> dict[int, Ledger]:
+        """By stage; of the step whose record is next."""
+        return self._open[self.version].ledgers
+
+    def ledger(self, stage_index: int, step: int) -> Ledger:
+        """Of a stage in a step that is open."""
+        return self._open[step].ledgers[stage_index]
 
     def stage(self, index: int) -> Stage:
         """One of the stages that this server holds."""
@@ -99,12 +125,18 @@ class GradientSums:
         return self.stages[index]
 
     def check(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
-        """Refuse who does not coordinate the run, and what is not of the open step."""
+        """Refuse who does not coordinate the run, and what is not of the step whose record is next."""
+        self.check_open(caller, generation, step, attempt)
+        if step != self.version:
+            raise ProtocolError(f"step {self.version} is decided next here, got a call of step {step}")
+
+    def check_open(self, caller: PeerId, generation: int, step: int, attempt: int) -> None:
+        """Refuse who does not coordinate the run, and what is not of a step that is open."""
         if self._run is None:
             raise ProtocolError("this peer was not admitted to a run yet")
         self._run.check_coordinator(caller)
         here = (self._run.manifest.generation, self.version, self.attempt)
-        if (generation, step, attempt) != here:
+        if step not in self.open_steps or (generation, attempt) != (here[0], here[2]):
             raise ProtocolError(f"generation, step, attempt are {here} here, got {(generation, step, attempt)}")
 
     # ------------------------------------------------------------------ what counts
@@ -113,26 +145,28 @@ class GradientSums:
         """Train this in the open step, of which nothing was added yet."""
         self.run.check_generation(generation)
         check_selection(selection, self.run.manifest.stages)
-        if any(ledger.begun for ledger in self.ledgers.values()):
+        if any(ledger.begun for one in self._open.values() for ledger in one.ledgers.values()):
             raise ProtocolError(f"step {self.version} has begun here; what it trains changes no more")
         for stage in self.stages.values():
             stage.select(selection)
         self.reselected = selection
 
-    def strike(self, batches: Collection[int]) -> None:
-        """Add nothing of these batches of the open step any more, as long as who said so coordinates."""
-        self._fenced = (self.run.term, self._struck | set(batches))
+    def strike(self, step: int, batches: Collection[int]) -> None:
+        """Add nothing of these batches of a step any more, as long as who said so coordinates."""
+        # By whom: who takes over may count them.
+        self._open[step].fenced = (self.run.term, self._struck(step) | set(batches))
 
-    @property
-    def _struck(self) -> frozenset[int]:
-        """Batches of the open step that who coordinates has struck."""
-        term, batches = self._fenced
-        return batches if self._run is not None and self._run.term == term else frozenset()
+    def _struck(self, step: int) -> frozenset[int]:
+        """Batches of a step that who coordinates has struck."""
+        if self._run is None or step not in self._open:
+            return frozenset()
+        term, batches = self._open[step].fenced
+        return batches if self._run.term == term else frozenset()
 
-    def may_count(self, stage: Stage, key: CallKey) -> bool:
-        """Whether the open step's record may count it."""
-        of_the_step = (key.generation, key.step) == (self.run.manifest.generation, stage.version)
-        return of_the_step and key.first not in self._struck
+    def may_count(self, key: CallKey) -> bool:
+        """Whether a record to come may count it."""
+        is_open = key.generation == self.run.manifest.generation and key.step in self.open_steps
+        return is_open and key.first not in self._struck(key.step)
 
     def check_counts(self, stage: Stage, key: CallKey) -> None:
         """Refuse what no record will count: of a batch that was struck, or of a step that is over.
@@ -140,7 +174,7 @@ class GradientSums:
         Raises:
             LeaseRevoked: Its trainer was not heard of for a while.
         """
-        if key.step == stage.version and key.first in self._struck:
+        if key.first in self._struck(key.step):
             raise LeaseRevoked(f"the batch at {key.first} was struck from step {key.step}")
         if key.step < stage.version:
             raise LeaseRevoked(f"step {key.step} is decided, and does not count what comes now")
@@ -162,22 +196,20 @@ class GradientSums:
         """
         self.run.check_generation(key.generation)
         self.check_counts(stage, key)
-        ledger = self.ledgers[self.stage(stage.index).index]
-        if (key.step, key.attempt) != (ledger.step, ledger.attempt):
-            raise ProtocolError(f"step {ledger.step}, attempt {ledger.attempt} is open, got a gradient of {key}")
-        if ledger.add(key.receipt):
-            stage.add(gradients, weight)
+        index = self.stage(stage.index).index
+        if key.step not in self._open or key.attempt != self.attempt:
+            raise ProtocolError(f"step {self.version}, attempt {self.attempt} is open, got a gradient of {key}")
+        if self.ledger(index, key.step).add(key.receipt):
+            stage.sum_of(key.step).add(gradients, weight)
             stage.statistics.note(key, seen)
         return True
 
     def holds(self, stage_index: int, key: CallKey) -> bool:
         """Whether the sum holds the microbatch."""
-        ledger = self.ledgers.get(stage_index)
-        return (
-            ledger is not None
-            and (ledger.step, ledger.attempt) == (key.step, key.attempt)
-            and ledger.holds(key.receipt)
-        )
+        if key.step not in self._open or key.attempt != self.attempt:
+            return False
+        ledger = self._open[key.step].ledgers.get(stage_index)
+        return ledger is not None and ledger.holds(key.receipt)
 
     # ------------------------------------------------------------------ closing
 
@@ -205,8 +237,8 @@ class GradientSums:
             reports.append(
                 StageLedger(
                     stage_index=index,
-                    held=pack(self.ledgers[index].held),
-                    touched=to_bitmap(stage.touched),
+                    held=pack(self.ledger(index, request.step).held),
+                    touched=to_bitmap(stage.sum_of(request.step).touched),
                     version_hash=stage.fingerprint(),
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
@@ -231,11 +263,12 @@ class GradientSums:
 
     def _bound(self, stage: Stage, named: set[Receipt] | None, request: FreezeRequest) -> list[str]:
         """Say what may be added to a stage's sum from now on; returns tickets of earlier results, now stale."""
-        ledger = self.ledgers[stage.index]
+        step = request.step
+        ledger = self.ledger(stage.index, step)
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and ledger.goes_beyond(named)):
-            stage.zero_sum()
-            ledger = self.ledgers[stage.index] = Ledger(ledger.step, ledger.attempt)
+            stage.sum_of(step).clear()
+            ledger = self._open[step].ledgers[stage.index] = Ledger(step, ledger.attempt)
         if request.struck is not None:
             ledger.thaw()
             return []
@@ -247,8 +280,9 @@ class GradientSums:
         """Another peer coordinates: what the one before it froze takes gradients again, until it is frozen anew."""
         if self._frozen_under == self.run.term:
             return  # the new one's freeze was quicker than the end of this peer's own coordinating, say
-        for ledger in self.ledgers.values():
-            ledger.thaw()
+        for one in self._open.values():
+            for ledger in one.ledgers.values():
+                ledger.thaw()
 
     # ------------------------------------------------------------------ closed
 
@@ -295,6 +329,7 @@ class GradientSums:
 
     def apply(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """Apply a decided record to the stages, all or none; told twice, once."""
+        after = self.open_steps.stop
         self.run.check_generation(record.closing.generation)
         if all(stage.version == record.step + 1 for stage in self.stages.values()):
             return  # told before, by a caller that hung up before it had the answer
@@ -307,7 +342,9 @@ class GradientSums:
             touched = self._touched(record, stage)
             stage.apply(record, gradients[index], touched, before=applied if self.run.ties else ())
             applied.append(stage)
-            self.ledgers[index] = Ledger(record.step + 1)
+        # With the last stage: what is added from now on, on this thread, is of later steps.
+        self._open.pop(record.step, None)
+        self._open[after] = self._opened(after)
 
     def _touched(self, record: Record, stage: Stage) -> list[bool]:
         """Which of a stage's parameters got a gradient, be it in another stage that holds them, too."""
@@ -334,7 +371,8 @@ class GradientSums:
         if held:  # else this server joins still, or a record left it out: it joins again with what it has
             # New ones, for the compute thread may be looking at the old ones.
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}
-            self.ledgers = {index: ledger for index, ledger in self.ledgers.items() if index in held}
+            for one in self._open.values():
+                one.ledgers = {index: ledger for index, ledger in one.ledgers.items() if index in held}
 
 
 def _place(roster: Sequence[Member], me: Member) -> int:

@@ -160,14 +160,15 @@ class Model:
         elif self._compiler is not None:
             module.compile_by(self._compiler)
         parameters = dict(module.named_stage_parameters())
-        clip_value = manifest.gradient_clip_value
+        clip_value, delays = manifest.gradient_clip_value, manifest.delay_optimizer_step
         return Stage(
             module,
-            Stepper(optimizer, parameters, clip_value=clip_value, offload=self.offloads),
+            Stepper(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
             self.device,
             version=manifest.first_step,
             selection=manifest.selection,
             codecs=Codecs.of(manifest.encoding),
+            keeps_before=delays,
         )
 
     def _freeze(self, frozen: Collection[str]) -> None:

@@ -113,7 +113,7 @@ class Rounds:
     ) -> tuple[Tensor, Carried]:
         """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
         group = self._group(closing, stage.index, rosters[stage.index])
-        mean, carried = await self._averager(stage).collect(stage.gradient_sum, group)
+        mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).values, group)
         mean.div_(closing.gradient_scale)
         tied = self._tied(self._sums.run.ties, closing, rosters, stage)
         mean = await tied.collected(stage.index, mean, self._me.boot_id)
@@ -171,7 +171,7 @@ class Rounds:
         # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
         scale = closing.gradient_scale
         found = await self._averager(stage).average(
-            stage.gradient_sum,
+            stage.sum_of(closing.step).values,
             closing.total_weight,
             self._group(closing, index, roster),
             place,

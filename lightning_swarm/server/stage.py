@@ -1,4 +1,4 @@
-"""One stage on one peer: its weights, its optimizer, and the gradients of the open step.
+"""One stage on one peer: its weights, its optimizer, and the gradients of the steps that are open.
 
 Everything here runs on the compute thread, one call at a time.
 """
@@ -21,9 +21,11 @@ from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.gradient_sum import GradientSum
 from lightning_swarm.server.load import StageLoad
 from lightning_swarm.server.running_statistics import RunningStatistics
 from lightning_swarm.server.stepper import Stepper
+from lightning_swarm.server.versions import Versions
 from lightning_swarm.types.runs import Selection
 from lightning_swarm.types.steps import Record
 
@@ -38,6 +40,7 @@ class Stage:
         version: Of its initial weights.
         selection: Which parameters train, and in which group; None: it is not going to train.
         codecs: By which its tensors travel.
+        keeps_before: Keep the weights of the version before the newest, too.
 
     Attributes:
         computation: Of its microbatches.
@@ -55,6 +58,7 @@ class Stage:
         version: int = 0,
         selection: Selection | None = None,
         codecs: Codecs = PLAIN,
+        keeps_before: bool = False,
     ) -> None:
         self.module = module
         self.index = module.spec.index
@@ -68,6 +72,7 @@ class Stage:
         self.stepper = stepper
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
+        self._versions = Versions(self.parameters) if keeps_before else None
         self.load = StageLoad()
         self._train([])
         if selection is not None:
@@ -94,11 +99,8 @@ class Stage:
     def _train(self, trainable: list[nn.Parameter]) -> None:
         """Make room for the gradients of `trainable`."""
         self.computation.train(trainable)
-        dtypes = [parameter.dtype for parameter in trainable]
-        self._sum_dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        num_elements = sum(parameter.numel() for parameter in trainable)
-        self.gradient_sum = torch.zeros(num_elements, dtype=self._sum_dtype, device=self.device)
-        self.touched = [False] * len(trainable)
+        self._sums: dict[int, GradientSum] = {}  # by step
+        self._spare: GradientSum | None = None
         self.carried = Carried()
 
     @property
@@ -114,26 +116,32 @@ class Stage:
 
     # ------------------------------------------------------------------ a step
 
-    def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
-        """Add one microbatch's gradients, times `weight`, to the step's sum."""
-        sums, added = [], []
-        for i, (view, gradient) in enumerate(zip(self._views(self.gradient_sum), gradients, strict=True)):
-            if gradient is not None:
-                self.touched[i] = True
-                sums.append(view)
-                added.append(gradient.to(self._sum_dtype))
-        if sums:
-            torch._foreach_add_(sums, added, alpha=weight)
+    def sum_of(self, step: int) -> GradientSum:
+        """What was added up in a step that is open."""
+        if step not in self._sums:
+            spare, self._spare = self._spare, None
+            self._sums[step] = spare or GradientSum(self.trainable, self.device)
+        return self._sums[step]
 
-    def check_version(self, step: int) -> None:
-        """Refuse to compute for `step` with the weights of another."""
-        if step != self.version:
-            raise ProtocolError(f"stage {self.index} is at version {self.version}, not at {step}")
+    @property
+    def next_sum(self) -> GradientSum:
+        """Of the step whose record is next."""
+        return self.sum_of(self.version)
 
-    def zero_sum(self) -> None:
-        """Begin a step, or an attempt of it."""
-        self.gradient_sum.zero_()
-        self.touched = [False] * len(self.trainable)
+    def check_version(self, version: int) -> None:
+        """Refuse to compute with other weights than those that are meant."""
+        if version != self.version:
+            raise ProtocolError(f"stage {self.index} is at version {self.version}, not at {version}")
+
+    @contextlib.contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """Hold the weights of a version inside: the newest, or where they are kept those before."""
+        if version == self.version - 1 and self._versions is not None and self._versions.has_before:
+            with self._versions.before():
+                yield
+            return
+        self.check_version(version)
+        yield
 
     def go_back(self, version: int, selection: Selection | None) -> None:
         """Begin anew at `version`: its weights and its optimizer's state are still to come."""
@@ -143,7 +151,9 @@ class Stage:
         self.stepper.forget()
         self.statistics.forget()
         self._borrowed, self.carried = None, Carried()
-        self.zero_sum()
+        self._sums = {}
+        if self._versions is not None:
+            self._versions.forget()
 
     def check_applies(self, record: Record) -> None:
         """Refuse a record that `apply` would fail on, before anything is changed."""
@@ -175,17 +185,27 @@ class Stage:
         mean_gradient, statistics = self._apart(mean_gradient)
         if statistics is not None and bool(statistics.isfinite().all()):
             self.statistics.enter(statistics, record.step)
-        if record.outcome == "apply":
-            views = zip(self.trainable_names, self._views(mean_gradient), touched, strict=True)
+        applies = record.outcome == "apply"
+        stepped = {name: other for other in before for name in self.trainable_names if self._shares(name, other)}
+        if self._versions is not None:
+            elsewhere = {name: other._versions for name, other in stepped.items() if other._versions is not None}
+            self._versions.turn(self.trainable_names if applies else (), elsewhere)
+        sum_ = self.sum_of(record.step)
+        if applies:
+            views = zip(self.trainable_names, sum_.views(mean_gradient), touched, strict=True)
             gradients = {name: view if has_gradient else None for name, view, has_gradient in views}
-            for other in before:
-                shared = [name for name in gradients if other.parameters.get(name) is self.parameters[name]]
-                gradients.update(dict.fromkeys(shared))
+            gradients.update(dict.fromkeys(stepped))
             self.stepper.step(gradients, record.clip_factor, record.hyperparameters)
             for other in before:
                 self.stepper.share(other.stepper)
         self.version += 1
-        self.zero_sum()
+        self._spare = self._sums.pop(record.step, None)  # memory for a later step
+        if self._spare is not None:
+            self._spare.clear()
+
+    def _shares(self, name: str, other: Stage) -> bool:
+        """Whether a parameter is another stage's, too."""
+        return other.parameters.get(name) is self.parameters[name]
 
     def fingerprint(self) -> int:
         """Of weights, buffers and optimizer state at this version."""
@@ -195,11 +215,8 @@ class Stage:
     @property
     def mean_length(self) -> int:
         """Of what a round ends with: the mean gradient, and the running statistics behind it."""
-        return self._num_elements + self.statistics.length * torch.float64.itemsize // self._sum_dtype.itemsize
-
-    @property
-    def _num_elements(self) -> int:
-        return sum(parameter.numel() for parameter in self.trainable)
+        like = self.next_sum.values
+        return like.numel() + self.statistics.length * torch.float64.itemsize // like.itemsize
 
     def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
         """Both in one vector: what the round ends with."""
@@ -208,7 +225,8 @@ class Stage:
     def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.statistics:
             return mean, None
-        gradient, statistics = mean.split([self._num_elements, len(mean) - self._num_elements])
+        length = self.next_sum.values.numel()
+        gradient, statistics = mean.split([length, len(mean) - length])
         return gradient, statistics.clone().view(torch.float64)
 
     # ------------------------------------------------------------------ state
@@ -290,7 +308,3 @@ class Stage:
         if unknown or not all(isinstance(one, dict) and isinstance(one.get(GROUP, {}), dict) for one in state.values()):
             raise ProtocolError(f"optimizer state must be of parameters of stage {self.index}, got {unknown}")
         self.stepper.load_state(state)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        sizes = [parameter.numel() for parameter in self.trainable]
-        return [part.view(parameter.shape) for part, parameter in zip(flat.split(sizes), self.trainable, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class Stepper:
         parameters: Of the stage, by name.
         clip_value: Each element of a gradient is clamped to its range; None: not clipped.
         offload: Step copies of the parameters on the CPU, where state is then, too.
+        apart: Step other objects than the parameters, which share their memory: a graph of autograd refuses its
+            backward where a parameter itself was stepped since.
     """
 
     def __init__(
@@ -34,13 +36,16 @@ class Stepper:
         *,
         clip_value: float | None = None,
         offload: bool = False,
+        apart: bool = False,
     ) -> None:
         self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         self._own = dict(parameters)
-        self._stepped = {name: _on_cpu(one) for name, one in parameters.items()} if offload else self._own
+        copied = _on_cpu if offload else _beside
+        self._stepped = {name: copied(one) for name, one in parameters.items()} if offload or apart else self._own
+        self._offloads = offload
         self._clip_value = clip_value
         self._written: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]  # by the optimizer itself
-        if offload:
+        if self._stepped is not self._own:
             overrides.copy(self.optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
         before = dict(self.optimizer.state)  # some optimizers have state before their first step, of all parameters
         self.optimizer.state.clear()
@@ -75,7 +80,7 @@ class Stepper:
             hyperparameters: Of each parameter group.
         """
         stepped = [self._stepped[name] for name in gradients]
-        self._copy(gradients, self._own, self._stepped)
+        self._fetch(gradients)
         for parameter, gradient in zip(stepped, gradients.values(), strict=True):
             scaled = gradient.to(parameter.device) * factor if gradient is not None else None
             parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
@@ -91,16 +96,19 @@ class Stepper:
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
             parameter.grad = None
-        self._copy(gradients, self._stepped, self._own)
+        if self._offloads:
+            for name in gradients:
+                self._own[name].data.copy_(self._stepped[name])
 
     @torch.no_grad()
-    def _copy(
-        self, names: Mapping[str, object], source: Mapping[str, Tensor], target: Mapping[str, nn.Parameter]
-    ) -> None:
-        """In both directions at each step, so that nobody else who sets weights need know of copies."""
-        if source is not target:
+    def _fetch(self, names: Iterable[str]) -> None:
+        """Begin with the parameters' values, at each step, so that nobody else who sets weights need know of copies."""
+        if self._offloads:
             for name in names:
-                target[name].copy_(source[name])
+                self._stepped[name].copy_(self._own[name])
+        elif self._stepped is not self._own:
+            for name in names:
+                self._stepped[name].data = self._own[name].data
 
     def state(self) -> dict[str, dict[str, Any]]:
         """For each parameter that has some, its state: a tree of tensors and numbers. Shared memory, not copies."""
@@ -156,6 +164,10 @@ def _is_written(key: str, value: object) -> bool:
 
 def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
+
+
+def _beside(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

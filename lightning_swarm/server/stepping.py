@@ -111,7 +111,7 @@ class Stepping:
 
     @property
     def version(self) -> int:
-        """Of the weights of all stages here; the step that is open."""
+        """Of the weights of all stages here; the step whose record is next."""
         return self.sums.version
 
     @property
@@ -136,12 +136,19 @@ class Stepping:
         found = [gradients.get(name) for name in stage.trainable_names]
         await self._executor.submit(FIRST, lambda: self.sums.add(stage, key, found, weight))
 
-    async def copied_weights(self, index: int) -> tuple[int, dict[str, Tensor]]:
-        """The newest version of a stage, and copies of its weights."""
+    async def copied_weights(self, index: int, version: int | None) -> tuple[int, dict[str, Tensor]]:
+        """Copies of a stage's weights, and their version.
+
+        Args:
+            index: Of the stage.
+            version: Which; None: the newest.
+        """
         stage = self.stage(index)
 
         def copy() -> tuple[int, dict[str, Tensor]]:
-            return stage.version, {name: tensor.clone() for name, tensor in stage.weights().items()}
+            found = stage.version if version is None else version
+            with stage.at(found):
+                return found, {name: tensor.clone() for name, tensor in stage.weights().items()}
 
         return (await self._executor.submit(FIRST, copy))[0]
 
@@ -197,8 +204,8 @@ class Stepping:
 
     async def _handle_fence(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, FenceRequest)
-        self.sums.check(caller, request.generation, request.step, request.attempt)
-        self.sums.strike(request.batches)
+        self.sums.check_open(caller, request.generation, request.step, request.attempt)
+        self.sums.strike(request.step, request.batches)
         for first in request.batches:
             self._on_fenced(batch_name(request.generation, request.step, request.attempt, first))
         # A job on the compute thread is not interrupted; when this is answered, nothing is added any more.

@@ -591,7 +591,7 @@ class FaultySwarm(Swarm):
                 f"{name}'s downloads": [one for one in server.donor._downloads if one in self.survivors()],
                 f"{name}'s queued joiners": list(server.donor._queued),
                 f"{name}'s sums": [
-                    index for index in server.stepping.stages if server.stepping.stage(index).gradient_sum.any()
+                    index for index in server.stepping.stages if server.stepping.stage(index).next_sum.values.any()
                 ],
             }
             if server.calls.cache.used_bytes:

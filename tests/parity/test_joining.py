@@ -273,7 +273,7 @@ def test_a_download_slower_than_a_step_catches_up_by_records() -> None:
     assert entered > 3, "the download took more than a step"
     donor = run.strategy.servers[1]
     sent = donor._transport.traffic.sent_bytes[joiner.admission.me.peer_id, NEXT]
-    assert sent > 2 * joiner.stepping.stage(0).gradient_sum.nbytes, "it applied at least two records on its way"
+    assert sent > 2 * joiner.stepping.stage(0).next_sum.values.nbytes, "it applied at least two records on its way"
     assert donor.donor._kept == {}, "nothing is kept once nobody needs it"
 
 

@@ -306,7 +306,7 @@ class Swarm:
                 stepping.version,
                 stepping.sums.attempt,
                 stepping.rounds._held,
-                stepping.sums._fenced,
+                {step: one.fenced for step, one in stepping.sums._open.items()},
                 stepping.sums.reselected,
             )
             state[f"{name}'s joiners"] = (
@@ -322,8 +322,8 @@ class Swarm:
             for index in stepping.stages:
                 stage, ledger = stepping.stage(index), stepping.sums.ledgers[index]
                 state[f"{name}/{index}"] = (
-                    stage.gradient_sum.numpy().tobytes(),
-                    tuple(stage.touched),
+                    stage.next_sum.values.numpy().tobytes(),
+                    tuple(stage.next_sum.touched),
                     stage.version,
                     stage.fingerprint(),
                     stage.selection,

@@ -459,11 +459,11 @@ def test_a_sum_that_holds_a_struck_batch_begins_anew_when_the_step_takes_others(
         swarm.run(coordinator.call(B, FREEZE, encode(request), timeout=1.0))
 
     reopen(1, [2])
-    assert stage.gradient_sum.any(), "it counts"
+    assert stage.next_sum.values.any(), "it counts"
     reopen(2, [0, 2])
-    assert not stage.gradient_sum.any()
+    assert not stage.next_sum.values.any()
     swarm.run(swarm.through(key(4), rows(2)))
-    assert stage.gradient_sum.any(), "others may be added"
+    assert stage.next_sum.values.any(), "others may be added"
 
 
 # ---------------------------------------------------------------------- what comes late
@@ -493,4 +493,4 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
             freeze(round=4, named=named)
     assert swarm.state() == before
     freeze(round=4, named=nothing)
-    assert not swarm.servers[B].stepping.stage(1).gradient_sum.any()
+    assert not swarm.servers[B].stepping.stage(1).next_sum.values.any()

@@ -578,6 +578,6 @@ def test_a_step_frees_what_it_held(make_swarm: MakeSwarm) -> None:
         assert server.calls.cache.used_bytes == 0
         for index in server.stepping.stages:
             stage = server.stepping.stage(index)
-            assert not stage.gradient_sum.any()
-            assert not any(stage.touched)
+            assert not stage.next_sum.values.any()
+            assert not any(stage.next_sum.touched)
             assert all(parameter.grad is None for parameter in stage.trainable)

@@ -787,7 +787,7 @@ def test_a_record_of_another_number_of_stages_is_not_applied(make_swarm: MakeSwa
     with pytest.raises(ProtocolError, match="a closing of 0 stages; there are 2"):
         swarm.run(
             stepping.commit(
-                msgspec.structs.replace(record(swarm), closing=short), {1: stepping.stage(1).gradient_sum.clone()}
+                msgspec.structs.replace(record(swarm), closing=short), {1: stepping.stage(1).next_sum.values.clone()}
             )
         )
     assert swarm.state() == before

@@ -135,7 +135,7 @@ class Route:
         for index, roster in enumerate(self.swarm.rosters):
             expected = torch.cat([p.grad.flatten() for p in module[index].parameters() if p.grad is not None])  # type: ignore[index]
             sums = [
-                self.swarm.servers[peer].stepping.stage(index).gradient_sum for peer in roster if peer in self.alive
+                self.swarm.servers[peer].stepping.stage(index).next_sum.values for peer in roster if peer in self.alive
             ]
             torch.testing.assert_close(sum(sums), expected, rtol=1e-12, atol=1e-12)
 
@@ -468,15 +468,15 @@ def test_a_replay_again_adds_nothing_again(make_swarm: MakeSwarm) -> None:
     route = Route(make_swarm(*ROSTERS, limits=LIMITS))
     route.run()
     for peer in ("a2", "b2", "c2"):
-        route.swarm.servers[PeerId(peer)].stepping.stage("abc".index(peer[0])).gradient_sum.zero_()
+        route.swarm.servers[PeerId(peer)].stepping.stage("abc".index(peer[0])).next_sum.values.zero_()
     work = [Replay(receipt=one, holders={0: PeerId("a2"), 2: PeerId("c2")}) for one in route.receipts]
     first = route.swarm.servers[PeerId("a2")].stepping.stage(0)
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
-    found = first.gradient_sum.clone()
+    found = first.next_sum.values.clone()
     assert found.any()
     assert route.replay(work) == ReplayReply(lost=[], unreached=[])
-    assert torch.equal(first.gradient_sum, found)
-    torch.testing.assert_close(found, route.swarm.servers[A].stepping.stage(0).gradient_sum)
+    assert torch.equal(first.next_sum.values, found)
+    torch.testing.assert_close(found, route.swarm.servers[A].stepping.stage(0).next_sum.values)
 
 
 def test_who_was_to_add_nothing_may_be_named_later(make_swarm: MakeSwarm) -> None:

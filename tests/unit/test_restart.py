@@ -166,7 +166,7 @@ def test_a_microbatch_under_way_is_given_up(make_swarm: MakeSwarm) -> None:
         assert not server.calls.under_way.tasks
         assert not server._tickets._entries
         assert server.calls.cache.used_bytes == 0
-        assert not server.stepping.stage(server.stepping.stages[0]).gradient_sum.any()
+        assert not server.stepping.stage(server.stepping.stages[0]).next_sum.values.any()
     assert_trains_as_from_the_beginning(swarm)
 
 

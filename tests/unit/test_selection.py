@@ -88,7 +88,7 @@ def test_a_selection_holds_from_the_open_step_on(make_swarm: MakeSwarm) -> None:
     for roster, num_elements in zip(swarm.rosters, (0, 3), strict=True):
         for name in roster:
             (stage,) = swarm.servers[name].stepping.sums.stages.values()
-            assert stage.gradient_sum.numel() == num_elements
+            assert stage.next_sum.values.numel() == num_elements
             assert len(stage.stepper.optimizer.param_groups) == 2
             assert stage.optimizer_state().keys() == stage.parameters.keys(), "what was learned of them is gone"
     assert all(torch.equal(weight, before[name]) for name, weight in swarm.weights().items())
@@ -128,7 +128,7 @@ def test_a_record_is_all_that_a_stage_needs_to_follow(make_swarm: MakeSwarm) -> 
     async def step() -> Record:
         grant = await told.steps.grant(2)
         await told.through(key(), rows(1))
-        means.append(stage.gradient_sum.clone())
+        means.append(stage.next_sum.values.clone())
         told.steps.hyperparameters = lambda: two
         await told.steps.done(grant.lease, [key().receipt], close=True)
         return await told.record(0)
