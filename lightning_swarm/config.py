@@ -179,6 +179,7 @@ class SwarmConfig:
     gather_on_end: bool
     state_dict_type: StateDictType = "full"
     offload_optimizer: bool = False
+    delay_optimizer_step: bool = False
     rebalancing: Rebalancing
     rebalance_interval: float
     preemption: Preemption | None

@@ -58,8 +58,8 @@ class SwarmOptimization:
         self.on_place: Callable[[News], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False
         self._num_moved = 0  # how often schedulers were moved for records that are not counted yet
-        self.pending_samples = 0  # granted in the open step, not yet in a record
-        self._through: dict[int, _Batch] = {}  # likewise the batches, by their leases
+        self._num_samples_in: dict[int, int] = {}  # by step: of batches that are through, and in no record yet
+        self._through: dict[int, tuple[int, _Batch]] = {}  # likewise their steps and they themselves, by their leases
         self._lost: dict[int, _Batch] = {}  # they were through, count nowhere all the same, and are to run again
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
@@ -146,9 +146,10 @@ class SwarmOptimization:
             self._session.withdraw_batch()
             closing = False
         else:
+            step = self._session.open_step
             closing = self._session.finish_batch(logs, metrics)
-            self._through[lease] = batch
-            self.pending_samples += batch.num_samples
+            self._through[lease] = step, batch
+            self._num_samples_in[step] = self._num_samples_in.get(step, 0) + batch.num_samples
         self._end_step(optimizer, closing=closing)
         if self._lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
@@ -156,11 +157,22 @@ class SwarmOptimization:
             self._through.clear()  # it has all batches of a step, on its device: too much to keep for a double fault
         return {} if result.loss is None else result.asdict()
 
+    def finish(self) -> None:
+        """Training ends: count the records that are still to come."""
+        self._session.catch_up()
+        self._take_lost()
+        self._count_others(self.trainer.optimizers[0])
+
     def begin_backward(self) -> None:
         """`training_step` is through, and what it logged is known."""
         logs = self._logs.so_far
         if logs is not None:
             self._session.begin_backward(logs)
+
+    @property
+    def pending_samples(self) -> int:
+        """Of this trainer's batches that are through in the step that takes the next one."""
+        return self._num_samples_in.get(self._session.open_step, 0)
 
     @property
     def pending(self) -> Pending:
@@ -185,7 +197,7 @@ class SwarmOptimization:
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
         self._version = self._session.version
-        self.pending_samples = 0
+        self._num_samples_in = {}
         self.stepped = False
         self._num_moved = 0
         self._through, self._lost = {}, {}
@@ -220,12 +232,13 @@ class SwarmOptimization:
         # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         if closing and not (self.stepped and self._session.is_lead and not last):
             self._step(optimizer, last=last)
+        self._count_others(optimizer)
 
     def _take_lost(self) -> bool:
         """Whether batches that were through count nowhere all the same. They are to run again."""
         lost = self._session.take_lost()
         for lease in lost:
-            batch = self._through.pop(lease, None)
+            step, batch = self._through.pop(lease, (0, None))
             if batch is None:
                 raise StepError(
                     "a batch before the one in hand was struck from the open step, for what servers had added of it "
@@ -233,7 +246,8 @@ class SwarmOptimization:
                 )
             self._lost[lease] = batch
             self._logs.forget(lease)
-            self.pending_samples -= batch.num_samples
+            if step in self._num_samples_in:
+                self._num_samples_in[step] -= batch.num_samples
         return bool(lost)
 
     def _step(self, optimizer: Optimizer, *, last: bool) -> None:
@@ -247,15 +261,17 @@ class SwarmOptimization:
         # As a profile of the plain Trainer has it: the time from the last backward to the new weights.
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
-            decided = self._session.await_record() is not None
-            if not self._take_lost() and not decided and self._must_close(last=last):
+            closed = self._session.end_step()
+            if not self._take_lost() and not closed and self._must_close(last=last):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
-                self._session.await_record()
+                closed = self._session.end_step()
+                self._take_lost()
+            if closed and self._ends_epoch():
+                self._session.catch_up()
                 self._take_lost()
         if self._session.version > self._version:
             self._count(optimizer)
-            self._count_others(optimizer)
-        else:  # a batch was withdrawn: the step takes others in its place
+        else:  # a batch was withdrawn, and the step takes others in its place; or records are late
             progress.current.ready -= 1
             progress.total.ready -= 1
 
@@ -267,9 +283,9 @@ class SwarmOptimization:
         self._num_moved -= self.stepped
         self._lightning.optim_progress.optimizer.step.increment_completed()
         heard = self._session.take(self._version)
+        self._num_samples_in = {step: number for step, number in self._num_samples_in.items() if step > self._version}
+        self._through = {lease: one for lease, one in self._through.items() if one[0] > self._version}
         self._version += 1
-        self.pending_samples = 0
-        self._through = {}
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
         optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -310,7 +326,7 @@ class SwarmOptimization:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         """Before the next record, have the hyperparameters of its step: those that came are not all counted."""
-        self._move_schedulers(optimizer, self.stepped + self._session.version - self._version)
+        self._move_schedulers(optimizer, self.stepped + self._session.open_step - self._version)
 
     def _move_schedulers(self, optimizer: Optimizer, num_moves: int) -> None:
         """Lightning moves schedulers once a batch; a trainer that passes more records moves them for the others."""
@@ -336,11 +352,15 @@ class SwarmOptimization:
             return cut_off or epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
         return last and self.pending_samples > 0
 
+    def _ends_epoch(self) -> bool:
+        """Whether the lead's epoch ends here: what follows it, a checkpoint say, shall miss no step of it."""
+        return self._session.is_lead and self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
     def _is_last_batch(self) -> bool:
         """Whether the loop's last epoch ends here."""
         max_epochs = self.trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
-        return last_epoch and self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        return last_epoch and self._ends_epoch()
 
     def tell_selection(self, optimizer: Optimizer) -> None:
         """Have the servers train what module and optimizer say by now, from the next step on."""

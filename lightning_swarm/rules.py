@@ -95,6 +95,12 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         )
     _check_callback_imports(trainer)
     _check_precision(trainer)
+    if config.delay_optimizer_step and trainer.precision == "16-mixed":
+        raise ConfigError(
+            "with `delay_optimizer_step` a step begins before the one before it has shown whether its gradients fit "
+            "the range of float16, which `precision='16-mixed'` needs to know. Use 'bf16-mixed', or leave out "
+            "`delay_optimizer_step`."
+        )
     if trainer.state.fn == TrainerFn.FITTING:
         _check_training(trainer, module, config)
 

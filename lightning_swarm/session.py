@@ -77,6 +77,11 @@ class Session:
         """Records that were applied so far."""
         return self._steps.version
 
+    @property
+    def open_step(self) -> int:
+        """The step of the next batch, as far as this trainer knows. Where steps are delayed, records are one behind."""
+        return self._steps.open
+
     def go_back(self, request: RestartRequest) -> None:
         """Train on in the run's next generation, from its first step."""
         self._steps.go_back(request)
@@ -123,10 +128,12 @@ class Session:
                     grant = found
                 else:
                     before_record()
-                    self._runtime.run(self._steps.record(found))
+                    self._runtime.run(self._steps.closed(found))
         finally:
             self.pipeline.version = self._steps.version
-        self._refresh()
+        if self.around is not None:
+            exactly = self.run.manifest.delay_optimizer_step
+            self.around.refresh(self.run.computes_on(grant.step), exactly=exactly)
         self.pipeline.batch = BatchInHand(grant)
         return grant.lease
 
@@ -180,18 +187,36 @@ class Session:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
         closing = self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
         self.pipeline.batch = None
+        if not closing and self._steps.imminent is not None:
+            self._runtime.run(self._steps.record(self._steps.imminent))
+            self._learnt()
         return closing
 
     def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has."""
         self._runtime.run(self._steps.done(None, [], close=True, total_weight=window))
 
-    def await_record(self) -> Record | None:
-        """The record of the closing step, once it is applied; None: a batch was withdrawn, and it takes others."""
-        record = self._runtime.run(self._steps.record(self._steps.version))
+    def end_step(self) -> bool:
+        """Wait until the next step is open: with the record of the closing one; where steps are delayed, of the one before.
+
+        Returns:
+            False: a batch was withdrawn, and it takes others.
+        """
+        closed = self._runtime.run(self._steps.closed(self._steps.open))
+        self._learnt()
+        return closed
+
+    def catch_up(self) -> None:
+        """Wait for the records of all steps that are closed."""
+        if self._steps.open > self._steps.version:
+            self._runtime.run(self._steps.record(self._steps.open - 1))
+            self._learnt()
+
+    def _learnt(self) -> None:
+        """Records may have come."""
         self.pipeline.version = self._steps.version
-        self._refresh()
-        return record
+        if self.around is not None:
+            self.around.refresh(self._steps.version)
 
     @property
     def through(self) -> Sequence[int]:
@@ -253,10 +278,6 @@ class Session:
     def quit(self, reason: str) -> None:
         """Not at the lead: tell that this trainer's loop ended by an error."""
         self._runtime.run(self._steps.quit(reason))
-
-    def _refresh(self) -> None:
-        if self.around is not None:
-            self.around.refresh(self._steps.version)
 
     def _taken(self) -> BatchInHand:
         batch, self.pipeline.batch = self._in_hand(), None

@@ -119,6 +119,7 @@ def manifest(
         target_batch_size=config.target_batch_size,
         rebalancing=config.rebalancing,
         rebalance_interval=config.rebalance_interval,
+        delay_optimizer_step=config.delay_optimizer_step,
         encoding=Encoding(**asdict(config.compression)),
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,

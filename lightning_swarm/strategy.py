@@ -86,6 +86,8 @@ class SwarmHooks(ResumingHooks):
         state_dict_type: What a checkpoint is: ``"full"``: one file, as elsewhere in Lightning; ``"sharded"``: a folder,
             to which each server writes its own stages, so that nobody has to hold the whole model.
         offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
+        delay_optimizer_step: Average and step while the next step's microbatches are computed: each step's gradient is
+            that of the weights one step before. The starter's word holds.
         rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
             it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
         rebalance_interval: Seconds between two decisions on that, at the latest; when peers come or go it is decided at
@@ -129,6 +131,7 @@ class SwarmHooks(ResumingHooks):
         gather_on_end: bool = True,
         state_dict_type: StateDictType = "full",
         offload_optimizer: bool = False,
+        delay_optimizer_step: bool = False,
         rebalancing: Rebalancing = "gain",
         rebalance_interval: float = 300.0,
         preemption: Preemption | None = None,
@@ -158,6 +161,7 @@ class SwarmHooks(ResumingHooks):
             gather_on_end=gather_on_end,
             state_dict_type=state_dict_type,
             offload_optimizer=offload_optimizer,
+            delay_optimizer_step=delay_optimizer_step,
             rebalancing=rebalancing,
             rebalance_interval=rebalance_interval,
             preemption=preemption,
@@ -512,6 +516,8 @@ class SwarmHooks(ResumingHooks):
             assert self.peer is not None
             self.peer.wait_until_dismissed()  # whose own data has come to its end goes on serving
             return
+        if self._loop is not None:
+            self._loop.finish()
         if self._files is not None:
             self._files.finish()
         if self._loop is not None and self._loop.pending_samples:

@@ -40,7 +40,8 @@ class Books:
         open: The step that is open.
         begun: The lead asked for its first place.
         reselected: What the step trains, if it is not what trained in the step before.
-        outcome: Of the step before.
+        outcome: Of the newest step that is decided.
+        due: Where steps are delayed: the step before the open one, while its record is still to come.
         finishing: A task of the coordinator decides the open step.
         closing_s: Since when its batches are waited for.
     """
@@ -49,6 +50,7 @@ class Books:
     begun: bool = False
     reselected: Selection | None = None
     outcome: Outcome = field(default_factory=Outcome)
+    due: OpenStep | None = None
     finishing: bool = False
     closing_s: float | None = None
 
@@ -64,10 +66,26 @@ class Books:
     def go_back(self, manifest: Manifest) -> None:
         """The run entered its next generation."""
         self.end(Outcome())
+        self.due = None
         self.open = OpenStep(manifest.first_step, manifest.target_batch_size)
+
+    def find(self, step: int) -> OpenStep | None:
+        """A step that is not decided yet."""
+        return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
 
     def end(self, outcome: Outcome) -> None:
         """The open step is over; the next one is still to be opened."""
         self.outcome = outcome
+        self._end_open()
+
+    def postpone(self, following: OpenStep) -> OpenStep:
+        """Open the step after the open one, whose record comes later; returns that one."""
+        due = self.due = self.open
+        due.sealed = True
+        self.open = following
+        self._end_open()
+        return due
+
+    def _end_open(self) -> None:
         self.reselected = self.closing_s = None
         self.finishing = False

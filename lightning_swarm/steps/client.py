@@ -92,6 +92,8 @@ class StepClient:
 
     Attributes:
         events: Of this trainer, and at the lead what it was told of others'.
+        open: The step that grants places, as far as this trainer knows.
+        imminent: At the lead: the step whose record it finds decided when it asks, though it waited for none.
         newest: The newest record that this trainer waited for.
         heard: Those that came since these were taken, the oldest first.
         lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
@@ -113,7 +115,7 @@ class StepClient:
         self._coordinator = CoordinatorCalls(
             transport,
             run,
-            lambda: self._journal.report(self.version),
+            lambda: self._journal.report(),  # noqa: PLW0108 - of the generation that it is in then
             timeout=timeout,
             patience_s=patience_s,
             alone_s=alone_s,
@@ -123,6 +125,9 @@ class StepClient:
         self._on_record = on_record
         self.events = events
         self.run = run
+        self.open = run.version
+        self.imminent: int | None = None
+        self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by step
         self.newest: Record | None = None
         self.heard: list[Heard] = []
         self.lost: list[int] = []
@@ -137,12 +142,13 @@ class StepClient:
 
     @property
     def through(self) -> list[int]:
-        """The places of the batches that are through in the open step, and count as far as it is known here."""
-        return [entry.grant.first for entry in self._journal.through(self.version)]
+        """The places of the batches that are through since the newest record, and count as far as it is known here."""
+        return [entry.grant.first for entry in self._journal.through_from(self.version)]
 
     def go_back(self, request: RestartRequest) -> None:
         """Take part in the run's next generation."""
         self.run.go_back(request)
+        self.open, self.imminent, self._stepped_with = self.run.version, None, {}
         self.newest, self.heard, self.lost = None, [], []
         self._journal = Journal()
 
@@ -150,7 +156,7 @@ class StepClient:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
         await self._coordinator.call(
             SELECT,
-            encode(SelectRequest(generation=self.run.manifest.generation, step=self.version, selection=selection)),
+            encode(SelectRequest(generation=self.run.manifest.generation, step=self.open, selection=selection)),
         )
 
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
@@ -164,14 +170,14 @@ class StepClient:
             found = await self.ask(number, num_samples, gradient_scale)
             if isinstance(found, Grant):
                 return found
-            await self.record(found)
+            await self.closed(found)
 
     def number_batch(self) -> int:
         """For one more batch."""
         return next(self._numbers)
 
     async def ask(self, number: int, num_samples: int, gradient_scale: float = 1.0) -> Grant | int:
-        """A place in the open step, or the step whose record has to come first.
+        """A place in the open step, or the step that has to be over first.
 
         Args:
             number: Of the batch, by `number_batch`.
@@ -183,7 +189,7 @@ class StepClient:
         """
         while True:
             request = GrantRequest(
-                step=self.version,
+                step=self.open,
                 num_samples=num_samples,
                 generation=self.run.manifest.generation,
                 gradient_scale=gradient_scale,
@@ -194,7 +200,7 @@ class StepClient:
                 self._journal.granted(reply.grant, request)
                 return reply.grant
             if reply.over:
-                raise RunOver(f"the run's last step is {self.version - 1}: there is no place for another batch")
+                raise RunOver(f"the run's last step is {self.open - 1}: there is no place for another batch")
             if reply.wait is None:
                 raise ProtocolError("a coordinator grants, says wait or says that the run is over; it did none of it")
             if reply.wait.step is not None:
@@ -204,9 +210,9 @@ class StepClient:
         """Leave what a batch added to metrics where the lead finds it if the batch counts. Before `done`."""
         states, tensors = metrics
         generation = self.run.manifest.generation
-        head = BatchMetrics(generation=generation, step=self.version, lease=lease, metrics=list(states))
+        head = BatchMetrics(generation=generation, step=self.open, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
-        self._journal.measured(self.version, lease, message)
+        self._journal.measured(self.open, lease, message)
         await self._coordinator.stream(METRICS, message, max_bytes=0)
 
     async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
@@ -226,12 +232,12 @@ class StepClient:
         """
         request = BatchArmed(
             generation=self.run.manifest.generation,
-            step=self.version,
+            step=self.open,
             lease=lease,
             receipts=list(receipts),
             logs=list(logs),
         )
-        self._journal.armed(self.version, lease, receipts, logs)
+        self._journal.armed(self.open, lease, receipts, logs)
         await self._coordinator.call(ARMED, encode(request))
 
     async def done(
@@ -251,14 +257,14 @@ class StepClient:
             LeaseRevoked: It was struck from its step, for nothing was heard of this trainer. It may run again.
         """
         request = BatchDone(
-            step=self.version,
+            step=self.open,
             lease=lease,
             completed=list(completed),
             withdrawn=withdrawn,
             close=close,
             total_weight=total_weight,
             generation=self.run.manifest.generation,
-            first=self._journal.place(self.version, lease) if lease is not None else 0,
+            first=self._journal.place(self.open, lease) if lease is not None else 0,
             begun=begun,
             logs=list(logs),
             noted=self.events.report(),
@@ -268,11 +274,13 @@ class StepClient:
 
     async def _say_done(self, request: BatchDone) -> bool:
         try:
-            return decode(await self._coordinator.call(DONE, encode(request)), BatchDoneReply).closing
+            reply = decode(await self._coordinator.call(DONE, encode(request)), BatchDoneReply)
         except LeaseRevoked:
             if request.lease is not None:
                 self._journal.withdrawn(request.step, request.lease)
             raise
+        self.imminent = reply.imminent
+        return reply.closing
 
     async def revoked(self, lease: int) -> None:
         """A batch counts nowhere, as a server or the coordinator says: before it runs again, in a place of its own.
@@ -292,25 +300,47 @@ class StepClient:
         Raises:
             StepError: It could not be decided.
         """
+        return self.newest if await self._until(step, decided=True) else None
+
+    async def closed(self, step: int) -> bool:
+        """Wait until the step after `step` is open, at the latest with its record; False: it takes batches again.
+
+        Records that came are learnt, as by `record`.
+
+        Raises:
+            StepError: What is waited for could not be decided.
+        """
+        return await self._until(step, decided=False)
+
+    async def _until(self, step: int, *, decided: bool) -> bool:
         while True:
-            hyperparameters = self.hyperparameters() if self.hyperparameters is not None else None
-            request = RecordRequest(
-                step=step,
-                generation=self.run.manifest.generation,
-                version=self.version,
-                hyperparameters=hyperparameters,
-            )
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
-            reply = decode(await self._coordinator.call(RECORD, encode(request)), RecordReply)
+            answer = await self._coordinator.call(RECORD, encode(self._record_request(step, decided=decided)))
+            reply = decode(answer, RecordReply)
             if reply.record is not None:
                 self.newest = reply.record
                 if reply.record.step >= self.version:
                     await self._learn(reply.record, reply)
-                return reply.record
+            self.open = max(reply.open, self.version)
+            if self.version > step or (self.open > step and not decided):
+                return True
             if not reply.closing:
-                self._journal.reopened()
+                self._journal.reopened(step)
                 await self._confirm(self._journal.through(step))
-                return None
+                return False
+
+    def _record_request(self, step: int, *, decided: bool) -> RecordRequest:
+        """What the lead says with it, says how to take the step that ends, and the one before if that is open still."""
+        if self.hyperparameters is not None and step == self.open:
+            self._stepped_with[step] = self.hyperparameters()
+        return RecordRequest(
+            step=step,
+            generation=self.run.manifest.generation,
+            version=self.version,
+            hyperparameters=self._stepped_with.get(step),
+            before=self._stepped_with.get(step - 1),
+            decided=decided,
+        )
 
     async def _learn(self, record: Record, reply: RecordReply) -> None:
         """Take a record in, and what came with it."""
@@ -320,6 +350,7 @@ class StepClient:
         self.run.check(record, seats)
         await self._on_record(record, seats.rosters)
         self.run.apply(record, seats)
+        self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > record.step}
         self.events.learn(reply.noted)  # once: it is not told again to who knows of the record
         metrics: list[Metrics] = []
         self.heard.append(Heard(record, reply.logs, metrics))  # whatever becomes of the rest
@@ -371,7 +402,7 @@ class StepClient:
         request = decode(body, ReportRequest)
         self.run.check_generation(request.generation)
         await self._coordinator.accept(caller, request.term)
-        return encode(self._journal.report(request.step))
+        return encode(self._journal.report())
 
     async def _handle_report_metrics(self, caller: PeerId, message: Message) -> Message:
         request = decode(message.body, LeaseMetricsRequest)

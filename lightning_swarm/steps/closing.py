@@ -10,6 +10,8 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
+from msgspec.structs import replace as replaced
+
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import DeadlineExceeded, SwarmError
@@ -72,14 +74,18 @@ class Closer:
         self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
         self._events = events
         self._sums: Sums | None = None  # of the newest step that closed
+        self._someone_gone = False  # in the last step, whose record left the rosters as they were
 
-    async def finish(self, step: OpenStep, selection: Selection | None, reselected: Selection | None) -> Record | None:
+    async def finish(
+        self, step: OpenStep, selection: Selection | None, reselected: Selection | None, *, late: bool = False
+    ) -> Record | None:
         """Decide a step's record and have it applied, with the servers that are there.
 
         Args:
             step: All of its batches are through.
             selection: What it trains.
             reselected: Likewise, if it is not what trained in the step before.
+            late: The step after it takes batches meanwhile. So its record leaves who is in the run as it is.
 
         Returns:
             The record. None: batches were struck, and the step takes others.
@@ -96,41 +102,63 @@ class Closer:
             if closed is None:
                 return None
             closing = closed.closing
-            squared_norm = await self._average(sums, closed, reselected)
+            squared_norm = await self._average(sums, closed, reselected, late=late)
         hyperparameters = await self._lead_asks(step)
-        newcomers = await self._gate.newcomers(closing)
         self._moves.take_loads(sums.loads)
-        record = await self._record(closing, squared_norm, hyperparameters, reselected, newcomers, sums.attendance.gone)
+        record = self._plain(closing, squared_norm, hyperparameters)
+        newcomers: Sequence[Candidate] = ()
+        if not late:
+            newcomers = await self._gate.newcomers(closing)
+            record = await self._changed(record, reselected, newcomers, sums.attendance.gone)
         await self._proposer.decide(record)
         await self._servers.apply(record)
+        if late:
+            self._someone_gone = bool(sums.attendance.gone)
+            self._moves.choose_for_later(sums.attendance.gone)
+            return record
+        self._someone_gone = False
         self._gate.let_in(newcomers)
         self._moves.note(record)
         return record
 
-    async def _record(
-        self,
-        closing: Closing,
-        squared_norm: float,
-        hyperparameters: list[dict[str, Any]],
-        reselected: Selection | None,
-        newcomers: Sequence[Candidate],
-        gone: Collection[PeerId],
-    ) -> Record:
-        """What is proposed."""
-        manifest = self._run.manifest
-        movers, sheds = self._moves.choose(gone)
-        leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
-        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
-        staying = {member for roster in next_roster for member in roster}
-        snapshot = await self._snapshots.order(closing.step, next_roster)
-        hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
-        voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
+    def wants_changes(self) -> bool:
+        """Whether the next record should change who is in the run, or order a snapshot."""
+        is_due = self._snapshots.is_due(self._run.servers)
+        return is_due or self._someone_gone or self._gate.wants_changes() or self._moves.put_off
+
+    def _plain(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
+        """Says how to step, and nothing else."""
         return Record(
             closing=closing,
             outcome="apply" if math.isfinite(squared_norm) else "skip",
             squared_norm=squared_norm,
-            clip_factor=clip_factor(squared_norm, manifest.gradient_clip_norm),
+            clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
             hyperparameters=hyperparameters,
+            selection=None,
+            left=[],
+            newcomers=[],
+            next_voters=None,
+            departures=[],
+            snapshot=None,
+        )
+
+    async def _changed(
+        self,
+        record: Record,
+        reselected: Selection | None,
+        newcomers: Sequence[Candidate],
+        gone: Collection[PeerId],
+    ) -> Record:
+        """Says what changes of who is in the run, too."""
+        movers, sheds = self._moves.choose(gone)
+        leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
+        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
+        staying = {member for roster in next_roster for member in roster}
+        snapshot = await self._snapshots.order(record.step, next_roster)
+        hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
+        voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
+        return replaced(
+            record,
             selection=reselected,
             left=[
                 Vacancy(member=member, stage_index=index)
@@ -147,6 +175,7 @@ class Closer:
     def go_back(self) -> None:
         """The run entered its next generation: who is there is asked anew, with all the time that there is."""
         self._vigil.end(step=self._run.manifest.first_step)
+        self._someone_gone = False
 
     def _sums_of(self, step: OpenStep, selection: Selection | None) -> Sums:
         """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
@@ -163,10 +192,10 @@ class Closer:
             )
         return self._sums
 
-    async def _average(self, sums: Sums, closed: Closed, reselected: Selection | None) -> float | None:
+    async def _average(self, sums: Sums, closed: Closed, reselected: Selection | None, *, late: bool) -> float | None:
         """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
         begin_s, closing = now_s(), closed.closing
-        hearing = self._gate.listen(closing, reselected, closed.version_hashes)
+        hearing = [] if late else self._gate.listen(closing, reselected, closed.version_hashes)
         replies = await self._servers.average(closing, closed.named)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}

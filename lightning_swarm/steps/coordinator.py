@@ -108,11 +108,13 @@ class Coordinator:
         """Begin to answer."""
         await self._tasks.start()
         self.trainers.answer()
-        step = self.books.open
+        step, due = self.books.open, self.books.due
         if step.closing:
             self.books.closing_s = now_s()
         for trainer in step.missing():
             self._watch.watch(trainer)
+        if due is not None:
+            self._spawn(self._guarded(self._decide_due(due)))
         self._finish_if_ready(step)
         self._spawn(self._end_without_lead())
 
@@ -173,15 +175,15 @@ class Coordinator:
             await self.trainers.changes.notify()  # who waits for the record may have a place again
 
     def _finish_if_ready(self, step: OpenStep) -> None:
-        if step.ready and not self.books.finishing:
+        if step.ready and not self.books.finishing and self.books.due is None:
             self.books.finishing = True
-            self._spawn(self._finish_guarded(step))
+            self._spawn(self._guarded(self._finish(step)))
 
-    async def _finish_guarded(self, step: OpenStep) -> None:
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            record = await self._finish(step)
+            await work
         except NotCoordinator as error:
-            _log.info("Step %d is another's to close: %s", step.step, error)
+            _log.info("Step %d is another's to close: %s", self._run.version, error)
             self.deposed = True
             self._on_deposed()
             await self.trainers.changes.end(error)
@@ -191,25 +193,48 @@ class Coordinator:
             # A bug: it ends this server, and whoever waits shall not wait for ever.
             await self.trainers.fail(f"internal error: {type(error).__name__}: {error}")
             raise
+
+    async def _finish(self, step: OpenStep) -> None:
+        """Decide the open step, and open the next; where steps are delayed, the other way round if nothing forbids."""
+        books = self.books
+        if self._may_be_late(step):
+            due = books.postpone(self.trainers.places.opened(step.step + 1))
+            await self.trainers.changes.notify()
+            await self._decide_due(due)
+            return
+        record: Record | None = None
+        while record is None and step.ready:
+            record = await self._closer.finish(step, books.selection(self._run), books.reselected)
+        if record is None:
+            books.finishing = False  # it takes batches again
         else:
-            if record is None:
-                self.books.finishing = False
-            else:
-                self._turn(step, record)
-            await self.trainers.changes.notify()  # who waits for the record, or has a place again
+            books.end(self._outcome(step, record))
+            books.open = self.trainers.places.opened(step.step + 1)
+        await self.trainers.changes.notify()  # who waits for the record, or has a place again
 
-    async def _finish(self, step: OpenStep) -> Record | None:
-        """Decide it. None: it takes batches again."""
-        while step.ready:
-            record = await self._closer.finish(step, self.books.selection(self._run), self.books.reselected)
-            if record is not None:
-                return record
-        return None
+    async def _decide_due(self, step: OpenStep) -> None:
+        """Decide a step while the one after it takes batches."""
+        record = await self._closer.finish(step, self._run.selection, None, late=True)
+        assert record is not None, "a step that is late takes no batches in place of those that were struck"
+        self.books.outcome, self.books.due = self._outcome(step, record), None
+        self._finish_if_ready(self.books.open)
+        await self.trainers.changes.notify()
 
-    def _turn(self, step: OpenStep, record: Record) -> None:
+    def _may_be_late(self, step: OpenStep) -> bool:
+        """Whether the record may come while the next step takes batches.
+
+        It changes nothing of who is in the run then: what that step's sums hold is theirs who are.
+        """
+        manifest = self._run.manifest
+        is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
+        if not manifest.delay_optimizer_step or is_last or self.books.reselected is not None:
+            return False
+        return not self._closer.wants_changes()
+
+    def _outcome(self, step: OpenStep, record: Record) -> Outcome:
         lead = self._run.manifest.lead
-        self.books.end(Outcome(record, step.logs_for(lead), step.metrics_for(lead)))
+        self.trainers.lead.decided(step.step)
         # Who has just gone is kept for one step more, until the lead has this record.
         before, self._members = self._members, {*self._run.servers, *self._run.trainers}
         self._events.keep_only(before | self._members)
-        self.books.open = self.trainers.places.opened(step.step + 1)
+        return Outcome(record, step.logs_for(lead), step.metrics_for(lead))

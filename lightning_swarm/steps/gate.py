@@ -110,6 +110,10 @@ class Gate:
         """The members that asked to be let go, the first to ask first."""
         return list(self._leaving)
 
+    def wants_changes(self) -> bool:
+        """Whether somebody wants to leave, or to join and may."""
+        return bool(self._leaving) or any(one.ready and one.refusal is None for one in self._waiting.values())
+
     @property
     def targets(self) -> dict[PeerId, int]:
         """Which stages those that want to join are to hold."""

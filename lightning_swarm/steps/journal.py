@@ -1,7 +1,7 @@
 """What a trainer remembers of its batches, so that a new coordinator can rebuild its books. Pure.
 
-Of the open step and the one before it: until the record of step ``k`` is known, the lead may not have been given what
-was logged of step ``k - 1``.
+Of the steps that are open and the one before them: until the record of step ``k`` is known, the lead may not have been
+given what was logged of step ``k - 1``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, int], Entry] = {}  # by step and lease
-        self._closed: tuple[int, float | None] | None = None  # the step that this trainer asked to close, its window
+        self._closed: dict[int, float | None] = {}  # the steps that this trainer asked to close, and their windows
         self._begun = False
         self._decided = -1  # the newest step whose record is known
 
@@ -61,16 +61,16 @@ class Journal:
         elif request.lease is not None and (entry := self._entries.get((request.step, request.lease))):
             entry.completed, entry.logs = request.completed, request.logs
         if request.close:
-            self._closed = (request.step, request.total_weight)
+            self._closed[request.step] = request.total_weight
 
     def withdrawn(self, step: int, lease: int) -> None:
         """It does not count, and its place stays empty."""
         if entry := self._entries.get((step, lease)):
             entry.withdrawn, entry.logs, entry.metrics = True, (), None
 
-    def reopened(self) -> None:
-        """The step that this trainer asked to close takes batches again."""
-        self._closed = None
+    def reopened(self, step: int) -> None:
+        """A step that this trainer asked to close takes batches again."""
+        self._closed.pop(step, None)
 
     def place(self, step: int, lease: int) -> int:
         """Where a batch begins; 0: that is not known any more."""
@@ -80,6 +80,10 @@ class Journal:
     def through(self, step: int) -> list[Entry]:
         """The batches of an open step that are through and count, as far as this trainer knows."""
         return [entry for (of, _), entry in self._entries.items() if of == step and _is_through(entry)]
+
+    def through_from(self, step: int) -> list[Entry]:
+        """Likewise, of a step and of those after it."""
+        return [entry for (of, _), entry in self._entries.items() if of >= step and _is_through(entry)]
 
     def decided(self, step: int, counted: Collection[int]) -> tuple[list[Entry], list[Entry]]:
         """The record of a step is known.
@@ -96,11 +100,12 @@ class Journal:
         lost = [entry for entry in found if entry.grant.step == step and entry.grant.first not in counted]
         unknown = [entry for entry in found if entry.grant.step < step]
         self._entries = {key: entry for key, entry in self._entries.items() if key[0] >= step}
+        self._closed = {of: window for of, window in self._closed.items() if of > step}
         self._decided = step
         return lost, unknown
 
-    def report(self, step: int) -> ReportReply:
-        """For a coordinator that has step `step` open."""
+    def report(self) -> ReportReply:
+        """For a coordinator."""
         leases = [
             Lease(
                 grant=entry.grant,
@@ -113,13 +118,7 @@ class Journal:
             )
             for entry in self._entries.values()
         ]
-        asked = self._closed is not None and self._closed[0] == step
-        return ReportReply(
-            begun=self._begun,
-            leases=leases,
-            close_asked=asked,
-            total_weight=self._closed[1] if asked and self._closed is not None else None,
-        )
+        return ReportReply(begun=self._begun, leases=leases, closed=sorted(self._closed.items()))
 
     def metrics(self, step: int, lease: int) -> Message:
         """What `measured` was told."""

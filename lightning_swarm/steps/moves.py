@@ -58,6 +58,7 @@ class Moves:
         self._events = events
         self._step_aside = step_aside
         self._steps_aside = False
+        self._put_off: tuple[list[Departure], list[Shed]] | None = None
         self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
 
     def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
@@ -73,6 +74,9 @@ class Moves:
         Args:
             gone: Who takes no part in the step any more.
         """
+        chosen, self._put_off = self._put_off, None
+        if chosen is not None:
+            return self._still(chosen, gone)
         self._steps_aside = False  # what was chosen before may not have been decided: the run went back, say
         run = self._run
         num_stages = run.num_pipeline_stages
@@ -96,6 +100,26 @@ class Moves:
             self._steps_aside = True  # with the others' moves: who coordinates next decides on them as well
             return [], []
         return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
+
+    def choose_for_later(self, gone: Collection[PeerId]) -> None:
+        """As `choose`, which then returns this for the next record."""
+        movers, sheds = self.choose(gone)
+        if movers or sheds or self._steps_aside:
+            self._put_off = movers, sheds
+
+    @property
+    def put_off(self) -> bool:
+        """Whether something was chosen for the next record."""
+        return self._put_off is not None
+
+    def _still(
+        self, chosen: tuple[list[Departure], list[Shed]], gone: Collection[PeerId]
+    ) -> tuple[list[Departure], list[Shed]]:
+        """What was chosen, as far as nobody concerned went meanwhile: then it is not what it was chosen for."""
+        movers, sheds = chosen
+        staying = set(self._run.servers) - {*gone, *self._gate.leaving}
+        concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
+        return (movers, sheds) if concerned <= staying and not gone else ([], [])
 
     def note(self, record: Record) -> None:
         """It is decided and applied."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_swarm.clock import now_s
@@ -86,7 +86,10 @@ class LeadWatch:
         self._changes = changes
         self._timeout = timeout
         self._heard_s = 0.0
-        self._asked: tuple[int, list[dict[str, Any]]] | None = None  # the record that it asked for, and how to step
+        self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
+        self._permits: int | None = None  # the newest step whose record its loop is ready for
+        self._knows = 0  # the version that it does
+        self.deciding: int | None = None  # the step whose record was let come, and is not there yet
 
     def heard(self) -> None:
         """It is there."""
@@ -127,17 +130,41 @@ class LeadWatch:
             "again with `ckpt_path`. Raise `Limits.lead_timeout` to wait longer for a lead that may come back."
         )
 
-    async def ask(self, step: int, hyperparameters: list[dict[str, Any]]) -> None:
-        """Its loop waits for the record of a step."""
-        self._asked = (step, hyperparameters)
+    async def ask(self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int) -> None:
+        """Its loop waits for the end of a step.
+
+        Args:
+            step: Which.
+            stepped_with: Hyperparameters, of this step and perhaps of the one before.
+            version: The newest that it knows.
+        """
+        self._stepped_with.update(stepped_with)
+        await self.permit(step, version=version)
+
+    async def permit(self, step: int, *, version: int) -> None:
+        """Its loop is ready for the record of a step, and of those before."""
+        self._permits, self._knows = step, max(self._knows, version)
         await self._changes.notify()
 
     def go_on(self) -> None:
         """Its loop waits for no record: it validates, perhaps, until it asks again."""
-        self._asked = None
+        self._permits = None
+
+    def has_news(self, step: int) -> bool:
+        """Whether a record came that it does not know."""
+        return step >= self._knows
+
+    def go_back(self) -> None:
+        """The run entered its next generation."""
+        self._stepped_with, self._permits, self._knows, self.deciding = {}, None, 0, None
+
+    def decided(self, step: int) -> None:
+        """A record is applied."""
+        self.deciding = None
+        self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > step}
 
     async def asks_for(self, step: OpenStep) -> list[dict[str, Any]]:
-        """Wait until its loop asks for the record, so that it sees every step and validates frozen weights.
+        """Wait until its loop is ready for the record, so that it sees every step and validates frozen weights.
 
         Returns:
             The hyperparameters to step with, for each parameter group.
@@ -145,7 +172,12 @@ class LeadWatch:
         Raises:
             StepError: It was silent for too long.
         """
-        while self._asked is None or self._asked[0] != step.step:
+        while not self._is_ready(step.step):
             self.check()
             await self._changes.next(until_s=self._heard_s + self._timeout)
-        return self._asked[1]
+        self.deciding = step.step
+        return self._stepped_with[step.step]
+
+    def _is_ready(self, step: int) -> bool:
+        permits = self._permits is not None and self._permits >= step
+        return permits and self._knows >= step and step in self._stepped_with

@@ -51,6 +51,7 @@ class OpenStep:
     _next_first: int = 0
     close_asked: bool = False
     gradient_scale: float | None = None  # settled by the first grant
+    sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
 
@@ -68,7 +69,7 @@ class OpenStep:
     def closing(self) -> bool:
         """Whether nothing more is granted."""
         full = self.target_batch_size is not None and self.num_granted >= self.target_batch_size
-        return full or self.close_asked
+        return full or self.close_asked or self.sealed
 
     @property
     def ready(self) -> bool:
@@ -212,11 +213,17 @@ class OpenStep:
         """
         left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in firsts)
         full = self.target_batch_size is not None and left >= self.target_batch_size
-        return full or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
+        return full or self.sealed or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
 
     def reopen(self) -> None:
         """Grant places again. The lead, which waits for the record, is told so, and may ask to close once more."""
         self.close_asked, self._window = False, None
+
+    def settle(self) -> None:
+        """Wait for no batch: those whose trainers left all that is needed with the servers count, others do not."""
+        self.strike([one.first for one in self._batches.values() if one.completed is None and one.armed is None])
+        for batch in self._batches.values():
+            batch.completed = batch.completed if batch.completed is not None else batch.armed
 
     def trainer_of(self, first: int) -> PeerId:
         """Whose batch it is that begins at this position."""

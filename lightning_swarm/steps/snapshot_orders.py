@@ -133,13 +133,17 @@ class SnapshotOrders:
         """The run entered its next generation: what was kept is of the old one."""
         self._last = None
 
+    def is_due(self, servers: Sequence[PeerId]) -> bool:
+        """Whether one should be taken soon."""
+        if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
+            return False
+        return self._last is None or now_s() >= self._last[1] + self._interval_s
+
     async def order(self, step: int, next_roster: Sequence[Sequence[Member]]) -> SnapshotOrder | None:
         """What the record of `step` tells the servers; None: they take no snapshot then."""
         at_s = now_s()
         servers = sorted({member.peer_id for roster in next_roster for member in roster})
-        if self._interval_s is None or len(servers) < 2:  # a run of one server has nobody to survive it
-            return None
-        if self._last is not None and at_s < self._last[1] + self._interval_s:
+        if self._interval_s is None or not self.is_due(servers):
             return None
         held = await ask_held(self._transport, servers, timeout=self._timeout)
         on_trainers = [stage.on_trainers for stage in self._run.manifest.stages]

@@ -118,19 +118,26 @@ def rebuild(
             beyond them.
     """
     number = run.term[0]
-    step = OpenStep(run.version, run.manifest.target_batch_size)
     everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
-    for trainer, lease in sorted(everything, key=lambda item: item[1].grant.first):
-        if lease.grant.step == run.version:
-            step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
-    step.take_over(first_lease(run.term))
-    if not complete:
-        step.skip_to(number << 32)
     lead = reports.get(run.manifest.lead)
-    if lead is not None and lead.close_asked:
-        step.ask_to_close(lead.total_weight)
+    closed = dict(lead.closed) if lead is not None else {}
+    steps = [OpenStep(one, run.manifest.target_batch_size) for one in run.open_steps]
+    for step in steps:
+        for trainer, lease in sorted(everything, key=lambda item: item[1].grant.first):
+            if lease.grant.step == step.step:
+                step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+        step.take_over(first_lease(run.term))
+        if not complete:
+            step.skip_to(number << 32)
+        if step.step in closed:
+            step.ask_to_close(closed[step.step])
+    due, open_ = (steps[0], steps[-1]) if steps[-1].begun and len(steps) > 1 else (None, steps[0])
+    if due is not None:  # all of its batches were through, for the next step had opened
+        due.sealed = True
+        due.settle()
     return Books(
-        open=step,
+        open=open_,
+        due=due,
         begun=run.version > run.manifest.first_step or (lead is not None and lead.begun),
         outcome=_outcome(run, everything, metrics),
     )

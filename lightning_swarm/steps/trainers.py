@@ -106,7 +106,7 @@ class Trainers:
     async def go_back(self) -> None:
         """The run entered its next generation."""
         self.places.go_back()
-        self.lead.go_on()
+        self.lead.go_back()
         await self.changes.go_back()
 
     # ------------------------------------------------------------------ what the open step trains, and who has a place
@@ -119,8 +119,9 @@ class Trainers:
         self._run.check_generation(request.generation)
         check_selection(request.selection, manifest.stages)
         async with self._settling:
+            await self.changes.until(lambda: self._books.due is None)
             step = self._books.open
-            if request.step != step.step or step.begun:
+            if request.step != step.step or step.begun or self._books.due is not None:
                 raise ProtocolError(
                     f"what trains changes before a step's first grant; step {step.step} is open, and something was "
                     f"granted in it or step {request.step} was meant"
@@ -137,9 +138,10 @@ class Trainers:
         request = decode(body, GrantRequest)
         books = self._books
         self._run.check_generation(request.generation)
-        if request.step > books.open.step:
-            raise ProtocolError(f"step {books.open.step} is open, got a request for step {request.step}")
-        if caller == self._run.manifest.lead and not books.begun:
+        is_lead = caller == self._run.manifest.lead
+        if not await self._is_reached(request.step, "a request for a place"):
+            return encode(GrantReply(wait=Wait(step=None)))
+        if is_lead and not books.begun:
             books.begun = True
             await self.changes.notify()
         elif not books.begun and not await self.changes.until(lambda: books.begun):
@@ -147,7 +149,10 @@ class Trainers:
             return encode(GrantReply(wait=Wait(step=None)))
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            return encode(self.places.ask(books.open, caller, request))
+            reply = self.places.ask(books.open, caller, request)
+        if is_lead and reply.grant is not None and books.due is not None:
+            await self.lead.permit(books.due.step, version=books.due.step)  # it trains, so it does not validate
+        return encode(reply)
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
@@ -160,20 +165,19 @@ class Trainers:
         self._hear(caller)
         request = decode(message.body, BatchMetrics)
         self._run.check_generation(request.generation)
-        self._check_open(request.step, "metrics of a batch")
+        step = self._undecided(request.step, "metrics of a batch")
         num_tensors = sum(length for one in request.metrics for length in one.lengths)
         if num_tensors != len(message.tensors):
             raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
         max_bytes = self._limits.max_metric_bytes
-        self._books.open.keep_metrics(request.lease, caller, message, max_bytes=max_bytes)
+        step.keep_metrics(request.lease, caller, message, max_bytes=max_bytes)
         return Message()
 
     async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, BatchArmed)
         self._run.check_generation(request.generation)
-        self._check_open(request.step, "an armed batch")
-        self._books.open.arm(request.lease, caller, request.receipts, request.logs)
+        self._undecided(request.step, "an armed batch").arm(request.lease, caller, request.receipts, request.logs)
         return b""
 
     async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
@@ -183,7 +187,7 @@ class Trainers:
         self._run.check_generation(request.generation)
         step = self._books.open
         if request.step != step.step or self._books.finishing:
-            return b""
+            return b""  # a step whose record is on its way does without it
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
                 raise ProtocolError(
@@ -197,8 +201,9 @@ class Trainers:
             if lease.grant.step == step.step:
                 step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
                 self._watch.watch(caller)
-        if request.report.close_asked and caller == self._run.manifest.lead:
-            self._close(step, request.report.total_weight)
+        closed = dict(request.report.closed)
+        if step.step in closed and caller == self._run.manifest.lead:
+            self._close(step, closed[step.step])
         await self._on_change(step)
         return b""
 
@@ -206,8 +211,14 @@ class Trainers:
         self._hear(caller)
         request = decode(body, BatchDone)
         self._run.check_generation(request.generation)
+        await self._is_reached(request.step, "the end of a batch")
         step = self._books.open
-        if request.step < step.step and (not request.close or request.step + 1 == step.step):
+        due = self._books.due
+        if due is not None and request.step == due.step:  # said again, for no answer came
+            self._enter(due, caller, request)
+            return encode(BatchDoneReply(closing=True))
+        newest = step.step - 1 - self._run.manifest.delay_optimizer_step
+        if request.step < step.step and (not request.close or request.step >= newest):
             if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
                 self._run.check_counted(request.step, request.first)
             self._events.learn({caller: request.noted})
@@ -221,7 +232,16 @@ class Trainers:
         if request.close:
             self._close(step, request.total_weight)
         await self._on_change(step)
-        return encode(BatchDoneReply(closing=step.closing))
+        return encode(BatchDoneReply(closing=step.closing, imminent=self._let_go(caller)))
+
+    def _let_go(self, trainer: PeerId) -> int | None:
+        """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
+        if trainer != self._run.manifest.lead or not self._run.manifest.delay_optimizer_step:
+            return None
+        if self.lead.deciding is None and not self.lead.has_news(self._books.outcome.step):
+            self.lead.go_on()
+            return None
+        return self._books.outcome.step if self.lead.deciding is None else self.lead.deciding
 
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         if request.lease is None:
@@ -245,34 +265,64 @@ class Trainers:
         self._hear(caller)
         request = decode(body, RecordRequest)
         self._run.check_generation(request.generation)
-        books, step = self._books, self._books.open
-        if request.step > step.step:
-            raise ProtocolError(f"step {step.step} is open, got a request for record {request.step}")
+        books = self._books
+        if not await self._is_reached(request.step, "a request for the record"):
+            return encode(RecordReply(record=None, closing=True, open=books.open.step))
+        step = books.open
         is_lead = caller == self._run.manifest.lead
-        if is_lead and request.step == step.step:
-            if not request.hyperparameters:
-                raise ProtocolError("the lead says with which hyperparameters to step, got none")
-            await self.lead.ask(step.step, request.hyperparameters)
-        await self.changes.until(lambda: books.open.step > request.step or not books.open.closing)
+        if is_lead and books.find(request.step) is not None:
+            await self._hear_lead(request)
+
+        def is_over() -> bool:
+            if is_lead and books.outcome.step >= request.version:
+                return True  # before it has heard of this record, the next one does not come
+            return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
+
+        def takes_batches() -> bool:
+            return request.step == books.open.step and not books.open.closing
+
+        await self.changes.until(lambda: is_over() or takes_batches())
         self._run.check_generation(request.generation)  # it may have changed meanwhile
-        if books.open.step > request.step:
+        if is_over():
+            if is_lead and not await self._let_record_come():
+                return encode(RecordReply(record=None, closing=True, open=request.step))
             return encode(self._outcome_for(caller, request.version))
         await self._check_overdue(step)
-        if is_lead and not step.closing:
+        if is_lead and takes_batches():
             self.lead.go_on()
-        return encode(RecordReply(record=None, closing=step.closing))
+        return encode(RecordReply(record=None, closing=not takes_batches(), open=books.open.step))
+
+    async def _hear_lead(self, request: RecordRequest) -> None:
+        """Of a step that is not decided."""
+        if not request.hyperparameters:
+            raise ProtocolError("the lead says with which hyperparameters to step, got none")
+        stepped_with = {request.step: request.hyperparameters}
+        if request.before:
+            stepped_with[request.step - 1] = request.before
+        await self.lead.ask(request.step, stepped_with, version=request.version)
+
+    async def _let_record_come(self) -> bool:
+        """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
+        if not self._run.manifest.delay_optimizer_step:
+            return True
+        if not await self.changes.until(lambda: self.lead.deciding is None):
+            return False
+        self.lead.go_on()
+        return True
 
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
         outcome = self._books.outcome
+        open_ = self._books.open.step
         follows = outcome.record is None or version == outcome.step
         # The record after it may be applied here already.
         seats = None if follows else self._run.seats_at(outcome.step + 1)
         if trainer != self._run.manifest.lead:
-            return RecordReply(record=outcome.record, closing=False, seats=seats)
+            return RecordReply(record=outcome.record, closing=True, open=open_, seats=seats)
         return RecordReply(
             record=outcome.record,
-            closing=False,
+            closing=True,
+            open=open_,
             seats=seats,
             logs=outcome.logs,
             noted=self._told.news(self._events.learnt(self._servers.own), version=version),
@@ -332,10 +382,22 @@ class Trainers:
             self.lead.heard()
         self.changes.check()
 
-    def _check_open(self, step: int, what: str) -> None:
-        """Refuse what a trainer says of a batch in another step than the open one."""
-        number = self._books.open.step
+    def _undecided(self, step: int, what: str) -> OpenStep:
+        """A step that a trainer says something of; it must not be decided yet."""
+        found, number = self._books.find(step), self._books.open.step
+        if found is not None:
+            return found
         if step < number:
             raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
-        if step > number:
+        raise ProtocolError(f"step {number} is open, got {what} of step {step}")
+
+    async def _is_reached(self, step: int, what: str) -> bool:
+        """Whether a step is open, or was; it may be once more, where this peer has just come to coordinate.
+
+        Raises:
+            ProtocolError: It cannot be yet.
+        """
+        number, books = self._books.open.step, self._books
+        if step > number + self._run.manifest.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
+        return step <= number or await self.changes.until(lambda: books.open.step >= step)

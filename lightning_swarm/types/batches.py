@@ -134,10 +134,12 @@ class BatchDoneReply(Wire, frozen=True):
     """Whether the step closes now: then its record is worth waiting for."""
 
     closing: bool
+    # To the lead, where steps are delayed: the record of this step, which it does not know, is decided or about to be.
+    imminent: Count | None = None
 
 
 class RecordRequest(Wire, frozen=True):
-    """Long poll for the record of a step.
+    """Long poll for the end of a step: its record; where steps are delayed, without `decided`, until the next is open.
 
     The record waits for the lead to ask: then its loop is where it sees the step, and no validation is under way.
     """
@@ -145,7 +147,10 @@ class RecordRequest(Wire, frozen=True):
     step: int
     generation: Count
     version: Count  # that the trainer knows
-    hyperparameters: list[dict[str, Any]] | None = None  # from the lead: to step with; one dict a parameter group
+    # From the lead: to step with; one dict a parameter group.
+    hyperparameters: list[dict[str, Any]] | None = None
+    before: list[dict[str, Any]] | None = None  # likewise, in the step before, if its record is not known to the lead
+    decided: bool = True
 
 
 class Quit(Wire, frozen=True):
@@ -155,10 +160,11 @@ class Quit(Wire, frozen=True):
 
 
 class RecordReply(Wire, frozen=True):
-    """The newest record, not older than what was asked for."""
+    """The newest record; where steps are not delayed, not older than what was asked for."""
 
-    record: Record | None  # None: not decided yet
-    closing: bool  # without a record: whether it is worth waiting for; a withdrawn batch leaves a place in the step
+    record: Record | None  # None: there is none that was asked for
+    closing: bool  # whether what was asked for is worth waiting for; a withdrawn batch leaves a place in the step
+    open: Count = 0  # the step that grants places
     seats: Seats | None = None  # after the record, for a trainer that does not know those before it
     # To the lead: what other trainers logged of the batches that it counts, folded by name.
     logs: list[Logged] = msgspec.field(default_factory=list)
@@ -189,12 +195,11 @@ class Lease(Wire, frozen=True):
 
 
 class ReportReply(Wire, frozen=True):
-    """What a trainer did in the open step, and in the one before it."""
+    """What a trainer did in the steps that are open, and in the one before them."""
 
     begun: bool  # it was granted a place since the run began, or went back
     leases: list[Lease]
-    close_asked: bool  # of the open step
-    total_weight: Positive | None
+    closed: list[tuple[Count, Positive | None]]  # steps that it asked to close, and their windows
 
 
 class RegisterRequest(Wire, frozen=True):

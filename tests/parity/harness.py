@@ -24,6 +24,7 @@ from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
 from lightning_swarm.testing.local import InMemoryHooks
+from lightning_swarm.types.batches import RecordReply
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Record
 from tests.held import Held, watched
@@ -239,16 +240,14 @@ class _Watch:
             return
         session = trainer.strategy._session
         assert session is not None
-        await_record = session.await_record
+        learn = session._steps._learn
 
-        def noted() -> Record | None:
-            record = await_record()
-            if record is not None:
-                self.records.append(record)
-                self.rosters.append(session.run.rosters)
-            return record
+        async def noted(record: Record, reply: RecordReply) -> None:
+            await learn(record, reply)
+            self.records.append(record)
+            self.rosters.append(session.run.rosters)
 
-        session.await_record = noted  # type: ignore[method-assign]
+        session._steps._learn = noted  # type: ignore[method-assign]
 
     @override
     def on_before_optimizer_step(
