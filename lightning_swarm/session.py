@@ -197,7 +197,7 @@ class Session:
         self._runtime.run(self._steps.done(None, [], close=True, total_weight=window))
 
     def end_step(self) -> bool:
-        """Wait until the next step is open: with the record of the closing one; where steps are delayed, of the one before.
+        """Wait until the next step is open: with the record of the closing one, or of the one before if late.
 
         Returns:
             False: a batch was withdrawn, and it takes others.

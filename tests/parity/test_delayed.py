@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_swarm.steps.coordinator import Coordinator
+from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import (
     DigitsMLP,
@@ -21,6 +25,20 @@ from tests.parity.models import (
 )
 
 STEPS = 12
+PHASES = [
+    Phase.FORWARD,
+    Phase.FORWARD_DONE,
+    Phase.BACKWARD_ACCEPTED,
+    Phase.BACKWARD_DONE,
+    Phase.RECEIPT_SEEN,
+    Phase.CLOSE,
+    Phase.CLOSE_DONE,
+    Phase.AVERAGE,
+    Phase.AVERAGE_SEND,
+    Phase.AVERAGE_DONE,
+    Phase.APPLY,
+    Phase.APPLY_DONE,
+]
 
 
 def run_late(
@@ -63,6 +81,21 @@ def assert_late(swarm: SwarmRun, late: Run) -> None:
     assert swarm.norms == pytest.approx(late.norms, rel=1e-9)
 
 
+@contextmanager
+def _lates() -> Iterator[list[int]]:
+    """Steps whose records came while the steps after them took batches."""
+    found: list[int] = []
+    decide = Coordinator._decide_due
+
+    async def noted(self: Coordinator, step: OpenStep) -> None:
+        found.append(step.step)
+        await decide(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "_decide_due", noted)
+        yield found
+
+
 def train(make: Callable[[], Any], data: DataLoader[Any], **options: Any) -> SwarmRun:
     return run_swarm(make, data, max_steps=STEPS, delay_optimizer_step=True, **options)
 
@@ -75,6 +108,57 @@ def test_gradients_are_one_step_late(num_servers: int, options: dict[str, Any]) 
 
     data = loader(digits())
     late = run_late(make, data, max_steps=STEPS, **options)
-    swarm = train(make, data, num_servers=num_servers, **options)
+    with _lates() as lates:
+        swarm = train(make, data, num_servers=num_servers, rebalancing="none", **options)
     assert_late(swarm, late)
+    assert lates == list(range(1, STEPS - 1)), "but for the first, of which a snapshot is taken, and the last"
     assert swarm.losses != pytest.approx(run_plain(make, data, max_steps=STEPS, **options).losses, rel=1e-6)
+
+
+VICTIM = "peer-3"
+"""One of two servers of the second stage. The first peer trains, and coordinates."""
+
+
+@pytest.fixture(scope="module")
+def late() -> Run:
+    return run_late(digits_net, loader(digits()), max_steps=STEPS, gradient_clip_val=0.5)
+
+
+def digits_net() -> DigitsMLP:
+    return DigitsMLP(Recipe(schedule="onecycle"))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_server_that_dies(late: Run, phase: Phase) -> None:
+    assert_unchanged(FaultPlan().kill(VICTIM, at=phase, step=3), late)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD_ACCEPTED, Phase.AVERAGE_SEND])
+def test_a_server_that_falls_silent_for_good(late: Run, phase: Phase) -> None:
+    assert_unchanged(FaultPlan().freeze(VICTIM, for_s=1e6, at=phase, step=3), late)
+
+
+def test_servers_die_step_after_step(late: Run) -> None:
+    plan = FaultPlan().kill("peer-3", at=Phase.FORWARD_DONE, step=2).kill("peer-5", at=Phase.AVERAGE_SEND, step=3)
+    plan.kill("peer-2", at=Phase.BACKWARD_ACCEPTED, step=4)
+    assert_unchanged(plan, late, num_gone=3, num_servers=6)
+
+
+def assert_unchanged(plan: FaultPlan, late: Run, *, num_gone: int = 1, num_servers: int = 4) -> None:
+    with _lates() as lates:
+        try:
+            run = train(
+                digits_net,
+                loader(digits()),
+                num_servers=num_servers,
+                num_gone=num_gone,
+                faults=plan,
+                latency_s=0.001,
+                gradient_clip_val=0.5,
+                rebalancing="none",
+            )
+        finally:
+            plan.check()
+    assert_late(run, late)
+    assert run.num_clipped > 0
+    assert len(lates) > STEPS // 2

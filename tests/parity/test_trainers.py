@@ -210,7 +210,7 @@ class WithdrawsLast(Watching):
             return loss
         lead: Any = self.seen.trainers[0].strategy
         self.seen.withdrawn.add(place_of(self))
-        self.seen.wait_for(lambda: lead.peer.server.admission.coordinator.trainers.lead._asked is not None)
+        self.seen.wait_for(lambda: lead.peer.server.admission.coordinator.trainers.lead._permits is not None)
         self.trainer.should_stop = True
         return None
 

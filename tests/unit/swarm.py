@@ -335,7 +335,9 @@ class Swarm:
             if server.admission.coordinator is not None:
                 coordinator = server.admission.coordinator
                 books, lead = coordinator.books, coordinator.trainers.lead
-                state["books"] = copy.deepcopy((books.open, lead._asked, coordinator.books.selection(coordinator._run)))
+                state["books"] = copy.deepcopy(
+                    (books.open, lead._permits, lead._stepped_with, coordinator.books.selection(coordinator._run))
+                )
                 state["newest record"] = (books.outcome.record, books.outcome.logs, sorted(books.outcome.metrics))
                 state["misses"] = copy.deepcopy(coordinator.gate._misses)
                 state["leaving"] = coordinator.gate.leaving

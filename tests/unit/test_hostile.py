@@ -208,7 +208,7 @@ def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
     return msgspec.structs.replace(asked, **changes)
 
 
-NOTHING = ReportReply(begun=True, leases=[], close_asked=False, total_weight=None)
+NOTHING = ReportReply(begun=True, leases=[], closed=[])
 FREEZING = FreezeRequest(generation=0, step=0, attempt=0)
 
 

@@ -92,7 +92,7 @@ def test_a_batch_whose_place_is_taken_is_not_restored() -> None:
 def test_a_batch_that_no_coordinator_before_granted_is_refused(number: int) -> None:
     swarm = Swarm("a b", trainers="trainer other", target_batch_size=4)
     other = swarm.network.transport("other")
-    report = ReportReply(begun=True, leases=[lease(number, 0)], close_asked=False, total_weight=None)
+    report = ReportReply(begun=True, leases=[lease(number, 0)], closed=[])
     request = encode(RegisterRequest(generation=0, step=0, report=report))
 
     async def go() -> None:

@@ -216,8 +216,8 @@ def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) 
             swarm.network.freeze(B)
         return record
 
-    decide = closing.Closer._record
-    monkeypatch.setattr(closing.Closer, "_record", freeze)
+    decide = closing.Closer._changed
+    monkeypatch.setattr(closing.Closer, "_changed", freeze)
 
     async def go() -> None:
         records = await steps(swarm, 0, 3)

@@ -54,6 +54,7 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     # As a new session's client would be.
     asking = swarm.steps._coordinator
     swarm.steps.run = asking._run = RunState(manifest)
+    swarm.steps.open = manifest.first_step
     asking._registered, swarm.steps._journal, swarm.steps.newest = asking._run.term, Journal(), None
 
 
