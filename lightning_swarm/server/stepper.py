@@ -167,7 +167,8 @@ def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _beside(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    # Not `detach`: what that gives shares the count of changes, too.
+    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
 
 
 def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

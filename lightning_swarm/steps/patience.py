@@ -150,6 +150,10 @@ class LeadWatch:
         """Its loop waits for no record: it validates, perhaps, until it asks again."""
         self._permits = None
 
+    def said_how(self, step: int) -> bool:
+        """Whether it gave the hyperparameters of a step."""
+        return step in self._stepped_with
+
     def has_news(self, step: int) -> bool:
         """Whether a record came that it does not know."""
         return step >= self._knows

@@ -267,7 +267,7 @@ class Trainers:
         self._run.check_generation(request.generation)
         books = self._books
         if not await self._is_reached(request.step, "a request for the record"):
-            return encode(RecordReply(record=None, closing=True, open=books.open.step))
+            return encode(RecordReply(record=None, closing=True, open=self._open_for(caller)))
         step = books.open
         is_lead = caller == self._run.manifest.lead
         if is_lead and books.find(request.step) is not None:
@@ -290,7 +290,7 @@ class Trainers:
         await self._check_overdue(step)
         if is_lead and takes_batches():
             self.lead.go_on()
-        return encode(RecordReply(record=None, closing=not takes_batches(), open=books.open.step))
+        return encode(RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller)))
 
     async def _hear_lead(self, request: RecordRequest) -> None:
         """Of a step that is not decided."""
@@ -313,7 +313,7 @@ class Trainers:
     def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
         """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
         outcome = self._books.outcome
-        open_ = self._books.open.step
+        open_ = self._open_for(trainer)
         follows = outcome.record is None or version == outcome.step
         # The record after it may be applied here already.
         seats = None if follows else self._run.seats_at(outcome.step + 1)
@@ -328,6 +328,13 @@ class Trainers:
             noted=self._told.news(self._events.learnt(self._servers.own), version=version),
             measured=sorted(outcome.metrics),
         )
+
+    def _open_for(self, trainer: PeerId) -> int:
+        """The step that grants places. The lead is told of no step while it has not said how to take the one before."""
+        books = self._books
+        if trainer == self._run.manifest.lead and books.due is not None and not self.lead.said_how(books.due.step):
+            return books.due.step
+        return books.open.step
 
     async def _check_overdue(self, step: OpenStep) -> None:
         """Do without batches that a closing step waits for for too long."""

@@ -193,6 +193,9 @@ class Trainer:
                 else:
                     self.num_revoked += 1
                 self._take_lost()
+        if self.steps.open > self.steps.version:
+            await self.steps.record(self.steps.open - 1)
+            self._take_lost()
 
     def _take_lost(self) -> None:
         """What was through and is in no record is to run again, as in the loop of `fit`."""
@@ -219,8 +222,10 @@ class Trainer:
         closing = await self.steps.done(grant.lease, [passage.microbatch.key.receipt for passage in passages])
         self._through[grant.lease] = number
         self._books.done.add((self.peer_id, number))
+        if self.steps.imminent is not None:
+            await self.steps.record(self.steps.imminent)
         if closing:
-            await self.steps.record(self.steps.version)
+            await self.steps.closed(self.steps.open)
 
     def _passage(self, grant: Grant, number: int, index: int) -> Passage:
         rows = batch_rows(self.peer_id, number, index)
@@ -278,6 +283,7 @@ class FaultySwarm(Swarm):
         module: One block for each stage; None: the usual ones, with a buffer each.
         optimizer: Of all, and of the one process.
         encoding: By which tensors travel.
+        delays: Each step but the first computes on the weights before the newest ones.
         look: Called with every message, before anything is done with it.
     """
 
@@ -294,6 +300,7 @@ class FaultySwarm(Swarm):
         module: nn.Module | None = None,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         encoding: Encoding = NOT_ENCODED,
+        delays: bool = False,
         look: Callable[[Passing], None] = lambda _: None,
     ) -> None:
         names = trainers.split()
@@ -309,6 +316,7 @@ class FaultySwarm(Swarm):
             module=module or nn.Sequential(*(Scaled(b, 1.0 + i / 8) for i, b in enumerate(make_module(len(rosters))))),
             optimizer=optimizer,
             encoding=encoding,
+            delays=delays,
         )
         self.plan = plan
         self.books = Books()
@@ -522,9 +530,12 @@ class FaultySwarm(Swarm):
             for block in module.children()
         ]
         optimizer = self._optimizer(module)
+        late = copy.deepcopy(module)  # the module itself, where steps are not
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
-            gradients = {receipt: self._gradients(module, step, receipt) for receipt in self.counted(record)}
+            computing = late if self.manifest.delay_optimizer_step else module
+            gradients = {receipt: self._gradients(computing, step, receipt) for receipt in self.counted(record)}
+            late = copy.deepcopy(module)
             for stage, block in enumerate(module.children()):
                 mean = self._mean(record, stage, {receipt: one[stage] for receipt, one in gradients.items()})
                 vector_to_gradients(mean, block)

@@ -97,6 +97,7 @@ class Swarm:
         trainers: Names, the lead's first; none: the lead, two more, and all servers.
         module: One block for each stage; None: `make_module`'s.
         encoding: By which tensors travel.
+        delays: Each step but the first computes on the weights before the newest ones.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
 
@@ -112,6 +113,7 @@ class Swarm:
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         around: str = "",
         encoding: Encoding = NOT_ENCODED,
+        delays: bool = False,
         hosts: Sequence[PeerId] = (),
         voters: str = "",
         trainers: str = "",
@@ -160,6 +162,7 @@ class Swarm:
             max_steps=max_steps,
             total_steps=None,
             encoding=encoding,
+            delay_optimizer_step=delays,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(
                 self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]
