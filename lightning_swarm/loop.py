@@ -58,7 +58,7 @@ class SwarmOptimization:
         self.on_place: Callable[[News], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False
         self._num_moved = 0  # how often schedulers were moved for records that are not counted yet
-        self._num_samples_in: dict[int, int] = {}  # by step: of batches that are through, and in no record yet
+        self._sizes: dict[int, list[int]] = {}  # by step: of batches that are through, and in no record yet
         self._through: dict[int, tuple[int, _Batch]] = {}  # likewise their steps and they themselves, by their leases
         self._lost: dict[int, _Batch] = {}  # they were through, count nowhere all the same, and are to run again
         results = trainer.fit_loop.epoch_loop._results
@@ -149,7 +149,7 @@ class SwarmOptimization:
             step = self._session.open_step
             closing = self._session.finish_batch(logs, metrics)
             self._through[lease] = step, batch
-            self._num_samples_in[step] = self._num_samples_in.get(step, 0) + batch.num_samples
+            self._sizes.setdefault(step, []).append(batch.num_samples)
         self._end_step(optimizer, closing=closing)
         if self._lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
@@ -172,7 +172,12 @@ class SwarmOptimization:
     @property
     def pending_samples(self) -> int:
         """Of this trainer's batches that are through in the step that takes the next one."""
-        return self._num_samples_in.get(self._session.open_step, 0)
+        return sum(self._sizes.get(self._session.open_step, ()))
+
+    @property
+    def num_late_batches(self) -> int:
+        """Batches of this trainer that are through, in a step that takes no more, and whose record is still to come."""
+        return sum(len(sizes) for step, sizes in self._sizes.items() if step < self._session.open_step)
 
     @property
     def pending(self) -> Pending:
@@ -197,7 +202,7 @@ class SwarmOptimization:
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
         self._version = self._session.version
-        self._num_samples_in = {}
+        self._sizes = {}
         self.stepped = False
         self._num_moved = 0
         self._through, self._lost = {}, {}
@@ -246,8 +251,8 @@ class SwarmOptimization:
                 )
             self._lost[lease] = batch
             self._logs.forget(lease)
-            if step in self._num_samples_in:
-                self._num_samples_in[step] -= batch.num_samples
+            if step in self._sizes:
+                self._sizes[step].remove(batch.num_samples)
         return bool(lost)
 
     def _step(self, optimizer: Optimizer, *, last: bool) -> None:
@@ -283,7 +288,7 @@ class SwarmOptimization:
         self._num_moved -= self.stepped
         self._lightning.optim_progress.optimizer.step.increment_completed()
         heard = self._session.take(self._version)
-        self._num_samples_in = {step: number for step, number in self._num_samples_in.items() if step > self._version}
+        self._sizes = {step: sizes for step, sizes in self._sizes.items() if step > self._version}
         self._through = {lease: one for lease, one in self._through.items() if one[0] > self._version}
         self._version += 1
         self.stepped = True

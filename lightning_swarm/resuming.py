@@ -20,6 +20,7 @@ from lightning_swarm.boundary import restore_boundary
 from lightning_swarm.checkpoint import sharded
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.going_back.place import take_back_batches
 from lightning_swarm.going_back.way_back import WayBack
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
@@ -91,6 +92,8 @@ class ResumingHooks(_Strategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if self._loop is not None and self._loop.num_late_batches:
+            take_back_batches(checkpoint, self._loop.num_late_batches)
         if self.config.state_dict_type == "sharded":
             self._save_sharded(checkpoint, filepath, storage_options)
         elif self._files is None:

@@ -6,15 +6,18 @@ it begins with: with those set, what was read before is read again and passed ov
 
 from __future__ import annotations
 
+import logging
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+
+_log = logging.getLogger(__name__)
 
 RandomState = dict[str, Any]
 
@@ -137,6 +140,28 @@ class DataPlace:
     def _batch_ended(self, data_fetcher: Any) -> None:
         self._end_batch(data_fetcher)
         self._on_batch()
+
+
+def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
+    """Have a checkpoint's training loop go on before its last batches: they are in no update of its weights.
+
+    Args:
+        checkpoint: Lightning's.
+        number: Of these batches, all of the epoch under way.
+    """
+    loop = checkpoint["loops"]["fit_loop"]
+    if "combined_loader" in loop["state_dict"]:
+        _log.warning(
+            "A DataLoader that keeps its own place was read %d batches further than the weights that are saved: a run "
+            "that goes on from this checkpoint passes over them. Save where an epoch ends.",
+            number,
+        )
+        return
+    progress = loop["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] -= number
+    progress["is_last_batch"] = False
 
 
 def random_state() -> RandomState:

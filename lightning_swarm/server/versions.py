@@ -43,7 +43,8 @@ class Versions:
         self._before, self._elsewhere = {}, {}
         for name in names:
             if name in elsewhere:
-                self._elsewhere[name] = elsewhere[name]._before[name]
+                there = elsewhere[name]
+                self._elsewhere[name] = (there._before | there._elsewhere)[name]
                 continue
             own, spare = self._own[name], self._spare.pop(name, None)
             newest = torch.empty_like(own.data) if spare is None else spare

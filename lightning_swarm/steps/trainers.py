@@ -139,8 +139,8 @@ class Trainers:
         books = self._books
         self._run.check_generation(request.generation)
         is_lead = caller == self._run.manifest.lead
-        if not await self._is_reached(request.step, "a request for a place"):
-            return encode(GrantReply(wait=Wait(step=None)))
+        if self._is_beyond(request.step, "a request for a place"):
+            return encode(GrantReply(wait=Wait(step=books.open.step)))
         if is_lead and not books.begun:
             books.begun = True
             await self.changes.notify()
@@ -211,9 +211,11 @@ class Trainers:
         self._hear(caller)
         request = decode(body, BatchDone)
         self._run.check_generation(request.generation)
-        await self._is_reached(request.step, "the end of a batch")
-        step = self._books.open
-        due = self._books.due
+        if self._is_beyond(request.step, "the end of a batch"):
+            if request.lease is not None and not request.withdrawn:
+                raise LeaseRevoked(f"who coordinates now knows of no batch in step {request.step}")
+            return encode(BatchDoneReply(closing=False))
+        step, due = self._books.open, self._books.due
         if due is not None and request.step == due.step:  # said again, for no answer came
             self._enter(due, caller, request)
             return encode(BatchDoneReply(closing=True))
@@ -266,12 +268,13 @@ class Trainers:
         request = decode(body, RecordRequest)
         self._run.check_generation(request.generation)
         books = self._books
-        if not await self._is_reached(request.step, "a request for the record"):
+        is_lead = caller == self._run.manifest.lead
+        is_beyond = self._is_beyond(request.step, "a request for the record")
+        if is_lead and request.step >= self._run.version:
+            await self._hear_lead(request)
+        if is_beyond and not await self.changes.until(lambda: books.open.step >= request.step):
             return encode(RecordReply(record=None, closing=True, open=self._open_for(caller)))
         step = books.open
-        is_lead = caller == self._run.manifest.lead
-        if is_lead and books.find(request.step) is not None:
-            await self._hear_lead(request)
 
         def is_over() -> bool:
             if is_lead and books.outcome.step >= request.version:
@@ -391,20 +394,20 @@ class Trainers:
 
     def _undecided(self, step: int, what: str) -> OpenStep:
         """A step that a trainer says something of; it must not be decided yet."""
-        found, number = self._books.find(step), self._books.open.step
+        found = self._books.find(step)
         if found is not None:
             return found
-        if step < number:
-            raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
-        raise ProtocolError(f"step {number} is open, got {what} of step {step}")
+        if self._is_beyond(step, what):
+            raise LeaseRevoked(f"who coordinates now knows of no batch in step {step}")
+        raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
-    async def _is_reached(self, step: int, what: str) -> bool:
-        """Whether a step is open, or was; it may be once more, where this peer has just come to coordinate.
+    def _is_beyond(self, step: int, what: str) -> bool:
+        """Whether a step is not open here yet, though it was where another peer coordinated.
 
         Raises:
-            ProtocolError: It cannot be yet.
+            ProtocolError: It was nowhere.
         """
-        number, books = self._books.open.step, self._books
+        number = self._books.open.step
         if step > number + self._run.manifest.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
-        return step <= number or await self.changes.until(lambda: books.open.step >= step)
+        return step > number

@@ -195,7 +195,7 @@ class Trainer:
                 self._take_lost()
         if self.steps.open > self.steps.version:
             await self.steps.record(self.steps.open - 1)
-            self._take_lost()
+        self._take_lost()
 
     def _take_lost(self) -> None:
         """What was through and is in no record is to run again, as in the loop of `fit`."""
@@ -324,6 +324,7 @@ class FaultySwarm(Swarm):
         self.struck_s: list[float] = []  # when faults struck
         self.unanswered: set[str] = set()  # between whom a message was lost: either may be taken for gone
         self.applied: dict[PeerId, list[int]] = {}  # the records of each server, in its order
+        self.num_late = 0  # steps whose records came while the next one took batches
         self.struck_idly: list[Fault] = []  # faults that struck while no microbatch was on its way into a record
         self._burials: list[asyncio.Task[None]] = []
         self.joiners, self._leavers = tuple(map(PeerId, joiners.split())), tuple(map(PeerId, leavers.split()))
@@ -360,6 +361,7 @@ class FaultySwarm(Swarm):
 
         def applied(record: Record, gradients: dict[int, Tensor]) -> None:
             self.books.note(record)
+            self.num_late += any(step > record.step for step, _ in self.books.sent)
             rosters = server.admission.run.rosters
             assert self.books.rosters.setdefault(record.step, rosters) == rosters, "who is in follows from the records"
             steps.append(record.step)
