@@ -32,6 +32,7 @@ from lightning_swarm.runtime import Runtime, ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.types.batches import RecordReply
 from lightning_swarm.types.runs import Member
 from lightning_swarm.types.steps import Record
 from tests.held import batches_of
@@ -242,18 +243,17 @@ class ThreadStrategy(SwarmStrategy):
         super().setup(trainer)
         assert self._session is not None
         steps = self._session._steps
-        record = steps.record
+        learn = steps._learn
 
-        async def noted(step: int) -> Record | None:
-            found = await record(step)
-            if found is not None and self.is_global_zero:
-                self._seen.records.append(found)
+        async def noted(record: Record, reply: RecordReply) -> None:
+            await learn(record, reply)
+            if self.is_global_zero:
+                self._seen.records.append(record)
                 self._seen.rosters.append(steps.run.rosters)
                 self._seen.trainers_of_the_run = steps.run.trainers
-                self._seen.steps.append(places_of(found))
-            return found
+                self._seen.steps.append(places_of(record))
 
-        steps.record = noted  # type: ignore[method-assign]
+        steps._learn = noted  # type: ignore[method-assign]
 
 
 class _ThreadLauncher(_Launcher):
