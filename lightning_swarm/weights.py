@@ -142,9 +142,12 @@ class Weights:
 
     @property
     def _saved_names(self) -> list[set[str]]:
-        """What each stage has that is saved."""
-        specs = [stage.spec for stage in self._peer.lead.stages]
-        return [{one.name for one in (*spec.parameters, *spec.buffers) if one.persistent} for spec in specs]
+        """What each stage has that is saved, and no stage before it."""
+        found: list[set[str]] = []
+        for spec in (stage.spec for stage in self._peer.lead.stages):
+            own = {one.name for one in (*spec.parameters, *spec.buffers) if one.persistent}
+            found.append(own.difference(*found))
+        return found
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""

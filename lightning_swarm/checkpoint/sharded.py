@@ -20,6 +20,7 @@ from lightning_swarm.network import Message, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server import WRITE
 from lightning_swarm.tasks import gather
+from lightning_swarm.types.runs import Member
 from lightning_swarm.types.shards import WriteReply, WriteRequest, Written
 from lightning_swarm.types.wire import decode, encode
 
@@ -106,7 +107,7 @@ async def write_stages(
         run: The run.
         step: The version that is meant. No record is applied meanwhile.
         folder: Where.
-        names: What each stage has that is saved: parameters, and buffers.
+        names: What each stage writes, parameters and buffers: all that is saved, and each once.
         as_saved: Puts optimizer state into the form in which the optimizer saves it. None: it is left out.
         timeout: Seconds for each exchange.
         max_bytes: Of a stage.
@@ -119,7 +120,15 @@ async def write_stages(
     here = asyncio.Lock()
 
     async def one(index: int) -> list[Written]:
-        written = await _by_server(transport, run, step, folder, index, as_saved is not None, timeout=timeout)
+        request = WriteRequest(
+            stage_index=index,
+            step=step,
+            generation=run.manifest.generation,
+            folder=str(folder),
+            optimizer=as_saved is not None,
+            without=sorted(set().union(*names[:index])),
+        )
+        written = await _by_server(transport, run.rosters[index], request, timeout=timeout)
         if written is not None:
             shards.check(written, index, names[index])
             return written
@@ -129,25 +138,26 @@ async def write_stages(
             weights = await gather_weights(transport, run, step, **options)
             content: dict[str, Any] = {shards.WEIGHTS: {name: weights[name] for name in names[index]}}
             if as_saved is not None:
-                content[shards.OPTIMIZER] = {"state": as_saved(await gather_optimizer(transport, run, step, **options))}
+                state = as_saved(await gather_optimizer(transport, run, step, **options))
+                content[shards.OPTIMIZER] = {
+                    "state": {name: one for name, one in state.items() if name in names[index]}
+                }
             return await asyncio.to_thread(shards.write, folder, index, content)
 
     return [written for part in await gather(map(one, range(len(run.rosters)))) for written in part]
 
 
 async def _by_server(
-    transport: Transport, run: RunState, step: int, folder: Path, index: int, optimizer: bool, *, timeout: float
+    transport: Transport, roster: Sequence[Member], request: WriteRequest, *, timeout: float
 ) -> list[Written] | None:
-    request = WriteRequest(
-        stage_index=index, step=step, generation=run.manifest.generation, folder=str(folder), optimizer=optimizer
-    )
-    for member in sorted(run.rosters[index], key=lambda member: member.peer_id != transport.peer_id):
+    """None: no member that answers sees the folder."""
+    for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
         try:
             message = await transport.stream(
                 member.peer_id, WRITE, Message(encode(request)), timeout=timeout, max_bytes=0
             )
         except PeerError as error:  # it may have died since the record
-            _log.info("Stage %d is written by another of its peers, or by this one: %s", index, error)
+            _log.info("Stage %d is written by another of its peers, or by this one: %s", request.stage_index, error)
             continue
         reply = decode(message.body, WriteReply)
         if reply.here:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ class Writing:
         def read() -> dict[str, Any]:
             run.check_generation(request.generation)  # it may have changed meanwhile
             stage.check_version(request.step)
-            return content(stage, optimizer=request.optimizer)
+            return content(stage, optimizer=request.optimizer, without=request.without)
 
         # On the compute thread, so that it falls between two records.
         found, _ = await self._executor.submit(FIRST, read)
@@ -67,9 +68,15 @@ class Writing:
         return Message(encode(WriteReply(here=True, written=written)))
 
 
-def content(stage: Stage, *, optimizer: bool) -> dict[str, Any]:
+def content(stage: Stage, *, optimizer: bool, without: Collection[str]) -> dict[str, Any]:
     """What a checkpoint has of a stage. Shared memory, not copies."""
-    passing = {one.name for one in stage.module.spec.buffers if not one.persistent}
-    weights = {name: tensor for name, tensor in stage.weights().items() if name not in passing}
-    state = {shards.OPTIMIZER: {"state": stage.stepper.saved_state()}} if optimizer else {}
-    return {shards.WEIGHTS: weights, **state}
+    left_out = {one.name for one in stage.module.spec.buffers if not one.persistent}.union(without)
+    found = {shards.WEIGHTS: _all_but(left_out, stage.weights())}
+    return {
+        **found,
+        **({shards.OPTIMIZER: {"state": _all_but(left_out, stage.stepper.saved_state())}} if optimizer else {}),
+    }
+
+
+def _all_but(names: Collection[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}

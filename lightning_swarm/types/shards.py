@@ -20,6 +20,7 @@ class WriteRequest(Wire, frozen=True):
     generation: Count
     folder: str  # where the lead has it
     optimizer: bool  # its state, too
+    without: list[str]  # parameters and buffers that another stage writes
 
 
 class Written(Wire, frozen=True):

@@ -25,9 +25,10 @@ from lightning_swarm.checkpoint.export import export_file
 from lightning_swarm.errors import ConfigError, ProtocolError
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, Run, assert_exact, quiet_warnings, run_plain, run_swarm
-from tests.parity.models import digits, loader
+from tests.parity.models import digits, loader, sentences
 from tests.parity.test_meta import Net, in_memory, on_meta
 from tests.parity.test_resume import Matrices, adam_8bit
+from tests.parity.test_tied import TiedGPT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -114,6 +115,35 @@ def test_torch_and_lightning_read_it(tmp_path: Path) -> None:
     (state,) = read["optimizer_states"]
     assert set(state["state"]) == {name for group in state["param_groups"] for name in group["params"]}
     assert set(state["state"]) == {name for name, _ in swarm.module.named_parameters()}
+
+
+class TiedOnMeta(TiedGPT):
+    """One weight for embeddings and head, which are in different stages."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device_of_late: str | None = device
+
+    @override
+    def configure_model(self) -> None:
+        if self.device_of_late is not None:
+            with torch.device(self.device_of_late):
+                self.net = TiedGPT().net
+            self.device_of_late = None
+
+
+def test_what_several_stages_hold_is_written_once(tmp_path: Path) -> None:
+    plain = run_plain(partial(TiedOnMeta, "cpu"), loader(sentences()), max_epochs=2)
+    options = {"state_dict_type": "sharded", "num_stages": 3, "num_servers": 3}
+    begun = run_swarm(partial(TiedOnMeta, "meta"), loader(sentences()), max_epochs=1, **options, **saving(tmp_path))
+    folder = shards.Folder(tmp_path / "007.ckpt")
+    assert set(folder.weights) == set(plain.weights), "both names"
+    assert set(folder.read_state(None)) == {name for name, _ in begun.module.named_parameters()}
+    path = tmp_path / "007.ckpt"
+    rest = run_swarm(
+        partial(TiedOnMeta, "meta"), loader(sentences()), max_epochs=2, ckpt_path=path, **options, **saving(tmp_path)
+    )
+    assert [*begun.losses, *rest.losses] == pytest.approx(plain.losses, rel=1e-11)
 
 
 def test_who_does_not_see_the_folder_sends_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

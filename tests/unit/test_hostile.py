@@ -397,7 +397,12 @@ SAMPLES = [
         WRITE,
         plain(
             lambda _: WriteRequest(
-                stage_index=1, step=0, generation=0, folder=f"/nowhere/.x.{32 * '0'}.partial", optimizer=True
+                stage_index=1,
+                step=0,
+                generation=0,
+                folder=f"/nowhere/.x.{32 * '0'}.partial",
+                optimizer=True,
+                without=["1.0.bias"],
             )
         ),
     ),
