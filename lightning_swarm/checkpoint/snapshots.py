@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_swarm import trees
@@ -17,7 +21,6 @@ from lightning_swarm.server import SNAPSHOT
 from lightning_swarm.server.fingerprint import fingerprint
 from lightning_swarm.server.loading import named
 from lightning_swarm.steps.snapshot_orders import Held, ask_held, holders_of, newest_complete
-from lightning_swarm.tasks import gather
 from lightning_swarm.types.snapshots import HeldSnapshots, Snapshot, SnapshotRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -30,8 +33,8 @@ class Whole:
 
     Args:
         version: Which.
-        weights: Parameters and buffers by their names in the model's state dict.
-        optimizer: Optimizer state by parameter name.
+        weights: Parameters and buffers by their names in the model's state dict, in files.
+        optimizer: Optimizer state by parameter name, likewise.
     """
 
     version: int
@@ -58,19 +61,41 @@ async def gather_snapshots(
     weights: dict[str, Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     generation = run.manifest.generation  # versions of an older one come again
-    fetched = await gather(
-        _fetch(transport, held, generation, version, index, timeout=timeout, max_bytes=max_bytes)
-        for index in range(num_stages)
-    )
-    for own_weights, own_state in fetched:
+    for index in range(num_stages):  # one after the other: there may be no room for two
+        fetched = await _fetch(transport, held, generation, version, index, timeout=timeout, max_bytes=max_bytes)
+        try:
+            own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
+        except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+            raise no_room(error) from error
+        del fetched
         weights.update(own_weights)
         optimizer.update(own_state)
     return Whole(version=version, weights=weights, optimizer=optimizer)
 
 
+_Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
+
+
+def _on_disk(fetched: _Tensors) -> _Tensors:
+    """The same, mapped from a file that goes with it."""
+    with tempfile.TemporaryDirectory(prefix="lightning-swarm-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder, "stage.pt")
+        torch.save(fetched, path)
+        mapped: _Tensors = torch.load(path, mmap=True, weights_only=True)
+        return mapped
+
+
+def no_room(error: Exception) -> SwarmError:
+    """What to say where a file on the way back cannot be written."""
+    return SwarmError(
+        "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
+        f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
+    )
+
+
 async def _fetch(
     transport: Transport, held: Held, generation: int, version: int, stage_index: int, *, timeout: float, max_bytes: int
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+) -> _Tensors:
     request = SnapshotRequest(stage_index=stage_index, version=version)
     holders = holders_of(held, version, stage_index)
     # Its own costs nothing.
@@ -84,7 +109,7 @@ async def _fetch(
 
 async def _from(
     transport: Transport, peer: PeerId, generation: int, request: SnapshotRequest, *, timeout: float, max_bytes: int
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+) -> _Tensors:
     message = await transport.stream(peer, SNAPSHOT, Message(encode(request)), timeout=timeout, max_bytes=max_bytes)
     head = decode(message.body, Snapshot)
     asked = (generation, request.stage_index, request.version)

@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_swarm.assembly import Peer
+from lightning_swarm.checkpoint.snapshots import no_room
 from lightning_swarm.errors import StageLost, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back.orders import Orders
@@ -145,7 +146,7 @@ class WayBack:
         if self._goal is None or str(path) != str(self._goal.path):
             return None
         # Written by this process: it may hold whatever callbacks keep.
-        loaded: dict[str, Any] = torch.load(self._goal.path, map_location="cpu", weights_only=False)
+        loaded: dict[str, Any] = torch.load(self._goal.path, map_location="cpu", weights_only=False, mmap=True)
         return loaded
 
     @property
@@ -268,9 +269,6 @@ def _written(checkpoint: Mapping[str, Any], name: str) -> Path:
             undone.callback(shutil.rmtree, folder, ignore_errors=True)
             torch.save(checkpoint, folder / name)
         except (OSError, RuntimeError) as error:  # torch's own, of a full disk
-            raise SwarmError(
-                "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
-                f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
-            ) from error
+            raise no_room(error) from error
         undone.pop_all()
     return folder / name

@@ -19,9 +19,11 @@ from typing_extensions import override
 from lightning_swarm import Bottleneck
 from lightning_swarm.blueprint import Blueprint
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.going_back.states import LoopState
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import Recipe, configured, digits, loader
+from tests.parity.test_going_back import Fit, Killing
 from tests.parity.test_joining import Joining
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -252,3 +254,27 @@ def test_it_does_not_go_on_from_what_it_was_made_with() -> None:
     assert swarm.trainer is not None
     with quiet_warnings(), pytest.raises(ConfigError, match=r"Name the checkpoint to go on from"):
         swarm.trainer.fit(swarm.module, loader(digits()))
+
+
+@pytest.mark.parametrize("make", [on_meta, in_memory])
+def test_it_goes_back_when_a_stage_is_lost(make: Callable[[], Net], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = run_plain(in_memory, loader(digits()), max_steps=12)
+    in_files: list[bool] = []
+    complete = LoopState.complete
+
+    def watched(state: LoopState, weights: Any, optimizer: Any) -> Any:
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/stage.pt" in line]
+        ranges = [[int(end, 16) for end in one[0].split("-")] for one in maps]
+        tensors = [*weights.values(), *(one["exp_avg"] for one in optimizer.values())]
+        in_files.extend(any(begin <= one.data_ptr() < end for begin, end in ranges) for one in tensors)
+        return complete(state, weights, optimizer)
+
+    monkeypatch.setattr(LoopState, "complete", watched)
+    killing = Killing([6], [[1]])
+    fit = Fit(killing, make, num_stages=3, devices=4, swarm={"pipeline": "net"})
+    assert killing.num_killed == 1
+    assert len(fit.went_back_to()) == 1
+    assert list(killing.losses) == list(range(12))
+    assert list(killing.losses.values()) == pytest.approx(plain.losses, rel=1e-10)
+    assert in_files
+    assert all(in_files), "the trainer held the whole model"
