@@ -72,7 +72,7 @@ class _Done:
         writes: Storages.
         fills: Of these, those of which nothing stays.
         dtype: The default one.
-        drawn: The generators that it may have drawn from, and their states before.
+        drawn: The generators that it may have drawn from, and their states before; first the one that it was given.
     """
 
     function: Any
@@ -200,8 +200,8 @@ class Blueprint:
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
         """Draw, and drop it. From which generators, and their states before."""
-        generators = {kwargs.get("generator") or _default_generator(self._device), _default_generator(self._device)}
-        drawn = [(generator, generator.get_state()) for generator in generators]
+        generators = [kwargs.get("generator"), _default_generator(self._device)]
+        drawn = [(generator, generator.get_state()) for generator in generators if generator is not None]
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             args, kwargs = tree_map(self._stuffed, (args, kwargs))
             function(*args, **kwargs)
@@ -286,7 +286,6 @@ class _Redoing:
         """Do it, and keep what of it is in the storages `kept`."""
         last = {storage: index for index, done in enumerate(needed) for storage in (*done.reads, *done.writes)}
         before = torch.get_default_dtype()
-        states = {generator: generator.get_state() for done in needed for generator, _ in done.drawn}
         try:
             for index, done in enumerate(needed):
                 self._do(done)
@@ -295,8 +294,6 @@ class _Redoing:
                         self._real.pop(storage, None)
         finally:
             torch.set_default_dtype(before)
-            for generator, state in states.items():
-                generator.set_state(state)
 
     def tensor(self, place: Place) -> Tensor:
         """What is there now."""
@@ -312,10 +309,9 @@ class _Redoing:
     @torch.no_grad()
     def _do(self, done: _Done) -> None:
         torch.set_default_dtype(done.dtype)
-        for generator, state in done.drawn:
-            generator.set_state(state)
         args, kwargs = tree_unflatten([self._given(leaf) for leaf in done.leaves], done.spec)
-        found = [leaf for leaf in tree_leaves(done.function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        result = _drawn_again(done, args, kwargs) if done.drawn else done.function(*args, **kwargs)
+        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         for place, tensor in zip(done.made, found, strict=bool(done.made)):
             if place is not None:
                 self._put(place, tensor)
@@ -337,6 +333,34 @@ class _Redoing:
             self._real[place.storage] = tensor.untyped_storage()
         else:  # an operator may lay out its result otherwise on another device
             self.tensor(place).copy_(tensor)
+
+
+def _drawn_again(done: _Done, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call what draws. Nobody else's generator is touched, where the function takes one."""
+    generator, state = done.drawn[0]
+    function = _with_generator(done.function)
+    if function is not None:
+        own = torch.Generator(generator.device)
+        own.set_state(state)
+        return function(*args, **{**kwargs, "generator": own})
+    before = [(generator, generator.get_state()) for generator, _ in done.drawn]
+    try:
+        for generator, state in done.drawn:
+            generator.set_state(state)
+        return done.function(*args, **kwargs)
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _with_generator(function: Any) -> Any:
+    """The same, where it draws from the generator that it is given and no other; None: there is no such function."""
+    if function in _LOOKING.values():
+        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # which shuffles, too
+        return function if takes_one else None
+    if any(argument.name == "generator" for argument in function._schema.arguments):
+        return function
+    return getattr(function.overloadpacket, "generator", None)
 
 
 def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

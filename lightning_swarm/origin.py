@@ -90,14 +90,14 @@ class Origin:
         """Give what is in no block its values: the trainer computes with it itself."""
         inside = {id(one) for block in blocks.modules for one in (*block.parameters(), *block.buffers())}
         outside = [(name, tensor) for name, tensor in _tensors(module) if tensor.is_meta and id(tensor) not in inside]
-        values = dict(zip(map(id, (one for _, one in outside)), self._values(outside, device), strict=True))
+        # One for each, however many modules share it.
+        made: dict[int, Any] = {}
+        for (_, tensor), value in zip(outside, self._values(outside, device), strict=True):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value
         for owner in module.modules():
-            for key, parameter in owner._parameters.items():
-                if id(parameter) in values and parameter is not None:
-                    owner._parameters[key] = nn.Parameter(values[id(parameter)], requires_grad=parameter.requires_grad)
-            for key, buffer in owner._buffers.items():
-                if id(buffer) in values:
-                    owner._buffers[key] = values[id(buffer)]
+            for tensors in (owner._parameters, owner._buffers):
+                tensors.update({key: made[id(one)] for key, one in tensors.items() if id(one) in made})
 
     def weights(self, stage: StageModule) -> dict[str, Tensor]:
         """Parameters and buffers of a stage, by name: its own, and for those on meta what they would be."""

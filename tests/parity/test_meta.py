@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm import Bottleneck
@@ -22,9 +23,11 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.going_back.states import LoopState
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run_swarm
-from tests.parity.models import Recipe, configured, digits, loader
+from tests.parity.models import NanoGPT, Recipe, configured, digits, loader, sentences
 from tests.parity.test_going_back import Fit, Killing
 from tests.parity.test_joining import Joining
+from tests.parity.trainers import Seen, numbered, train
+from tests.parity.trainers import assert_exact as assert_exact_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -278,3 +281,24 @@ def test_it_goes_back_when_a_stage_is_lost(make: Callable[[], Net], monkeypatch:
     assert list(killing.losses.values()) == pytest.approx(plain.losses, rel=1e-10)
     assert in_files
     assert all(in_files), "the trainer held the whole model"
+
+
+def test_several_trainers_have_what_they_compute_themselves(tmp_path: Path) -> None:
+    def make(seen: Seen) -> NanoGPT:
+        with seen.trainers[len(seen.modules)].init_module(empty_init=True):
+            return NanoGPT()
+
+    seen = train(
+        2,
+        make,
+        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        swarm={"pipeline": "transformer.h"},
+        callbacks=lambda rank: [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8)] if rank == 0 else [],
+        enable_checkpointing=True,
+    )
+    for module in seen.modules.values():
+        around = {name for name, _ in module.named_parameters() if not name.startswith("transformer.h.")}
+        assert real_names(module) == around
+        assert around
+    seen.weights = torch.load(tmp_path / "step=8.ckpt", weights_only=True)["state_dict"]
+    assert_exact_curve(seen, NanoGPT, sentences(), num_trainers=2)

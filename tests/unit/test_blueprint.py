@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.init import orthogonal_ as imported_by_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_swarm.blueprint import Blueprint
 from lightning_swarm.errors import ConfigError
@@ -137,3 +139,27 @@ def test_what_it_is_made_from_must_stay() -> None:
     given += 1
     with pytest.raises(ConfigError, match=r"must stay as it is .* shape \(4,\)"):
         blueprint.values([blueprint.place(made)], CPU)
+
+
+class Draws(TorchDispatchMode):
+    """Notes from which generators is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given: list[torch.Generator | None] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.given.append((kwargs or {}).get("generator"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_draws_from_no_generator_of_others() -> None:
+    """Other threads may draw meanwhile."""
+    initialisers = (nn.init.normal_, nn.init.orthogonal_, nn.init.trunc_normal_, nn.init.xavier_uniform_)
+    blueprint, made = drawn_up(lambda: [torch.randn(4, 4), *(init(torch.empty(4, 4)) for init in initialisers)])
+    with Draws() as draws:
+        blueprint.values([blueprint.place(one) for one in made], CPU)
+    assert len(draws.given) >= len(made)
+    assert all(one is not None and one is not torch.default_generator for one in draws.given)
