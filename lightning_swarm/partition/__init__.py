@@ -1,6 +1,6 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
-from lightning_swarm.partition.bindings import CALLS, BlockCall, argument_of, bind, call_bound, taken
+from lightning_swarm.partition.bindings import CALLS, CARRIED, BlockCall, argument_of, bind, call_bound, taken
 from lightning_swarm.partition.blocks import Blocks, find_blocks
 from lightning_swarm.partition.boundaries import check_cuts, insert_at_cuts, layers_behind
 from lightning_swarm.partition.choice import choose_ranges
@@ -11,6 +11,7 @@ from lightning_swarm.partition.timing import time_costs
 
 __all__ = [
     "CALLS",
+    "CARRIED",
     "BlockCall",
     "Blocks",
     "StageModule",

@@ -1,7 +1,8 @@
 """What each block of a list is called with by a forward of the user's own, as extras that travel with a microbatch.
 
 Blocks may be given different values under one name, such as the masks of local and of global attention. Each value
-travels once; the call of a block says which of them it takes as which argument.
+travels once; the call of a block says which of them it takes as which argument. Values that want a gradient, such as an
+encoder's output, go with the hidden state from block to block, and their gradient comes back with that one's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from lightning_swarm.errors import ConfigError
 
 CALLS: Final = "calls of the blocks"
 """Beside the values, what the blocks are called with. No argument has this name."""
+
+CARRIED: Final = "carried with the hidden state"
+"""Likewise: the names of the values that are, and the last block, which needs to hand them on to nobody."""
 
 _NTH: Final = "#"
 
@@ -35,19 +39,27 @@ class BlockCall:
     picks: tuple[int | str, ...] = ()
 
 
-def bind(names: Iterable[str], calls: Iterable[BlockCall]) -> dict[str, Any]:
-    """The extras that say how blocks are called.
+def bind(
+    names: Sequence[str], calls: Iterable[BlockCall], shared: Collection[str] = ()
+) -> tuple[list[Any], dict[str, Any]]:
+    """How blocks are called.
 
     Args:
         names: Of the blocks.
         calls: Of each of them.
+        shared: Arguments that belong to no sample: no gradient comes back for them.
+
+    Returns:
+        What is handed to the first block beside the hidden state, to be carried; and the extras.
     """
     values: dict[str, Any] = {}
     bound = {
         name: ({argument: _enter(values, argument, value) for argument, value in call.arguments.items()}, call.picks)
         for name, call in zip(names, calls, strict=True)
     }
-    return {**values, CALLS: bound}
+    carried = [name for name, value in values.items() if argument_of(name) not in shared and _wants_gradient(value)]
+    extras = {name: value for name, value in values.items() if name not in carried} | {CALLS: bound}
+    return [values[name] for name in carried], extras | ({CARRIED: [carried, names[-1]]} if carried else {})
 
 
 def argument_of(name: str) -> str:
@@ -59,7 +71,8 @@ def taken(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Of the extras that `bind` gave, those for some of the blocks."""
     bound = {name: call for name, call in extras[CALLS].items() if name in names}
     wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
-    return {**{name: value for name, value in extras.items() if name in wanted}, CALLS: bound}
+    found = {name: value for name, value in extras.items() if name in wanted or name == CARRIED}
+    return {**found, CALLS: bound}
 
 
 def call_bound(
@@ -70,10 +83,15 @@ def call_bound(
     Args:
         blocks: What to call.
         names: Of the blocks; None: of what stands between blocks, and takes nothing but the hidden state.
-        inputs: One value for the first.
+        inputs: For the first: what the block before it gave, or the hidden state and what is to be carried.
         extras: What `bind` gave, or `taken` of that.
+
+    Returns:
+        The hidden state; if there is something to be carried and this is not the end, a tuple with that behind it.
     """
-    (hidden,) = inputs
+    carried, last = extras.get(CARRIED, ([], names[-1]))
+    hidden, *others = inputs if len(inputs) > 1 or not carried else inputs[0]
+    extras = {**extras, **dict(zip(carried, others, strict=True))}
     for block, name in zip(blocks, names, strict=True):
         arguments, picks = extras[CALLS][name] if name is not None else ({}, ())
         hidden = block(hidden, **{argument: extras[value] for argument, value in arguments.items()})
@@ -85,7 +103,7 @@ def call_bound(
                     "the microbatch. Index it in the block."
                 )
             hidden = hidden[pick]
-    return hidden
+    return hidden if not carried or last in names else (hidden, *others)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -93,6 +111,10 @@ def same(one: Any, other: Any) -> bool:
     structure, tensors = trees.flatten(one)
     others_structure, others = trees.flatten(other)
     return structure == others_structure and all(a is b for a, b in zip(tensors, others, strict=True))
+
+
+def _wants_gradient(value: Any) -> bool:
+    return any(tensor.requires_grad for tensor in trees.flatten(value)[1])
 
 
 def _enter(values: dict[str, Any], argument: str, value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -55,11 +55,15 @@ class Chain:
         blocks: A list's; their own forwards are read here, before anything stands in for them.
         pipeline: Computes all blocks at once: takes the first one's input, and what `bind` makes of their calls.
         device_type: Of the trainer's tensors.
+        shared: Arguments that go whole to every microbatch.
     """
 
-    def __init__(self, blocks: Blocks, pipeline: Callable[..., Any], device_type: str) -> None:
+    def __init__(
+        self, blocks: Blocks, pipeline: Callable[..., Any], device_type: str, shared: Collection[str] = ()
+    ) -> None:
         self._pipeline = pipeline
         self._device_type = device_type
+        self._shared = shared
         self._list_name = blocks.root_name
         self._keys = blocks.names
         self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
@@ -81,7 +85,8 @@ class Chain:
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
         # A checkpoint around this block is after what is saved in this thread: not what stages save that compute in it.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-            return self._pipeline(progress.hidden, **bind(self._keys, progress.calls))
+            carried, extras = bind(self._keys, progress.calls, self._shared)
+            return self._pipeline(progress.hidden, *(_for_each(one, progress.hidden) for one in carried), **extras)
 
     def _bound(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The hidden state, and the other arguments by their names."""
@@ -212,6 +217,15 @@ def _refuse(list_name: str, found: str) -> NoReturn:
         f"the forward around {list_name!r} must call its blocks one after the other, each with the output of the one "
         f"before, and do nothing else in between, for the swarm computes them in one go: {found}. Change the forward, "
         "or define `configure_stages(self)` that returns all of it in blocks."
+    )
+
+
+def _for_each(value: Any, hidden: Any) -> Any:
+    """What has one row for all samples, with one for each: autograd adds their gradients up."""
+    rows = next((len(tensor) for tensor in trees.flatten(hidden)[1] if tensor.ndim), 1)
+    structure, tensors = trees.flatten(value)
+    return trees.unflatten(
+        structure, [one.expand(rows, *one.shape[1:]) if one.ndim and len(one) == 1 else one for one in tensors]
     )
 
 

@@ -29,7 +29,7 @@ class Interception:
         if not blocks.one_by_one:
             self._replace(blocks.root, pipeline)
             return
-        chain = Chain(blocks, pipeline, pipeline.config.device.type)
+        chain = Chain(blocks, pipeline, pipeline.config.device.type, pipeline.config.shared)
         places: dict[int, tuple[int, nn.Module]] = {}
         for place, block in enumerate(blocks.modules):
             places.setdefault(id(block), (place, block))

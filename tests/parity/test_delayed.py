@@ -18,10 +18,12 @@ from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swa
 from tests.parity.models import (
     DigitsMLP,
     Recipe,
+    TinyGPTWithLosses,
     digits,
     loader,
     make_optimizer,
     make_schedule,
+    sentences,
 )
 
 STEPS = 12
@@ -162,3 +164,16 @@ def assert_unchanged(plan: FaultPlan, late: Run, *, num_gone: int = 1, num_serve
     assert_late(run, late)
     assert run.num_clipped > 0
     assert len(lates) > STEPS // 2
+
+
+class Tied(TinyGPTWithLosses):
+    def __init__(self) -> None:
+        super().__init__(Recipe(schedule="onecycle"))
+        self.net[3].out.weight = self.net[0].token.weight
+
+
+@pytest.mark.parametrize("num_servers", [1, 2, 4])
+def test_stages_that_hold_the_same_parameter(num_servers: int) -> None:
+    late = run_late(Tied, loader(sentences()), max_steps=STEPS)
+    swarm = train(Tied, loader(sentences()), num_servers=num_servers, rebalancing="none")
+    assert_late(swarm, late)

@@ -128,6 +128,40 @@ MODELS = {
         {**DECODER, "max_position_embeddings": LONGEST},
         "model.transformer.h",
     ),
+    # An encoder on the trainer, whose output all layers of the decoder attend to.
+    "bart": Model(
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 16,
+            "encoder_layers": 1,
+            "decoder_layers": 4,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 24,
+            "decoder_ffn_dim": 24,
+            "max_position_embeddings": 2 * LONGEST,
+            "dropout": 0.0,
+            "use_cache": False,
+            "pad_token_id": 0,
+            "decoder_start_token_id": 1,
+        },
+        "model.model.decoder.layers",
+    ),
+    # One bias of positions for all layers and samples, which is learned.
+    "mpnet": Model(
+        "MPNetForSequenceClassification",
+        "MPNetConfig",
+        {
+            **CLASSIFIER,
+            "max_position_embeddings": 2 * LONGEST,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
+        "model.mpnet.encoder.layer",
+        classes=3,
+    ),
     "bert": Model(
         "BertForSequenceClassification",
         "BertConfig",
@@ -157,3 +191,16 @@ def test_a_cache_of_keys_and_values_is_refused() -> None:
         ConfigError, match=r"'model.model.layers.0' got a DynamicCache as `past_key_values`, .*use_cache=F"
     ):
         run_swarm(partial(model.make, use_cache=True), loader(), max_steps=1, pipeline=model.layers)
+
+
+def checkpointed() -> Finetuned:
+    model = MODELS["llama"].make()
+    model.model.activation_checkpointing_enable()
+    return model
+
+
+def test_layers_that_are_computed_again_in_the_backward() -> None:
+    plain = run_plain(MODELS["llama"].make, loader(), max_steps=NUM_STEPS)
+    swarm = run_swarm(checkpointed, loader(), max_steps=NUM_STEPS, pipeline="model.model.layers")
+    assert swarm.module.model.model.layers[0].gradient_checkpointing
+    assert_exact(swarm, plain)

@@ -17,7 +17,18 @@ from torch.utils.checkpoint import checkpoint
 from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.nn import Sequential
-from lightning_swarm.partition import CALLS, Blocks, argument_of, call_bound, computing, find_blocks, taken
+from lightning_swarm.partition import (
+    CALLS,
+    CARRIED,
+    BlockCall,
+    Blocks,
+    argument_of,
+    bind,
+    call_bound,
+    computing,
+    find_blocks,
+    taken,
+)
 from lightning_swarm.pipeline.interception import Interception
 
 
@@ -54,7 +65,7 @@ def loop(blocks: Any, x: Any) -> Any:
 class FakePipeline:
     """Computes the blocks here, and counts."""
 
-    config = SimpleNamespace(device=torch.device("cpu"))
+    config = SimpleNamespace(device=torch.device("cpu"), shared=("table",))
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
@@ -386,10 +397,37 @@ def test_checkpoints_that_would_lose_the_gradient_are_refused(patch: Callable[..
         patch().model(ROWS, checkpointed_one_by_one)
 
 
-def test_extras_that_need_a_gradient_are_left_to_the_pipeline(patch: Callable[..., Patched]) -> None:
-    mask = MASK.clone().requires_grad_()
-    patch().model(ROWS, other_extras(*3 * [{"mask": mask}])).sum().backward()
-    assert mask.grad is not None
+def test_what_wants_a_gradient_goes_with_the_hidden_state(patch: Callable[..., Patched]) -> None:
+    patched = patch()
+    found = []
+    for model in (patched.plain, patched.model):
+        each, one = (torch.ones(rows, 4, requires_grad=True) for rows in (3, 1))
+        extras = [{"mask": each}, {"mask": one, "scale": 2.0}, {"mask": each}]
+        model(ROWS, other_extras(*extras)).square().sum().backward()
+        found.append([each.grad, one.grad])
+    assert list(patched.pipeline.calls[0]) == ["scale", CALLS, CARRIED]
+    assert [None if one is None else one.shape for one in found[0]] == [(3, 4), (1, 4)]
+    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=1e-6)
+
+
+def test_it_goes_through_every_stage_but_the_last() -> None:
+    blocks = nn.ModuleList([Block() for _ in range(3)])
+    mask = torch.ones(3, 4, requires_grad=True)
+    names = ("0", "1", "2")
+    carried, extras = bind(names, [BlockCall({"mask": mask}), BlockCall({}), BlockCall({"mask": mask})])
+    expected = call_bound(blocks, names, (ROWS, *carried), extras)
+    value: Any = (ROWS, *carried)
+    for index, name in enumerate(names):
+        value = call_bound(blocks[index : index + 1], [name], value if index == 0 else (value,), taken(extras, [name]))
+        assert isinstance(value, tuple) == (name != "2")
+    assert torch.equal(value, expected)
+
+
+def test_no_gradient_comes_back_for_what_is_shared() -> None:
+    table = torch.ones(3, 4, requires_grad=True)
+    carried, extras = bind(("0",), [BlockCall({"table": table})], shared=("table",))
+    assert not carried
+    assert extras["table"] is table, "which the pipeline refuses"
 
 
 def test_parts_of_blocks_are_guarded(patch: Callable[..., Patched]) -> None:
