@@ -6,6 +6,7 @@ import errno
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from lightning_swarm.config import Limits
 from lightning_swarm.errors import PeerError, StepError
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, WEIGHT_TOLERANCE, Run, quiet_warnings, run_plain
-from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, digits, loader, sentences
+from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, TinyGPTWithLosses, digits, loader, sentences
+from tests.parity.test_batch_norm import ResNet
 
 STEPS = 12
 SHORT = Limits(call_timeout=30.0, snapshot_interval=0.001, revive_timeout=5.0, stage_timeout=60.0)
@@ -168,6 +170,28 @@ def test_the_only_server_of_a_stage_dies(at: int) -> None:
     assert killing.steps == [*range(at + 1), *range(back, STEPS)], "callbacks see steps again from the snapshot's on"
     assert stages_of(fit) == {"peer-0": (0, 1)}, "the survivor holds both"
     assert_same(fit, killing, plain())
+
+
+class TiedGPT(TinyGPTWithLosses):
+    """Its first stage and its last one share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(optimizer="adamw"))
+        self.net[3].out.weight = self.net[0].token.weight
+
+
+@pytest.mark.parametrize(
+    ("make", "reference", "data"), [(ResNet, partial(ResNet, 3), digits), (TiedGPT, TiedGPT, sentences)]
+)
+def test_what_stages_keep_besides_their_own_weights_goes_back_too(
+    make: Callable[[], L.LightningModule], reference: Callable[[], L.LightningModule], data: Callable[[], Any]
+) -> None:
+    """Running statistics, and weights that another stage holds, too."""
+    killing = Killing([5], [[1]])
+    fit = Fit(killing, make, data=loader(data()))
+    assert killing.num_killed == 1
+    assert fit.num_went_back == 1
+    assert_same(fit, killing, plain(reference, loader(data())))
 
 
 def test_the_last_copies_of_two_stages_die() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError
+from lightning_swarm.nn import call_blocks
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 
 VOCABULARY = 19
@@ -204,3 +206,55 @@ def test_layers_that_are_computed_again_in_the_backward() -> None:
     swarm = run_swarm(checkpointed, loader(), max_steps=NUM_STEPS, pipeline="model.model.layers")
     assert swarm.module.model.model.layers[0].gradient_checkpointing
     assert_exact(swarm, plain)
+
+
+class Losses(torch.nn.Module):
+    """Keeps the logits where they are made."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(hidden[:, :-1])
+        losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
+        return losses.view(len(labels), -1).sum(1)
+
+
+class AllInStages(Finetuned):
+    """Nothing is left on the trainer: embeddings and head are in stages, by one weight."""
+
+    def configure_stages(self) -> list[torch.nn.Module]:
+        inner = self.model.model
+        return [inner.embed_tokens, *inner.layers, inner.norm, Losses(self.model.lm_head)]
+
+    @override
+    def forward(self, tokens: Tensor, *, position_embeddings: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        losses: Tensor = call_blocks(
+            self.configure_stages(), (tokens,), {"position_embeddings": position_embeddings, "labels": labels}
+        )
+        return losses
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids, labels = batch["input_ids"], batch["labels"]
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        tables = self.model.model.rotary_emb(torch.empty(1, dtype=self.dtype, device=ids.device), positions)
+        losses = self(ids, position_embeddings=tables, labels=labels)
+        return losses.sum() / (labels[:, 1:] >= 0).sum()
+
+
+def in_stages() -> AllInStages:
+    return AllInStages(
+        transformers.LlamaForCausalLM, transformers.LlamaConfig(**{**DECODER, "tie_word_embeddings": True})
+    )
+
+
+@pytest.mark.parametrize(("num_stages", "num_servers"), [(2, 2), (3, 5)])
+def test_a_whole_model_in_stages(num_stages: int, num_servers: int) -> None:
+    plain = run_plain(in_stages, loader(), max_steps=NUM_STEPS)
+    swarm = run_swarm(in_stages, loader(), max_steps=NUM_STEPS, num_stages=num_stages, num_servers=num_servers)
+    assert not any(stage.on_trainers for stage in swarm.strategy.peers[0].lead.run.manifest.stages)  # type: ignore[union-attr]
+    assert_exact(swarm, plain)
+    whole = run_plain(MODELS["tied llama"].make, loader(), max_steps=NUM_STEPS)
+    assert swarm.losses == pytest.approx(whole.losses, rel=1e-6), "as the model's own loss has it, in float32"
