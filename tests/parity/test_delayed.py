@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
+from lightning_swarm.errors import ConfigError
 from lightning_swarm.steps.coordinator import Coordinator
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.testing import FaultPlan, Phase
+from tests.parity import trainers
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import (
     DigitsMLP,
+    NanoGPT,
     Recipe,
     TinyGPTWithLosses,
     digits,
@@ -25,6 +33,7 @@ from tests.parity.models import (
     make_schedule,
     sentences,
 )
+from tests.parity.test_tied import Repeated
 
 STEPS = 12
 PHASES = [
@@ -43,21 +52,47 @@ PHASES = [
 ]
 
 
+@dataclass
+class LateRun(Run):
+    """And the weights before each step, and after the last."""
+
+    history: list[dict[str, Tensor]] = field(default_factory=list)
+
+
 def run_late(
-    make_module: Callable[[], Any], data: DataLoader[Any], *, max_steps: int, gradient_clip_val: float | None = None
-) -> Run:
-    """Train with plain torch: every gradient but the first is of the weights one step before those it is applied to."""
+    make_module: Callable[[], Any],
+    data: DataLoader[Any],
+    *,
+    max_steps: int = STEPS,
+    gradient_clip_val: float | None = None,
+    window: int = 1,
+) -> LateRun:
+    """Train with plain torch: every gradient but the first is of the weights one step before those it is applied to.
+
+    Args:
+        make_module: As in `run_plain`.
+        data: Likewise.
+        max_steps: Likewise.
+        gradient_clip_val: Likewise.
+        window: Batches of a step.
+    """
     torch.manual_seed(0)
     module = make_module().double()
     optimizer = make_optimizer(module, module.recipe)
     schedule = make_schedule(optimizer, module.recipe)
-    run = Run(module, None, [], [], [], [], {})
+    run = LateRun(module, None, [], [], [], [], {})
+    module.log = lambda *_, **__: None  # there is no Trainer here
     newest = before = _copied(module)
-    batches = [batch for _ in range(max_steps) for batch in data][:max_steps]
-    for index, batch in enumerate(batches):
+    per_epoch = list(data)[: len(data) // window * window]
+    batches = [batch for _ in range(max_steps * window) for batch in per_epoch]
+    for step in range(max_steps):
+        run.history.append(newest)
         module.load_state_dict(before)
-        loss = module.training_step([one.double() if one.is_floating_point() else one for one in batch], index)
-        loss.backward()
+        for batch in batches[step * window : (step + 1) * window]:
+            loss = module.training_step([one.double() if one.is_floating_point() else one for one in batch], step)
+            loss = loss / window
+            loss.backward()
+            run.losses.append(loss.item())
         module.load_state_dict(newest)
         highest = gradient_clip_val or float("inf")
         run.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), highest)))
@@ -66,8 +101,8 @@ def run_late(
         if schedule is not None:
             schedule.step()
         before, newest = newest, _copied(module)
-        run.losses.append(loss.item())
     run.weights = newest
+    run.history.append(newest)
     return run
 
 
@@ -77,9 +112,11 @@ def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
 
 def assert_late(swarm: SwarmRun, late: Run) -> None:
     """As `assert_exact`; counters lag by a step, and are whole at the end."""
+    num_steps = len(late.norms)
+    assert swarm.global_steps[-1] == num_steps
     swarm.global_steps, late.global_steps = [], []
     assert_exact(swarm, late)
-    assert [record.step for record in swarm.records] == list(range(len(swarm.losses)))
+    assert [record.step for record in swarm.records] == list(range(num_steps))
     assert swarm.norms == pytest.approx(late.norms, rel=1e-9)
 
 
@@ -177,3 +214,92 @@ def test_stages_that_hold_the_same_parameter(num_servers: int) -> None:
     late = run_late(Tied, loader(sentences()), max_steps=STEPS)
     swarm = train(Tied, loader(sentences()), num_servers=num_servers, rebalancing="none")
     assert_late(swarm, late)
+
+
+def test_what_stands_around_the_pipeline_is_late_too() -> None:
+    late = run_late(NanoGPT, loader(sentences()))
+    assert_late(train(NanoGPT, loader(sentences()), num_servers=4, pipeline="transformer.h"), late)
+
+
+@pytest.mark.parametrize("num_servers", [1, 3, 5])
+def test_what_every_stage_has_is_late_in_all(num_servers: int) -> None:
+    """One server has it in three stages, and one object for all."""
+    late = run_late(Repeated, loader(sentences()))
+    assert_late(train(Repeated, loader(sentences()), num_stages=3, num_servers=num_servers), late)
+
+
+class Validated(DigitsMLP):
+    """Writes down what it sees when it validates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []  # after so many steps
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.append((self.trainer.global_step, self.training_step(batch, batch_idx).item()))
+
+
+def test_windows_validations_and_epochs() -> None:
+    """Who validates sees the weights after as many steps as were counted; and after an epoch, all of that epoch's."""
+    data = loader(digits())
+    late = run_late(Validated, data, max_steps=2 * (len(data) // 2), window=2)
+    swarm = run_swarm(
+        Validated,
+        data,
+        loader(digits()),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        limit_train_batches=2 * (len(data) // 2),
+        val_check_interval=3,
+        limit_val_batches=1,
+        num_servers=4,
+        delay_optimizer_step=True,
+    )
+    assert_late(swarm, late)
+    assert isinstance(swarm.module, Validated)
+    per_epoch = len(data) // 2
+    assert {per_epoch, 2 * per_epoch} <= {step for step, _ in swarm.module.seen} or (2 * per_epoch) % 3
+    batch = [one.double() if one.is_floating_point() else one for one in next(iter(data))]
+    for step, loss in swarm.module.seen:
+        late.module.load_state_dict(late.history[step])
+        expected = late.module.training_step(batch, 0).item()  # type: ignore[operator]
+        assert loss == pytest.approx(expected, rel=1e-10), step
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_checkpoint_in_mid_epoch_lacks_no_batch(tmp_path: Path) -> None:
+    """Its loop goes on before the batches of the step that was under way; what loads it is Lightning's own, too."""
+    data, at = loader(digits()), 5
+    assert at < len(data)
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=at, save_top_k=-1)
+    late = run_late(digits_net, data)
+    swarm = train(digits_net, data, enable_checkpointing=True, callbacks=[saving])
+    assert_late(swarm, late)
+    path = tmp_path / f"step={at}.ckpt"
+    found = torch.load(path, weights_only=False)
+    assert found["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == at
+    for name, tensor in late.history[at].items():
+        torch.testing.assert_close(found["state_dict"][name], tensor, rtol=0.0, atol=1e-10)
+    options = {"ckpt_path": path, "enable_checkpointing": True, "callbacks": [saving]}
+    resumed, plain = train(digits_net, data, **options), run_plain(digits_net, data, max_steps=STEPS, **options)
+    assert len(resumed.losses) == len(plain.losses) == STEPS - at
+    # The second step computes on the same weights as the first.
+    assert resumed.losses[0] == pytest.approx(plain.losses[0], rel=1e-10)
+    assert resumed.losses[1] != pytest.approx(plain.losses[1], rel=1e-6)
+
+
+def test_several_trainers() -> None:
+    recipe = Recipe(schedule="onecycle")
+    with _lates() as lates:
+        seen = trainers.train(2, lambda seen: DigitsMLP(recipe), swarm={"delay_optimizer_step": True})
+    assert lates
+    assert [record.step for record in seen.records] == list(range(8))
+    trainers.assert_exact(seen, lambda: DigitsMLP(recipe), digits(), num_trainers=2, late=True)
+
+
+def test_16_mixed_is_refused() -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ConfigError, match="whether its gradients fit the range of float16"):
+        train(digits_net, loader(digits()), precision=None, plugins=plugin)

@@ -350,6 +350,10 @@ def train(
     return seen
 
 
+def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
 def assert_exact(
     curve: Curve,
     make_module: Callable[[], Net | NanoGPT],
@@ -359,6 +363,7 @@ def assert_exact(
     target_batch_size: int = 12,
     made_as: torch.dtype = torch.float64,
     gone: Collection[int] = (),
+    late: bool = False,
 ) -> None:
     """Losses and weights are those of plain torch on the batches that each record counts, and these are all batches.
 
@@ -370,6 +375,7 @@ def assert_exact(
         target_batch_size: What each step must have reached.
         made_as: The default dtype that the module was made under.
         gone: The ranks of those who died: some of their batches count nowhere.
+        late: Each gradient but the first is of the weights one step before those that it is applied to.
     """
     torch.manual_seed(0)
     with default_dtype(made_as):
@@ -378,7 +384,11 @@ def assert_exact(
         module.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no Trainer here
         optimizer = make_optimizer(module, module.recipe)
         schedule = make_schedule(optimizer, module.recipe)
+        before = _copied(module)
         for places in curve.steps:
+            newest = _copied(module)
+            if late:
+                module.load_state_dict(before)
             batches = [curve.batches[place][1] for place in places]
             num_samples = sum(map(len, batches))
             assert num_samples >= target_batch_size
@@ -389,6 +399,8 @@ def assert_exact(
                 assert isinstance(loss, Tensor)
                 assert abs(curve.losses[place] - loss.item()) <= 1e-10 * abs(loss.item()), place
                 (loss * len(ids) / num_samples).backward()
+            module.load_state_dict(newest)
+            before = newest
             optimizer.step()
             if schedule is not None:
                 schedule.step()
