@@ -34,12 +34,16 @@ class Swarm:
         num_microbatches: Of a step.
         boundary_bytes: From a stage to the next, for each microbatch.
         stage_bytes: Of its weights.
+        window: Batches of a step, each of so many microbatches.
+        delays: Each step's record comes while the next one computes.
     """
 
     stages: Sequence[Sequence[float]]
     num_microbatches: int
     boundary_bytes: int
     stage_bytes: int = 1 << 10
+    window: int = 1
+    delays: bool = False
 
     @property
     def num_peers(self) -> int:
@@ -52,7 +56,8 @@ def training(hosts: Hosts, swarm: Swarm) -> Iterator[Stepped]:
     """A trainer on the first host, and a server on each other one. It is warm; `relay` is what a step may be told."""
     options = (
         "--num-stages", len(swarm.stages), "--num-microbatches", swarm.num_microbatches,
-        "--boundary-bytes", swarm.boundary_bytes, "--stage-bytes", swarm.stage_bytes,
+        "--boundary-bytes", swarm.boundary_bytes, "--stage-bytes", swarm.stage_bytes, "--window", swarm.window,
+        *(["--delays"] if swarm.delays else []),
     )  # fmt: skip
     with TemporaryDirectory() as paces, ExitStack() as stack:
         for stage, peers in enumerate(swarm.stages):
@@ -91,6 +96,8 @@ def main() -> None:
     parser.add_argument("--num-microbatches", type=int, required=True)
     parser.add_argument("--boundary-bytes", type=int, required=True)
     parser.add_argument("--stage-bytes", type=int, required=True)
+    parser.add_argument("--window", type=int, default=1)
+    parser.add_argument("--delays", action="store_true")
     parser.add_argument("--listen", default="127.0.0.1")
     parser.add_argument("--initial-peers", nargs="*", default=())
     arguments = parser.parse_args()
@@ -103,11 +110,13 @@ def main() -> None:
             num_stages=arguments.num_stages,
             microbatch_size=1,
             rebalancing="none",
+            delay_optimizer_step=arguments.delays,
             role="trainer",
             listen=arguments.listen,
             initial_peers=arguments.initial_peers,
         ),
         max_epochs=-1,
+        accumulate_grad_batches=arguments.window,
         callbacks=[Ways(install())],
         logger=False,
         enable_checkpointing=False,
