@@ -278,3 +278,17 @@ def test_nothing_else_is_written_and_no_other_folder(tmp_path: Path, monkeypatch
 
 def full(*args: Any) -> None:
     raise OSError("the disk is full")
+
+
+def test_where_steps_are_late_it_holds_the_newest(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_epochs": 1, "num_servers": 3, "delay_optimizer_step": True, "pipeline": "net"}
+    for name in ("ordinary", "sharded"):
+        (tmp_path / name).mkdir()
+    ordinary = run_swarm(in_memory, loader(digits()), **saving(tmp_path / "ordinary", **options))
+    late = run_swarm(on_meta, loader(digits()), **saving(tmp_path / "sharded", **options), state_dict_type="sharded")
+    assert late.losses == pytest.approx(ordinary.losses, rel=1e-11)
+    assert export_file(tmp_path / "sharded/007.ckpt", tmp_path / "one.ckpt") == len(ordinary.weights)
+    paths = (tmp_path / "one.ckpt", tmp_path / "ordinary/007.ckpt")
+    ours, theirs = (torch.load(path, weights_only=True) for path in paths)
+    for key in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0.0, atol=1e-12)
