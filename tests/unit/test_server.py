@@ -475,6 +475,12 @@ def test_a_gradient_of_the_wrong_shape_or_dtype_adds_nothing(make_swarm: MakeSwa
 # ---------------------------------------------------------------------- entering the run, reading
 
 
+def weights_of(swarm: Swarm) -> Message:
+    """The starter's, of the first stage."""
+    stage = swarm.stages[0]
+    return membership._weights(stage, stage.named_stage_tensors(), swarm.manifest)
+
+
 def test_nothing_is_computed_with_weights_that_are_not_the_starters(make_swarm: MakeSwarm) -> None:
     swarm, x = make_swarm("a", admit=False), rows(1)
     with pytest.raises(ProtocolError, match="not admitted"):
@@ -484,7 +490,7 @@ def test_nothing_is_computed_with_weights_that_are_not_the_starters(make_swarm: 
         swarm.run(swarm.forward(key(), x))
     with pytest.raises(ProtocolError, match="already"):
         swarm.run(membership.admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))
-    swarm.run(swarm.trainer.stream(A, LOAD, membership._weights(swarm.stages[0], swarm.manifest), timeout=1.0))
+    swarm.run(swarm.trainer.stream(A, LOAD, weights_of(swarm), timeout=1.0))
     torch.testing.assert_close(swarm.run(swarm.forward(key(), x)), swarm.module(x))
 
 
@@ -504,7 +510,7 @@ def test_weights_change_only_by_records(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     before = swarm.state()
     with pytest.raises(ProtocolError, match="takes its initial weights once"):
-        swarm.run(swarm.trainer.stream(A, LOAD, membership._weights(swarm.stages[0], swarm.manifest), timeout=1.0))
+        swarm.run(swarm.trainer.stream(A, LOAD, weights_of(swarm), timeout=1.0))
     assert swarm.state() == before
 
 
