@@ -1,6 +1,6 @@
 """From a LightningModule to stages: find its blocks, decide where to cut, cut."""
 
-from lightning_swarm.partition.bindings import CALLS, CARRIED, BlockCall, argument_of, bind, call_bound, taken
+from lightning_swarm.partition.bindings import CALLS, CARRIED, BlockCall, Pick, argument_of, bind, call_bound, taken
 from lightning_swarm.partition.blocks import Blocks, find_blocks
 from lightning_swarm.partition.boundaries import check_cuts, insert_at_cuts, layers_behind
 from lightning_swarm.partition.choice import choose_ranges
@@ -14,6 +14,7 @@ __all__ = [
     "CARRIED",
     "BlockCall",
     "Blocks",
+    "Pick",
     "StageModule",
     "StageSpec",
     "TensorSpec",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from torch import nn
 
@@ -25,18 +25,22 @@ CARRIED: Final = "carried with the hidden state"
 _NTH: Final = "#"
 
 
+Pick: TypeAlias = int | str | tuple[int, int]
+"""An index, a key, or a place among as many as there must be."""
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """One block's call.
 
     Attributes:
         arguments: All but the hidden state, by name.
-        picks: Indices and keys that the forward took from what the block gave, one after the other, before it handed
-            that to the next block: ``(0,)`` of ``x = block(x)[0]``.
+        picks: What the forward took of what the block gave, one after the other, before it handed that to the next
+            block: ``(0,)`` of ``x = block(x)[0]``, ``((0, 2),)`` of ``x, weights = block(x)``.
     """
 
     arguments: Mapping[str, Any]
-    picks: tuple[int | str, ...] = ()
+    picks: tuple[Pick, ...] = ()
 
 
 def bind(
@@ -96,14 +100,28 @@ def call_bound(
         arguments, picks = extras[CALLS][name] if name is not None else ({}, ())
         hidden = block(hidden, **{argument: extras[value] for argument, value in arguments.items()})
         for pick in picks:
-            if not isinstance(hidden, tuple | list | dict):
-                raise ConfigError(
-                    f"only a tuple, a list or a dict that a block gives may be indexed between blocks, got [{pick!r}] "
-                    f"of block {name!r}, which gave a {type(hidden).__name__}: of a tensor that would be a sample of "
-                    "the microbatch. Index it in the block."
-                )
-            hidden = hidden[pick]
+            hidden = _picked(hidden, pick, name)
     return hidden if not carried or last in names else (hidden, *others)
+
+
+def _picked(output: Any, pick: Pick, name: str | None) -> Any:
+    if not isinstance(output, tuple | list | dict):
+        raise ConfigError(
+            f"only a tuple, a list or a dict that a block gives may be indexed between blocks, got [{pick!r}] of block "
+            f"{name!r}, which gave a {type(output).__name__}: of a tensor that would be a sample of the microbatch. "
+            "Index it in the block."
+        )
+    values: Any = output
+    if not isinstance(pick, tuple):
+        return values[pick]
+    place, count = pick
+    values = list(output)
+    if len(values) != count:
+        raise ConfigError(
+            f"what a block gives must have as many parts as it is unpacked into: {count}, got {len(values)} of block "
+            f"{name!r}. Unpack all of them."
+        )
+    return values[place]
 
 
 def same(one: Any, other: Any) -> bool:

@@ -7,9 +7,10 @@ between is refused: nobody here has it.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from lightning_swarm import trees
 from lightning_swarm.errors import ConfigError
-from lightning_swarm.partition import BlockCall, Blocks, bind
+from lightning_swarm.partition import BlockCall, Blocks, Pick, bind
 from lightning_swarm.server.mode import capture
 from lightning_swarm.types.calls import Mode
 
@@ -43,7 +44,7 @@ class _Progress:
         """Of the block that was called last."""
         return len(self.calls) - 1
 
-    def picked(self, picks: tuple[int | str, ...]) -> _Progress:
+    def picked(self, picks: tuple[Pick, ...]) -> _Progress:
         """The same, where `picks` were taken from what the last block gave."""
         return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
@@ -168,7 +169,7 @@ class Pending:
 
     __slots__ = ("_picks", "_progress")
 
-    def __init__(self, progress: _Progress, picks: tuple[int | str, ...] = ()) -> None:
+    def __init__(self, progress: _Progress, picks: tuple[Pick, ...] = ()) -> None:
         self._progress = progress
         self._picks = picks
 
@@ -176,6 +177,12 @@ class Pending:
         if type(key) not in (int, str):
             self._refuse("`__getitem__`")
         return Pending(self._progress, (*self._picks, key))
+
+    def __iter__(self) -> Iterator[Pending]:
+        count = _unpacked_into(sys._getframe(1))
+        if count is None:
+            self._refuse("`__iter__`")
+        return iter([Pending(self._progress, (*self._picks, (place, count))) for place in range(count)])
 
     @override
     def __repr__(self) -> str:
@@ -206,10 +213,19 @@ def _operation(name: str) -> Callable[..., NoReturn]:
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _OTHERS = ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index")
-_CONTAINER = ("setitem", "delitem", "iter", "len", "contains")
+_CONTAINER = ("setitem", "delitem", "len", "contains")
 for _name in (*_ARITHMETIC, *(f"r{one}" for one in _ARITHMETIC), *_OTHERS, *_CONTAINER):
     setattr(Pending, f"__{_name}__", _operation(f"__{_name}__"))
 Pending.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
+
+
+def _unpacked_into(frame: FrameType) -> int | None:
+    """How many names a frame unpacks something into, as in ``x, weights = block(x)``. Else None.
+
+    Whoever iterates is not told, and nobody here knows how many there are; so the instruction that asks is looked at.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return code[at + 1] if dis.opname[code[at]] == "UNPACK_SEQUENCE" else None
 
 
 def _refuse(list_name: str, found: str) -> NoReturn:

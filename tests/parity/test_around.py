@@ -40,7 +40,7 @@ from tests.parity.harness import (
     run_plain,
     run_swarm,
 )
-from tests.parity.models import Images, NanoGPT, Recipe, digits, loader, sentences
+from tests.parity.models import Block, Images, NanoGPT, Recipe, digits, loader, sentences
 
 LIST = {"pipeline": "transformer.h"}
 STEPS = 6
@@ -506,4 +506,33 @@ def test_a_run_that_goes_back_takes_it_along(tmp_path: Path) -> None:
     (plain, wanted), (swarm, found) = runs
     assert found.results["loss"] == pytest.approx(wanted.results["loss"], rel=1e-9)
     assert len(wanted.results["loss"]) > 15
+    assert_exact(swarm, plain)
+
+
+class Attends(Block):
+    """Gives its attention's weights as well, or what stands for them."""
+
+    @override
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        out = super().forward(hidden)
+        return out, out.softmax(-1)
+
+
+class Unpacked(NanoGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer["h"] = nn.ModuleList([Attends(8) for _ in range(4)])
+
+    @override
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.transformer["wte"](idx)
+        for block in self.transformer["h"]:  # type: ignore[union-attr]
+            x, weights = block(x)
+        logits = self.lm_head(self.transformer["ln_f"](x * weights))
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_blocks_that_give_more_than_goes_on() -> None:
+    plain = run_plain(Unpacked, loader(sentences()), max_steps=STEPS)
+    swarm = run_swarm(Unpacked, loader(sentences()), max_steps=STEPS, num_servers=3, **LIST)
     assert_exact(swarm, plain)

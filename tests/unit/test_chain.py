@@ -242,6 +242,28 @@ def test_what_is_taken_of_a_blocks_output(patch: Callable[..., Patched]) -> None
     assert torch.equal(run(patched.model["h"]), run(patched.plain["h"]))  # type: ignore[index]
 
 
+def test_what_is_unpacked(patch: Callable[..., Patched]) -> None:
+    wraps: list[Callable[[Tensor], Any]] = [lambda x: (x, x * 2), lambda x: [1, (x, {"a": x * 3})], lambda x: (x, None)]
+
+    def run(blocks: Any) -> Any:
+        x, _ = blocks[0](ROWS)
+        _, (_, inner) = blocks[1](x)
+        x, nothing = blocks[2](inner["a"])
+        assert nothing is None
+        return x
+
+    patched = patch(nn.ModuleDict({"h": nn.ModuleList([Wraps(wrap) for wrap in wraps])}), "h")
+    for _ in range(50):  # as often as makes the interpreter look for shorter ways
+        assert torch.equal(run(patched.model["h"]), run(patched.plain["h"]))  # type: ignore[index]
+
+    def wrongly(blocks: Any) -> Any:
+        first, _, _ = blocks[0](ROWS)
+        return loop(blocks[1:], first)
+
+    with pytest.raises(ConfigError, match=r"as many parts as it is unpacked into: 3, got 2 of block '0'"):
+        wrongly(patched.model["h"])  # type: ignore[index]
+
+
 def test_a_sample_is_not_taken_of_a_tensor(patch: Callable[..., Patched]) -> None:
     with pytest.raises(
         ConfigError, match=r"got \[0\] of block '1', which gave a Tensor: of a tensor that would be a s"
@@ -362,7 +384,8 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "compared": (between(lambda x: x == 1), r"went to `__eq__`"),
     "sliced": (between(lambda x: x[:1]), r"went to `__getitem__`"),
     "indexed by a tensor": (between(lambda x: x[x > 0]), r"went to `__gt__`"),
-    "unpacked": (between(lambda x: tuple(x)), r"went to `__iter__`"),
+    "gone through": (between(lambda x: tuple(x)), r"went to `__iter__`"),
+    "unpacked in part": (between(lambda x: next(first for first, *_ in [x])), r"went to `__iter__`"),
     "asked for its shape": (between(lambda x: x.shape), r"went to `.shape`"),
     "asked for its truth": (between(lambda x: x or x), r"went to `__bool__`"),
     "given to torch": (between(lambda x: F.dropout(x, 0.1)), r"went to `torch.nn.functional.dropout`"),
