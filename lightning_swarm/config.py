@@ -180,6 +180,7 @@ class SwarmConfig:
     state_dict_type: StateDictType = "full"
     offload_optimizer: bool = False
     delay_optimizer_step: bool = False
+    deterministic: bool = False
     rebalancing: Rebalancing
     rebalance_interval: float
     preemption: Preemption | None
@@ -232,6 +233,33 @@ class SwarmConfig:
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
             raise ConfigError(
                 f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
+            )
+
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        """Refuse what makes the weights depend on who takes part, or on how long something takes."""
+        if self.microbatch_size is None:
+            raise ConfigError(
+                "`deterministic=True` needs `microbatch_size`: by default batches are cut into as many microbatches as "
+                "the run's servers can use, got None. Set the number of samples."
+            )
+        if self.compression.averaging != "none":
+            raise ConfigError(
+                "with `deterministic=True` sums of gradients must travel as they are, for what a codec makes of them "
+                f"depends on who has added up what: got averaging {self.compression.averaging!r}. Write "
+                "`compression=Compression(activations=..., gradients=...)`, which keep their codecs, or leave it out."
+            )
+        if self.role == "both":
+            raise ConfigError(
+                "with `deterministic=True` one process must train, for which trainer's batch comes into which step is "
+                "a matter of time: got role 'both'. Use role 'auto', with servers only beside it."
+            )
+        if self.split == "time":
+            raise ConfigError(
+                "with `deterministic=True` the model must be cut alike each time, got split 'time', which measures. "
+                "Leave `split` out, or name the blocks where stages begin."
             )
 
     @property

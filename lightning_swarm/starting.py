@@ -120,6 +120,7 @@ def manifest(
         rebalancing=config.rebalancing,
         rebalance_interval=config.rebalance_interval,
         delay_optimizer_step=config.delay_optimizer_step,
+        deterministic=config.deterministic,
         encoding=Encoding(**asdict(config.compression)),
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,

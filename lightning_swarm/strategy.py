@@ -88,6 +88,10 @@ class SwarmHooks(ResumingHooks):
         offload_optimizer: Keep the optimizer's state in the host's memory, and step there. On a CPU it is there anyway.
         delay_optimizer_step: Average and step while the next step's microbatches are computed: each step's gradient is
             that of the weights one step before. The starter's word holds.
+        deterministic: Add gradients up so that the trained weights do not depend, to the bit, on which servers compute
+            what, nor on how many there are, nor on which of them die: on machines of one kind, for one trainer. It
+            needs `microbatch_size`. That a server's own kernels give the same twice is asked for by
+            ``Trainer(deterministic=True)``. The starter's word holds.
         rebalancing: Which servers move to another stage during the run: ``"gain"``: where the pipeline gains more by
             it than it costs; ``"paper"``: by the SWARM paper's rule; ``"none"``: nobody. The starter's word holds.
         rebalance_interval: Seconds between two decisions on that, at the latest; when peers come or go it is decided at
@@ -132,6 +136,7 @@ class SwarmHooks(ResumingHooks):
         state_dict_type: StateDictType = "full",
         offload_optimizer: bool = False,
         delay_optimizer_step: bool = False,
+        deterministic: bool = False,
         rebalancing: Rebalancing = "gain",
         rebalance_interval: float = 300.0,
         preemption: Preemption | None = None,
@@ -162,6 +167,7 @@ class SwarmHooks(ResumingHooks):
             state_dict_type=state_dict_type,
             offload_optimizer=offload_optimizer,
             delay_optimizer_step=delay_optimizer_step,
+            deterministic=deterministic,
             rebalancing=rebalancing,
             rebalance_interval=rebalance_interval,
             preemption=preemption,

@@ -66,9 +66,7 @@ class Averager(ABC):
         """
         if len(group.roster) > 1:
             return await self._average(vector, total_weight, group, place, carried)
-        own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
-        found = await butterfly.average(own, total_weight, group, place)
-        return Averaged(found.mean, found.squared_norm, carried._replace(lost=None))
+        return await self._alone(vector, total_weight, group, carried)
 
     async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
         """The mean of a round that this peer has no part in, as every member of the roster has it.
@@ -83,6 +81,12 @@ class Averager(ABC):
         if len(group.roster) > 1:
             return await self._collect(like, group)
         return await butterfly.collect(like, group), Carried()
+
+    async def _alone(self, vector: Tensor, total_weight: float, group: Group, carried: Carried) -> Averaged:
+        """`average` where nobody else is."""
+        own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
+        found = await butterfly.average(own, total_weight, group, 0)
+        return Averaged(found.mean, found.squared_norm, carried._replace(lost=None))
 
     @abstractmethod
     async def _average(

@@ -6,6 +6,7 @@ added in the order of the stages, so all have the same bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final, TypeAlias
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_swarm.averaging.averager import Averaged
 from lightning_swarm.averaging.butterfly import Group, taken, withhold
+from lightning_swarm.averaging.fixed_point import squared_norm
 from lightning_swarm.averaging.parts import Compute
 from lightning_swarm.compression import to_message
 from lightning_swarm.tasks import gather
@@ -37,13 +39,23 @@ class TiedMeans:
         trained: What trains in the step.
         group: Who averages a stage.
         compute: Runs what takes long elsewhere than on the loop.
+        exact: The norm must not depend on how many parts there are: the first of a roster has it of all of them.
     """
 
-    def __init__(self, ties: Ties, trained: Collection[str], group: Callable[[int], Group], compute: Compute) -> None:
+    def __init__(
+        self,
+        ties: Ties,
+        trained: Collection[str],
+        group: Callable[[int], Group],
+        compute: Compute,
+        *,
+        exact: bool = False,
+    ) -> None:
         self._ties = ties
         self._trained = trained
         self._group = group
         self._compute = compute
+        self._exact = exact
 
     async def averaged(self, found: Mapping[int, Averaged], places: Mapping[int, int]) -> dict[int, Averaged]:
         """What the stages of a member end the round with.
@@ -65,8 +77,8 @@ class TiedMeans:
             ended = dict(found)
             for index in own:
                 mean = self._added_up(index, found[index].mean, shares)
-                part = self._group(index).bounds(len(mean))[places[index]]
-                ended[index] = found[index]._replace(mean=mean, squared_norm=self._squared_norm(index, mean, part))
+                norm = self._whole_norm if self._exact else self._squared_norm
+                ended[index] = found[index]._replace(mean=mean, squared_norm=norm(index, mean, places[index]))
             return ended
 
         result: dict[int, Averaged] = await self._compute(end)
@@ -127,11 +139,18 @@ class TiedMeans:
                     total[place] += share[name]
         return total
 
-    def _squared_norm(self, index: int, mean: Tensor, part: slice) -> float:
+    def _whole_norm(self, index: int, mean: Tensor, place: int) -> float:
+        """Squared, of what counts with this stage; with the first of its roster."""
+        if place != 0:
+            return 0.0
+        return math.fsum(squared_norm(mean[one]) for one in self._ties.counted(index, self._trained))
+
+    def _squared_norm(self, index: int, mean: Tensor, place: int) -> float:
         """Of a part, and there of what counts with this stage."""
-        squared_norm = 0.0
-        for place in self._ties.counted(index, self._trained):
-            begin, end = max(place.start, part.start), min(place.stop, part.stop)
+        part = self._group(index).bounds(len(mean))[place]
+        total = 0.0
+        for one in self._ties.counted(index, self._trained):
+            begin, end = max(one.start, part.start), min(one.stop, part.stop)
             if begin < end:
-                squared_norm += float(torch.linalg.vector_norm(mean[begin:end], dtype=torch.float64) ** 2)
-        return squared_norm
+                total += float(torch.linalg.vector_norm(mean[begin:end], dtype=torch.float64) ** 2)
+        return total

@@ -303,7 +303,7 @@ class Joiner:
 
 
 def _gradient(message: Message, stage: Stage) -> Tensor:
-    like = stage.next_sum.values
+    like = stage.next_sum.like
     wanted = (stage.mean_length,), like.dtype
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in message.tensors]
     if found != [wanted]:

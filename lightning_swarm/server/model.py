@@ -169,6 +169,7 @@ class Model:
             selection=manifest.selection,
             codecs=Codecs.of(manifest.encoding),
             keeps_before=delays,
+            exact=manifest.deterministic,
         )
 
     def _freeze(self, frozen: Collection[str]) -> None:

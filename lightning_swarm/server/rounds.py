@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_swarm.averaging import seen
 from lightning_swarm.averaging.averager import Averaged, Averager, Butterfly, Carried, PowerSGD, refuse
 from lightning_swarm.averaging.butterfly import Group, RoundFailed
+from lightning_swarm.averaging.exact import Exact
 from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.averaging.tied import TiedMeans
@@ -113,7 +114,7 @@ class Rounds:
     ) -> tuple[Tensor, Carried]:
         """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
         group = self._group(closing, stage.index, rosters[stage.index])
-        mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).values, group)
+        mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).like, group)
         mean.div_(closing.gradient_scale)
         tied = self._tied(self._sums.run.ties, closing, rosters, stage)
         mean = await tied.collected(stage.index, mean, self._me.boot_id)
@@ -217,10 +218,13 @@ class Rounds:
             trained_names(selections[0]) if selections else (),
             lambda index: self._group(closing, index, rosters[index]),
             self._compute,
+            exact=self._sums.run.manifest.deterministic,
         )
 
     def _averager(self, stage: Stage) -> Averager:
         codecs = stage.codecs
+        if stage.exact:
+            return Exact(stage.next_sum.like, self._compute)
         if codecs.rank is None:
             return Butterfly(Parts(codecs.averaging, self._compute), codecs.error_feedback)
         shapes = [parameter.shape for parameter in stage.trainable]

@@ -21,7 +21,7 @@ from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
 from lightning_swarm.server.fingerprint import fingerprint
-from lightning_swarm.server.gradient_sum import GradientSum
+from lightning_swarm.server.gradient_sum import ExactSum, GradientSum
 from lightning_swarm.server.load import StageLoad
 from lightning_swarm.server.running_statistics import RunningStatistics
 from lightning_swarm.server.stepper import Stepper
@@ -41,6 +41,7 @@ class Stage:
         selection: Which parameters train, and in which group; None: it is not going to train.
         codecs: By which its tensors travel.
         keeps_before: Keep the weights of the version before the newest, too.
+        exact: Add gradients up so that their sums do not depend on the order.
 
     Attributes:
         computation: Of its microbatches.
@@ -59,6 +60,7 @@ class Stage:
         selection: Selection | None = None,
         codecs: Codecs = PLAIN,
         keeps_before: bool = False,
+        exact: bool = False,
     ) -> None:
         self.module = module
         self.index = module.spec.index
@@ -66,6 +68,7 @@ class Stage:
         self.device = device
         self.version = version
         self.codecs = codecs
+        self.exact = exact
         self.statistics = RunningStatistics(module)
         self.computation = Computation(module, device, codecs, self.statistics)
         self.parameters = dict(module.named_stage_parameters())
@@ -120,7 +123,7 @@ class Stage:
         """What was added up in a step that is open."""
         if step not in self._sums:
             spare, self._spare = self._spare, None
-            self._sums[step] = spare or GradientSum(self.trainable, self.device)
+            self._sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)
         return self._sums[step]
 
     @property
@@ -215,7 +218,7 @@ class Stage:
     @property
     def mean_length(self) -> int:
         """Of what a round ends with: the mean gradient, and the running statistics behind it."""
-        like = self.next_sum.values
+        like = self.next_sum.like
         return like.numel() + self.statistics.length * torch.float64.itemsize // like.itemsize
 
     def with_statistics(self, mean_gradient: Tensor, statistics: Tensor) -> Tensor:
@@ -225,7 +228,7 @@ class Stage:
     def _apart(self, mean: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.statistics:
             return mean, None
-        length = self.next_sum.values.numel()
+        length = self.next_sum.like.numel()
         gradient, statistics = mean.split([length, len(mean) - length])
         return gradient, statistics.clone().view(torch.float64)
 

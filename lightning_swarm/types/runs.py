@@ -79,6 +79,7 @@ class Manifest(Wire, frozen=True):
     rebalance_interval: Positive = 300.0  # seconds between two decisions on who moves, at the latest
     encoding: Encoding = NOT_ENCODED
     delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
+    deterministic: bool = False  # what gradients add up to does not depend on who adds up which of them
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer

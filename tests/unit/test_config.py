@@ -76,6 +76,32 @@ def test_a_setting_that_cannot_work_is_refused(changes: dict[str, Any], words: l
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"microbatch_size": None}, ["microbatch_size", "got None", "Set the number of samples"]),
+        ({"role": "both"}, ["one process must train", "got role 'both'", "Use role 'auto'"]),
+        ({"split": "time"}, ["cut alike", "got split 'time'", "Leave `split` out"]),
+        *(
+            (
+                {"compression": Compression(averaging=name)},
+                ["sums of gradients must travel as they are", f"got averaging '{name}'", "activations=..."],
+            )
+            for name in ("float16", "8bit", "powersgd")
+        ),
+    ],
+)
+def test_what_makes_weights_depend_on_who_takes_part_is_refused(changes: dict[str, Any], words: list[str]) -> None:
+    fit: dict[str, Any] = {"deterministic": True, "microbatch_size": 4}
+    config(**fit)
+    config(**fit, compression=Compression(activations="8bit", gradients="4bit"))
+    config(**changes)
+    with pytest.raises(ConfigError) as caught:
+        config(**{**fit, **changes})
+    for word in ["deterministic=True", *words]:
+        assert word in str(caught.value)
+
+
 def test_who_joins_only_serves_unless_told_otherwise() -> None:
     somebody = (Address.parse("203.0.113.7:31337/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"),)
     assert not config().only_serves

@@ -1,0 +1,177 @@
+"""`SwarmStrategy(deterministic=True)`: the same bits in the end, however a run was wired and whoever died in it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm import trees
+from lightning_swarm.testing import FaultPlan, Phase
+from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
+from tests.parity.models import DigitsMLP, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
+from tests.parity.test_joining import Joining
+from tests.parity.test_tied import TiedGPT
+
+STEPS = 8
+
+
+def digits_net() -> DigitsMLP:
+    return DigitsMLP(Recipe(schedule="onecycle"))
+
+
+def train(
+    make: Callable[[], L.LightningModule] = digits_net, data: Callable[[], Any] = digits, **options: Any
+) -> SwarmRun:
+    """In float32, of which most additions round."""
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "max_epochs": -1,
+        "gradient_clip_val": 0.5,
+        "precision": "32-true",
+        "microbatch_size": 1,
+        "latency_s": 0.001,
+        "deterministic": True,
+    }
+    settings |= options
+    run = run_swarm(make, loader(data()), **settings)
+    if isinstance(settings.get("faults"), FaultPlan):
+        settings["faults"].check()
+    assert len(run.records) == settings["max_steps"]
+    return run
+
+
+def bits(run: SwarmRun) -> dict[str, Tensor]:
+    """All that a run comes to: losses, norms, weights, and the optimizer's state of each stage."""
+    found = {f"weight {name}": tensor for name, tensor in run.weights.items()}
+    found["losses"] = torch.tensor(run.losses, dtype=torch.float64)
+    decided = [(record.squared_norm, record.clip_factor, record.closing.total_weight) for record in run.records]
+    found["records"] = torch.tensor(decided, dtype=torch.float64)
+    for server in run.strategy.servers:
+        for index in server.stepping.stages:
+            if server.admission.me not in run.rosters[-1][index]:
+                continue
+            for name, state in server.stepping.stage(index).optimizer_state().items():
+                for number, tensor in enumerate(trees.flatten(state)[1]):
+                    key = f"state {index} {name} {number}"
+                    assert torch.equal(found.setdefault(key, tensor), tensor)
+    assert sum(key.startswith("state") for key in found) >= len(run.weights)
+    return found
+
+
+def different(one: SwarmRun, other: SwarmRun, of: tuple[str, ...] = ("",)) -> list[str]:
+    """What is not the same bits, of what is called so."""
+    ours, theirs = ({name: tensor for name, tensor in bits(run).items() if name.startswith(of)} for run in (one, other))
+    assert ours.keys() == theirs.keys()
+    assert all(tensor.isfinite().all() for tensor in ours.values())
+    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+
+
+def holders(run: SwarmRun) -> list[Any]:
+    """By step and stage: who held which microbatches when it was averaged."""
+    return [run.held.by_stage(record) for record in run.records]
+
+
+# In the second step one of the two servers of the second stage dies with what it has added up, and all of that is
+# computed anew by the other one.
+def deadly(phase: Phase) -> dict[str, Any]:
+    return {"num_servers": 4, "num_gone": 1, "faults": FaultPlan().kill("peer-3", at=phase, step=2)}
+
+
+WIRED: list[Callable[[], dict[str, Any]]] = [
+    lambda: {"num_servers": 2},
+    lambda: {"num_servers": 1},
+    lambda: {"num_servers": 4, "seed": 1},
+    lambda: {"num_servers": 5, "seed": 2, "microbatch_s": [0.01, 0.03, 0.02]},
+    lambda: deadly(Phase.BACKWARD_DONE),
+    lambda: deadly(Phase.RECEIPT_SEEN),
+    lambda: deadly(Phase.AVERAGE_SEND),
+    lambda: deadly(Phase.AVERAGE_DONE),
+    lambda: {"num_servers": 3, "callbacks": [Joining(at=2, count=2)], "num_joiners": 2},
+]
+NAMES = ["one each", "one for both", "two each", "of unequal speed", "dies 1", "dies 2", "dies 3", "dies 4", "joiners"]
+
+
+@pytest.fixture(scope="module")
+def reference() -> SwarmRun:
+    run = train(num_servers=3, seed=7)
+    assert run.num_clipped > 0
+    return run
+
+
+@pytest.mark.parametrize("wired", WIRED, ids=NAMES)
+def test_the_same_bits(reference: SwarmRun, wired: Callable[[], dict[str, Any]]) -> None:
+    run = train(**wired())
+    assert holders(run) != holders(reference)
+    assert different(run, reference) == []
+
+
+def test_other_bits_without_it() -> None:
+    """The proof above can fail."""
+    runs = [train(deterministic=False, **wired()) for wired in WIRED[:5]]
+    for one, other in itertools.combinations(runs[1:], 2):
+        found = different(one, other)
+        assert sum(name.startswith("weight") for name in found) > len(one.weights) // 2
+
+
+def test_exact_in_float64() -> None:
+    plain = run_plain(digits_net, loader(digits()), max_steps=STEPS, max_epochs=-1, gradient_clip_val=0.5)
+    swarm = train(num_servers=5, precision="64-true")
+    assert_exact(swarm, plain)
+    assert swarm.norms == pytest.approx(plain.norms, rel=1e-11)
+
+
+class Poisoned(DigitsMLP):
+    """One gradient is not finite."""
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (self.poison if batch_idx == 2 else 1.0)
+
+    poison = math.nan
+
+
+class Huge(Poisoned):
+    """Or it is finite, and too large."""
+
+    poison = 1e12
+
+
+@pytest.mark.parametrize("make", [Poisoned, Huge])
+def test_what_cannot_be_added_up_skips_its_step(make: Callable[[], Any]) -> None:
+    one, other = train(make, max_steps=4, num_servers=2), train(make, max_steps=4, num_servers=5, seed=1)
+    assert different(one, other, of=("weight", "state")) == []
+    for run in (one, other):
+        assert [record.outcome for record in run.records] == ["apply", "apply", "skip", "apply"]
+
+
+@pytest.mark.parametrize(
+    ("make", "data", "options"),
+    [
+        (TinyGPT, sentences, {"microbatch_size": 2}),
+        (TiedGPT, sentences, {"microbatch_size": 2}),
+        (lambda: NanoGPT(Recipe()), sentences, {"microbatch_size": 2, "pipeline": "transformer.h"}),
+        (digits_net, digits, {"delay_optimizer_step": True}),
+        (digits_net, digits, {"accumulate_grad_batches": 3, "max_steps": 4}),
+        (digits_net, digits, {"target_batch_size": 20, "max_steps": 4}),
+    ],
+    ids=["gpt", "tied", "around", "late", "accumulated", "target"],
+)
+def test_in_other_runs(make: Any, data: Any, options: dict[str, Any]) -> None:
+    one = train(make, data, **options, num_servers=2)
+    assert one.num_clipped
+    for other in (
+        train(make, data, **options, num_servers=5, seed=3),
+        train(make, data, **options, **deadly(Phase.RECEIPT_SEEN)),
+    ):
+        assert holders(one) != holders(other)
+        assert different(one, other) == []
+    plain = [train(make, data, **options, deterministic=False, num_servers=number) for number in (2, 5)]
+    assert different(*plain)
