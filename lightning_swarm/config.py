@@ -235,6 +235,11 @@ class SwarmConfig:
                 f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
             )
 
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(
+                "`deterministic` must be True or False (weights may differ in their last bits from run to run), got "
+                f"{self.deterministic!r}. What kernels do is the word of `Trainer(deterministic=...)`."
+            )
         if self.deterministic:
             self._check_deterministic()
 

@@ -68,7 +68,12 @@ def test_float64() -> None:
     assert {tensor.dtype for tensor in fit_both(max_steps=STEPS).swarm.weights.values()} == {torch.float64}
 
 
-@feature("`Trainer(deterministic=True)`", WORKS)
+@feature(
+    "`Trainer(deterministic=True)`",
+    WORKS,
+    "of kernels; for [the same bits](how_it_works.md#the-same-bits-again) whatever the wiring: "
+    "`SwarmStrategy(deterministic=True)`, too",
+)
 def test_deterministic() -> None:
     try:
         fit_both(deterministic=True, max_steps=STEPS)

@@ -17,6 +17,8 @@ from lightning_swarm import trees
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
+from tests.parity.test_batch_norm import ResNet
+from tests.parity.test_going_back import Fit, Killing
 from tests.parity.test_joining import Joining
 from tests.parity.test_tied import TiedGPT
 
@@ -62,7 +64,7 @@ def bits(run: SwarmRun) -> dict[str, Tensor]:
                 for number, tensor in enumerate(trees.flatten(state)[1]):
                     key = f"state {index} {name} {number}"
                     assert torch.equal(found.setdefault(key, tensor), tensor)
-    assert sum(key.startswith("state") for key in found) >= len(run.weights)
+    assert sum(key.startswith("state") for key in found) >= len(list(run.module.parameters()))
     return found
 
 
@@ -158,11 +160,13 @@ def test_what_cannot_be_added_up_skips_its_step(make: Callable[[], Any]) -> None
         (TinyGPT, sentences, {"microbatch_size": 2}),
         (TiedGPT, sentences, {"microbatch_size": 2}),
         (lambda: NanoGPT(Recipe()), sentences, {"microbatch_size": 2, "pipeline": "transformer.h"}),
+        (ResNet, digits, {"microbatch_size": 2, "gradient_clip_val": 0.2}),
+        (lambda: DigitsMLP(dropout=0.3), digits, {}),
         (digits_net, digits, {"delay_optimizer_step": True}),
         (digits_net, digits, {"accumulate_grad_batches": 3, "max_steps": 4}),
         (digits_net, digits, {"target_batch_size": 20, "max_steps": 4}),
     ],
-    ids=["gpt", "tied", "around", "late", "accumulated", "target"],
+    ids=["gpt", "tied", "around", "batch norms", "dropout", "late", "accumulated", "target"],
 )
 def test_in_other_runs(make: Any, data: Any, options: dict[str, Any]) -> None:
     one = train(make, data, **options, num_servers=2)
@@ -175,3 +179,17 @@ def test_in_other_runs(make: Any, data: Any, options: dict[str, Any]) -> None:
         assert different(one, other) == []
     plain = [train(make, data, **options, deterministic=False, num_servers=number) for number in (2, 5)]
     assert different(*plain)
+
+
+def test_a_run_that_went_back_to_a_snapshot() -> None:
+    def fit(killing: Killing, **options: Any) -> Fit:
+        wired = {"deterministic": True, "microbatch_size": 1, **options}
+        found = Fit(killing, devices=4, swarm=wired, precision="32-true", gradient_clip_val=0.5)
+        assert not killing.left, "nobody was killed"
+        return found
+
+    # The second stage is that of the peers 1 and 3.
+    runs = [fit(Killing([5], [[1, 3]])), fit(Killing([], []), seed=1)]
+    assert [run.num_went_back for run in runs] == [1, 0]
+    for name, tensor in runs[0].weights.items():
+        assert torch.equal(runs[1].weights[name], tensor)

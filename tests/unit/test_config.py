@@ -63,6 +63,7 @@ def test_defaults_and_ordinary_values_pass() -> None:
         ({"role": None}, ["role", "got None", "Choose"]),
         ({"preemption": "google"}, ["preemption", "'aws', 'gcp', 'azure', 'auto'", "got 'google'", "Choose"]),
         ({"boundary": 4}, ["boundary", "a `Bottleneck`, a `Maxout` or None", "got 4", "Bottleneck(ratio=4)"]),
+        ({"deterministic": "warn"}, ["deterministic", "True or False", "got 'warn'", "`Trainer(deterministic=...)`"]),
         ({"split": "size"}, ["split", "'parameters', 'time' or a list", "got 'size'", "Leave it out"]),
         ({"run_id": ""}, ["run_id", "1..100 printable", "got ''", "Choose another"]),
         ({"run_id": "a\nb"}, ["run_id", "got 'a\\nb'", "Choose another"]),
