@@ -34,6 +34,7 @@ LOSS_TOLERANCE = 1e-11
 WEIGHT_TOLERANCE = 1e-10
 
 _OF_THE_STRATEGY = {"seed", "latency_s", "microbatch_s", "faults", *inspect.signature(SwarmStrategy).parameters}
+_OF_THE_STRATEGY -= {"deterministic"}  # the Trainer has an argument of that name
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -149,6 +150,7 @@ def run_swarm(
     num_joiners: int = 0,
     num_gone: int = 0,
     num_shed: int = 0,
+    exact_sums: bool = False,
     **options: Any,
 ) -> SwarmRun:
     """Train on a swarm; the rest is as in `run_plain`. Checks that all peers took part and ended up equal.
@@ -162,11 +164,12 @@ def run_swarm(
         num_joiners: That a callback makes join, and that do.
         num_gone: Of the servers, those in no roster at the end.
         num_shed: How often a server that holds several stages gives one up.
+        exact_sums: `deterministic` of the strategy. By that name it is the Trainer's.
         options: Further arguments of `InMemoryStrategy` and of the Trainer. Microbatches have 3 samples by default.
     """
     swarm = {name: options.pop(name) for name in _OF_THE_STRATEGY & options.keys()}
     module = make_module()
-    swarm = {"microbatch_size": 3, "shared": getattr(module, "shared", ()), **swarm}
+    swarm = {"microbatch_size": 3, "shared": getattr(module, "shared", ()), "deterministic": exact_sums, **swarm}
     strategy = _IN_MEMORY[_framework_of(module)](num_stages=num_stages, **swarm)
     options["devices"] = num_servers + (swarm.get("role") == "trainer")
     with watched() as held:

@@ -40,7 +40,7 @@ def train(
         "precision": "32-true",
         "microbatch_size": 1,
         "latency_s": 0.001,
-        "deterministic": True,
+        "exact_sums": True,
     }
     settings |= options
     run = run_swarm(make, loader(data()), **settings)
@@ -97,8 +97,31 @@ WIRED: list[Callable[[], dict[str, Any]]] = [
     lambda: deadly(Phase.AVERAGE_SEND),
     lambda: deadly(Phase.AVERAGE_DONE),
     lambda: {"num_servers": 3, "callbacks": [Joining(at=2, count=2)], "num_joiners": 2},
+    # The first server coordinates.
+    lambda: {**deadly(Phase.BACKWARD), "role": "trainer", "faults": FaultPlan().kill("peer-1", at=Phase.CLOSE, step=2)},
+    lambda: {
+        "num_servers": 1,
+        "callbacks": [Joining(at=1)],
+        "num_joiners": 1,
+        "num_shed": 1,
+        "rebalancing": "gain",
+        "rebalance_interval": 0.5,
+        "microbatch_s": [0.1, 0.1],
+    },
 ]
-NAMES = ["one each", "one for both", "two each", "of unequal speed", "dies 1", "dies 2", "dies 3", "dies 4", "joiners"]
+NAMES = [
+    "one each",
+    "one for both",
+    "two each",
+    "of unequal speed",
+    "dies 1",
+    "dies 2",
+    "dies 3",
+    "dies 4",
+    "joiners",
+    "coordinator",
+    "shed",
+]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +140,7 @@ def test_the_same_bits(reference: SwarmRun, wired: Callable[[], dict[str, Any]])
 
 def test_other_bits_without_it() -> None:
     """The proof above can fail."""
-    runs = [train(deterministic=False, **wired()) for wired in WIRED[:5]]
+    runs = [train(exact_sums=False, **wired()) for wired in WIRED[:5]]
     for one, other in itertools.combinations(runs[1:], 2):
         found = different(one, other)
         assert sum(name.startswith("weight") for name in found) > len(one.weights) // 2
@@ -177,7 +200,7 @@ def test_in_other_runs(make: Any, data: Any, options: dict[str, Any]) -> None:
     ):
         assert holders(one) != holders(other)
         assert different(one, other) == []
-    plain = [train(make, data, **options, deterministic=False, num_servers=number) for number in (2, 5)]
+    plain = [train(make, data, **options, exact_sums=False, num_servers=number) for number in (2, 5)]
     assert different(*plain)
 
 
