@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
@@ -61,10 +62,12 @@ class Way:
     Args:
         compression: The codecs.
         boundary: Layers at the cuts.
+        delays: Each gradient but the first is of the weights one step before those that it is applied to.
     """
 
     compression: Compression
     boundary: Boundary | None = None
+    delays: bool = False
 
 
 WAYS: Final[Mapping[str, Way]] = {
@@ -86,6 +89,8 @@ WAYS: Final[Mapping[str, Way]] = {
     "maxout, 2": Way(Compression(), Maxout(ratio=2)),
     "maxout, 4": Way(Compression(), Maxout(ratio=4)),
     "8bit and bottleneck, 4": Way(Compression.parse("8bit"), Bottleneck(ratio=4)),
+    "delay_optimizer_step": Way(Compression(), delays=True),
+    "8bit, delay_optimizer_step": Way(Compression.parse("8bit"), delays=True),
 }
 
 
@@ -176,9 +181,14 @@ def train(way: Way, seed: int, num_steps: int) -> list[float]:
     averaging = _Averaging(codecs, [one.shape for one in model.parameters()])
     kept = next(iter(DataLoader(data.val_windows, 256, shuffle=True, generator=torch.Generator().manual_seed(0))))
     losses = [_evaluate(model, kept)]
+    before: list[Tensor] = []
     for step, batch in zip(range(1, num_steps + 1), _batches(data), strict=False):
         halves = zip(*(one.chunk(NUM_SERVERS) for one in batch), strict=True)
-        mean = averaging.mean([_gradient(model, codecs, tokens, targets) for tokens, targets in halves])
+        with _holding(model, before):
+            sums = [_gradient(model, codecs, tokens, targets) for tokens, targets in halves]
+        mean = averaging.mean(sums)
+        if way.delays:
+            before = [parameter.detach().clone() for parameter in model.parameters()]
         own = list(model.parameters())
         for parameter, part in zip(own, mean.split([one.numel() for one in own]), strict=True):
             parameter.grad = part.view_as(parameter)
@@ -188,6 +198,17 @@ def train(way: Way, seed: int, num_steps: int) -> list[float]:
         if step % EVERY == 0:
             losses.append(_evaluate(model, kept))
     return losses
+
+
+@contextmanager
+def _holding(model: nn.Module, weights: Sequence[Tensor]) -> Iterator[None]:
+    """Compute with these weights inside; with its own, if there are none."""
+    own = [(parameter, parameter.data) for parameter, _ in zip(model.parameters(), weights, strict=False)]
+    for (parameter, _), weight in zip(own, weights, strict=True):
+        parameter.data = weight
+    yield
+    for parameter, data in own:
+        parameter.data = data
 
 
 def _gradient(model: ByteGPT, codecs: Codecs, tokens: Tensor, targets: Tensor) -> Tensor:

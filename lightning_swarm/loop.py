@@ -147,7 +147,8 @@ class SwarmOptimization:
             closing = False
         else:
             step = self._session.open_step
-            closing = self._session.finish_batch(logs, metrics)
+            close = self._must_close(self._is_last_batch(), batch.num_samples)
+            closing = self._session.finish_batch(logs, metrics, close=close, window=self._window)
             self._through[lease] = step, batch
             self._sizes.setdefault(step, []).append(batch.num_samples)
         self._end_step(optimizer, closing=closing)
@@ -226,13 +227,18 @@ class SwarmOptimization:
 
     def _close(self) -> None:
         """Ask to close the open step with what it has."""
-        self._session.close_step(window=1.0 if self._target_batch_size is None else None)
+        self._session.close_step(window=self._window)
+
+    @property
+    def _window(self) -> float | None:
+        """The total weight of a step: a full window's, of batches that weigh equally; None: it adds up."""
+        return 1.0 if self._target_batch_size is None else None
 
     def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
         """Have the step decided if it ends with this batch."""
-        last = self._session.is_lead and self._is_last_batch()
-        if not closing and self._must_close(last=last):
-            self._close()
+        last = self._is_last_batch()
+        if not closing and self._must_close(last, self.pending_samples):
+            self._close()  # the batch was withdrawn
             closing = True
         # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         if closing and not (self.stepped and self._session.is_lead and not last):
@@ -267,7 +273,7 @@ class SwarmOptimization:
         profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
         with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
             closed = self._session.end_step()
-            if not self._take_lost() and not closed and self._must_close(last=last):
+            if not self._take_lost() and not closed and self._must_close(last, self.pending_samples):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
                 closed = self._session.end_step()
                 self._take_lost()
@@ -347,7 +353,7 @@ class SwarmOptimization:
         else:
             self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
 
-    def _must_close(self, *, last: bool) -> bool:
+    def _must_close(self, last: bool, pending_samples: int) -> bool:
         """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         if self._target_batch_size is None:
@@ -355,14 +361,14 @@ class SwarmOptimization:
             # divided by the window's length already.
             cut_off = epoch_loop._num_ready_batches_reached()
             return cut_off or epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
-        return last and self.pending_samples > 0
+        return last and pending_samples > 0
 
     def _ends_epoch(self) -> bool:
         """Whether the lead's epoch ends here: what follows it, a checkpoint say, shall miss no step of it."""
         return self._session.is_lead and self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
     def _is_last_batch(self) -> bool:
-        """Whether the loop's last epoch ends here."""
+        """Whether the lead's last epoch ends here."""
         max_epochs = self.trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
         return last_epoch and self._ends_epoch()

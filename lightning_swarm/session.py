@@ -170,12 +170,16 @@ class Session:
         if self.pipeline.batch is not None:  # else it was through, and who coordinates knows
             self._runtime.run(self._steps.revoked(self._taken().grant.lease))
 
-    def finish_batch(self, logs: Sequence[Logged], metrics: Metrics) -> bool:
-        """The batch is through. True when its step closes now: then `await_record`.
+    def finish_batch(
+        self, logs: Sequence[Logged], metrics: Metrics, *, close: bool = False, window: float | None = None
+    ) -> bool:
+        """The batch is through. True when its step closes now: then `end_step`.
 
         Args:
             logs: What its `training_step` logged for all trainers.
             metrics: What it added to metrics that are logged for all trainers.
+            close: Also ask to close the step.
+            window: As in `close_step`.
 
         Raises:
             LeaseRevoked: It counts nowhere, for nothing was heard of this trainer. It stays in hand.
@@ -185,7 +189,9 @@ class Session:
             self.around.add(self.pipeline.key(batch, 0, 0), batch.grant.weight)
         if metrics[0]:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
-        closing = self._runtime.run(self._steps.done(batch.grant.lease, batch.completed, logs=logs))
+        closing = self._runtime.run(
+            self._steps.done(batch.grant.lease, batch.completed, close=close, total_weight=window, logs=logs)
+        )
         self.pipeline.batch = None
         if not closing and self._steps.imminent is not None:
             self._runtime.run(self._steps.record(self._steps.imminent))
@@ -193,7 +199,7 @@ class Session:
         return closing
 
     def close_step(self, *, window: float | None) -> None:
-        """Ask to close the open step with what it has."""
+        """Ask to close the open step with what it has; its total weight is `window`, or what adds up."""
         self._runtime.run(self._steps.done(None, [], close=True, total_weight=window))
 
     def end_step(self) -> bool:
