@@ -22,13 +22,7 @@ def threads() -> None:
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [
-        ("8bit", 0.005),
-        ("4bit, error feedback", 0.02),
-        ("powersgd, 4", 0.05),
-        ("8bit and bottleneck, 4", 0.05),
-        ("delay_optimizer_step", 0.05),
-    ],
+    [("8bit", 0.005), ("4bit, error feedback", 0.02), ("powersgd, 4", 0.05), ("8bit and bottleneck, 4", 0.05)],
 )
 def test_it_learns_nearly_as_fast(name: str, share: float, plain: list[float]) -> None:
     found = train(WAYS[name], seed=0, num_steps=SHORT)
