@@ -59,7 +59,7 @@ class SwarmOptimization:
         self.stepped = False
         self._num_moved = 0  # how often schedulers were moved for records that are not counted yet
         self._sizes: dict[int, list[int]] = {}  # by step: of batches that are through, and in no record yet
-        self._through: dict[int, tuple[int, _Batch]] = {}  # likewise their steps and they themselves, by their leases
+        self._through: dict[int, tuple[int, _Batch, int]] = {}  # likewise by lease: the step, the batch, its epoch
         self._lost: dict[int, _Batch] = {}  # they were through, count nowhere all the same, and are to run again
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
@@ -149,20 +149,25 @@ class SwarmOptimization:
             step = self._session.open_step
             close = self._must_close(self._is_last_batch(), batch.num_samples)
             closing = self._session.finish_batch(logs, metrics, close=close, window=self._window)
-            self._through[lease] = step, batch
+            self._through[lease] = step, batch, self.trainer.current_epoch
             self._sizes.setdefault(step, []).append(batch.num_samples)
         self._end_step(optimizer, closing=closing)
         if self._lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
-        if self._session.num_trainers == 1:
+        if self._session.num_trainers == 1 and not self._session.delays:
             self._through.clear()  # it has all batches of a step, on its device: too much to keep for a double fault
         return {} if result.loss is None else result.asdict()
 
     def finish(self) -> None:
         """Training ends: count the records that are still to come."""
-        self._session.catch_up()
-        self._take_lost()
+        self._catch_up()
         self._count_others(self.trainer.optimizers[0])
+        if self._lost:
+            _log.warning(
+                "Training ended before %d batches could run again, which count nowhere: what servers had added of them "
+                "was lost.",
+                len(self._lost),
+            )
 
     def begin_backward(self) -> None:
         """`training_step` is through, and what it logged is known."""
@@ -177,8 +182,10 @@ class SwarmOptimization:
 
     @property
     def num_late_batches(self) -> int:
-        """Batches of this trainer that are through, in a step that takes no more, and whose record is still to come."""
-        return sum(len(sizes) for step, sizes in self._sizes.items() if step < self._session.open_step)
+        """Where steps are late: this epoch's batches that are through, and in no record that was counted."""
+        if not self._session.delays or self._ends_epoch():
+            return 0
+        return sum(epoch == self.trainer.current_epoch for _, _, epoch in self._through.values())
 
     @property
     def pending(self) -> Pending:
@@ -243,13 +250,22 @@ class SwarmOptimization:
         # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         if closing and not (self.stepped and self._session.is_lead and not last):
             self._step(optimizer, last=last)
+        else:
+            self._session.hear_imminent()
+        if self._ends_epoch():
+            self._catch_up()
         self._count_others(optimizer)
+
+    def _catch_up(self) -> None:
+        """Hear of the records of all steps that are closed."""
+        self._session.catch_up()
+        self._take_lost()
 
     def _take_lost(self) -> bool:
         """Whether batches that were through count nowhere all the same. They are to run again."""
         lost = self._session.take_lost()
         for lease in lost:
-            step, batch = self._through.pop(lease, (0, None))
+            step, batch, _ = self._through.pop(lease, (0, None, 0))
             if batch is None:
                 raise StepError(
                     "a batch before the one in hand was struck from the open step, for what servers had added of it "
@@ -276,9 +292,6 @@ class SwarmOptimization:
             if not self._take_lost() and not closed and self._must_close(last, self.pending_samples):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
                 closed = self._session.end_step()
-                self._take_lost()
-            if closed and self._ends_epoch():
-                self._session.catch_up()
                 self._take_lost()
         if self._session.version > self._version:
             self._count(optimizer)
@@ -393,6 +406,8 @@ class SwarmOptimization:
                 "Change it at the beginning of an accumulation window; with `target_batch_size`, choose one that "
                 "divides the samples of an epoch."
             )
+        self._catch_up()
+        self._count_others(optimizer)
         self._session.select(selection)
 
     def _check_untouched(self, optimizer: Optimizer) -> None:

@@ -116,6 +116,12 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
             "of one trainer; got None. Set the number of samples of a step, those of all trainers together."
         )
+    if config.delay_optimizer_step:
+        raise ConfigError(
+            "with `delay_optimizer_step` one trainer must bring all batches, for what several log of a step is put "
+            "together when its record comes, and others have begun the next one by then; got `role='both'`. Use "
+            "`role='auto'`, or leave out `delay_optimizer_step`."
+        )
     if trainer.precision == "16-mixed":
         raise ConfigError(
             "the trainers of a step must scale their losses alike, and with `precision='16-mixed'` each finds a scale "

@@ -78,6 +78,11 @@ class Session:
         return self._steps.version
 
     @property
+    def delays(self) -> bool:
+        """Whether a step's record comes while the next one takes batches."""
+        return self.run.manifest.delay_optimizer_step
+
+    @property
     def open_step(self) -> int:
         """The step of the next batch, as far as this trainer knows. Where steps are delayed, records are one behind."""
         return self._steps.open
@@ -132,8 +137,7 @@ class Session:
         finally:
             self.pipeline.version = self._steps.version
         if self.around is not None:
-            exactly = self.run.manifest.delay_optimizer_step
-            self.around.refresh(self.run.computes_on(grant.step), exactly=exactly)
+            self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
         self.pipeline.batch = BatchInHand(grant)
         return grant.lease
 
@@ -193,10 +197,14 @@ class Session:
             self._steps.done(batch.grant.lease, batch.completed, close=close, total_weight=window, logs=logs)
         )
         self.pipeline.batch = None
-        if not closing and self._steps.imminent is not None:
-            self._runtime.run(self._steps.record(self._steps.imminent))
-            self._learnt()
         return closing
+
+    def hear_imminent(self) -> None:
+        """Where steps are late: between two batches, have heard of the record that came within the one before."""
+        if self._steps.imminent is not None:
+            self._runtime.run(self._steps.record(self._steps.imminent))
+        if self.delays:
+            self._learnt()
 
     def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has; its total weight is `window`, or what adds up."""
@@ -217,6 +225,13 @@ class Session:
         if self._steps.open > self._steps.version:
             self._runtime.run(self._steps.record(self._steps.open - 1))
             self._learnt()
+
+    def hold_still(self) -> None:
+        """Let no record come while weights are read: within a batch one may, where steps are late."""
+        if self.pipeline.batch is not None:
+            self.catch_up()
+        else:
+            self.hear_imminent()
 
     def _learnt(self) -> None:
         """Records may have come."""

@@ -72,6 +72,7 @@ class Weights:
 
     def _bring_weights_home(self, timeout: float) -> None:
         session, _ = self._of_run
+        session.hold_still()
         own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
         # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
         # tensor that is written over, be it with the same values, is of no use to a graph any more. It stays at this
@@ -120,6 +121,7 @@ class Weights:
             return optimizer_states.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
 
         def write(folder: Path) -> list[Written]:
+            session.hold_still()
             session.renew()
             return self._peer.runtime.run(
                 sharded.write_stages(
@@ -161,6 +163,7 @@ class Weights:
 
     def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
         session, run = self._of_run
+        session.hold_still()
         session.renew()
         max_bytes = self._limits.max_message_bytes
         return self._peer.runtime.run(

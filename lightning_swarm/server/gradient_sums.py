@@ -112,11 +112,16 @@ class GradientSums:
     @property
     def ledgers(self) -> dict[int, Ledger]:
         """By stage; of the step whose record is next."""
-        return self._open[self.version].ledgers
+        return self._opened_step(self.version).ledgers
 
     def ledger(self, stage_index: int, step: int) -> Ledger:
         """Of a stage in a step that is open."""
-        return self._open[step].ledgers[stage_index]
+        return self._opened_step(step).ledgers[stage_index]
+
+    def _opened_step(self, step: int) -> _Open:
+        if step not in self._open:  # its record has just been applied
+            raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a call of step {step}")
+        return self._open[step]
 
     def stage(self, index: int) -> Stage:
         """One of the stages that this server holds."""
@@ -154,7 +159,7 @@ class GradientSums:
     def strike(self, step: int, batches: Collection[int]) -> None:
         """Add nothing of these batches of a step any more, as long as who said so coordinates."""
         # By whom: who takes over may count them.
-        self._open[step].fenced = (self.run.term, self._struck(step) | set(batches))
+        self._opened_step(step).fenced = (self.run.term, self._struck(step) | set(batches))
 
     def _struck(self, step: int) -> frozenset[int]:
         """Batches of a step that who coordinates has struck."""
@@ -268,7 +273,7 @@ class GradientSums:
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and ledger.goes_beyond(named)):
             stage.sum_of(step).clear()
-            ledger = self._open[step].ledgers[stage.index] = Ledger(step, ledger.attempt)
+            ledger = self._opened_step(step).ledgers[stage.index] = Ledger(step, ledger.attempt)
         if request.struck is not None:
             ledger.thaw()
             return []

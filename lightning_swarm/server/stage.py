@@ -121,6 +121,8 @@ class Stage:
 
     def sum_of(self, step: int) -> GradientSum:
         """What was added up in a step that is open."""
+        if step < self.version:
+            raise ProtocolError(f"stage {self.index} is at version {self.version}; step {step} is decided")
         if step not in self._sums:
             spare, self._spare = self._spare, None
             self._sums[step] = spare or (ExactSum if self.exact else GradientSum)(self.trainable, self.device)

@@ -96,9 +96,11 @@ class Stepper:
             written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
         for parameter in stepped:
             parameter.grad = None
-        if self._offloads:
-            for name in gradients:
+        for name in gradients if self._stepped is not self._own else ():
+            if self._offloads:
                 self._own[name].data.copy_(self._stepped[name])
+            else:
+                self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
 
     @torch.no_grad()
     def _fetch(self, names: Iterable[str]) -> None:

@@ -268,6 +268,7 @@ class StepClient:
             begun=begun,
             logs=list(logs),
             noted=self.events.report(),
+            version=self.version,
         )
         self._journal.done(request)
         return await self._say_done(request)
@@ -279,7 +280,7 @@ class StepClient:
             if request.lease is not None:
                 self._journal.withdrawn(request.step, request.lease)
             raise
-        self.imminent = reply.imminent
+        self.imminent = self.imminent if reply.imminent is None else reply.imminent
         return reply.closing
 
     async def revoked(self, lease: int) -> None:
@@ -321,7 +322,7 @@ class StepClient:
                 self.newest = reply.record
                 if reply.record.step >= self.version:
                     await self._learn(reply.record, reply)
-            self.open = max(reply.open, self.version)
+            self.open, self.imminent = max(reply.open, self.version), None
             if self.version > step or (self.open > step and not decided):
                 return True
             if not reply.closing:
@@ -331,7 +332,7 @@ class StepClient:
 
     def _record_request(self, step: int, *, decided: bool) -> RecordRequest:
         """What the lead says with it, says how to take the step that ends, and the one before if that is open still."""
-        if self.hyperparameters is not None and step == self.open:
+        if self.hyperparameters is not None and step == self.open and step not in self._stepped_with:
             self._stepped_with[step] = self.hyperparameters()
         return RecordRequest(
             step=step,

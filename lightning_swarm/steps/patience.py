@@ -143,7 +143,8 @@ class LeadWatch:
 
     async def permit(self, step: int, *, version: int) -> None:
         """Its loop is ready for the record of a step, and of those before."""
-        self._permits, self._knows = step, max(self._knows, version)
+        self._permits = step
+        self.note_version(version)
         await self._changes.notify()
 
     def go_on(self) -> None:
@@ -153,6 +154,10 @@ class LeadWatch:
     def said_how(self, step: int) -> bool:
         """Whether it gave the hyperparameters of a step."""
         return step in self._stepped_with
+
+    def note_version(self, version: int) -> None:
+        """It knows of a version."""
+        self._knows = max(self._knows, version)
 
     def has_news(self, step: int) -> bool:
         """Whether a record came that it does not know."""

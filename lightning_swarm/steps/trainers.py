@@ -119,7 +119,6 @@ class Trainers:
         self._run.check_generation(request.generation)
         check_selection(request.selection, manifest.stages)
         async with self._settling:
-            await self.changes.until(lambda: self._books.due is None)
             step = self._books.open
             if request.step != step.step or step.begun or self._books.due is not None:
                 raise ProtocolError(
@@ -234,12 +233,13 @@ class Trainers:
         if request.close:
             self._close(step, request.total_weight)
         await self._on_change(step)
-        return encode(BatchDoneReply(closing=step.closing, imminent=self._let_go(caller)))
+        return encode(BatchDoneReply(closing=step.closing, imminent=self._let_go(caller, request.version)))
 
-    def _let_go(self, trainer: PeerId) -> int | None:
+    def _let_go(self, trainer: PeerId, version: int) -> int | None:
         """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
         if trainer != self._run.manifest.lead or not self._run.manifest.delay_optimizer_step:
             return None
+        self.lead.note_version(version)
         if self.lead.deciding is None and not self.lead.has_news(self._books.outcome.step):
             self.lead.go_on()
             return None

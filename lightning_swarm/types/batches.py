@@ -126,6 +126,7 @@ class BatchDone(Wire, frozen=True):
     noted: Noted  # by the trainer, so far
     first: Count = 0  # the batch's place
     begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
+    version: Count = 0  # that the trainer knows
     # For the lead, if the batch counts.
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 

@@ -290,13 +290,9 @@ def test_a_checkpoint_in_mid_epoch_lacks_no_batch(tmp_path: Path) -> None:
     assert resumed.losses[1] != pytest.approx(plain.losses[1], rel=1e-6)
 
 
-def test_several_trainers() -> None:
-    recipe = Recipe(schedule="onecycle")
-    with _lates() as lates:
-        seen = trainers.train(2, lambda seen: DigitsMLP(recipe), swarm={"delay_optimizer_step": True})
-    assert lates
-    assert [record.step for record in seen.records] == list(range(8))
-    trainers.assert_exact(seen, lambda: DigitsMLP(recipe), digits(), num_trainers=2, late=True)
+def test_several_trainers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="one trainer must bring all batches"):
+        trainers.train(2, swarm={"delay_optimizer_step": True})
 
 
 def test_16_mixed_is_refused() -> None:
