@@ -327,6 +327,7 @@ class StepClient:
                 return True
             if not reply.closing:
                 self._journal.reopened(step)
+                self._stepped_with.pop(step, None)  # it may be taken otherwise by then
                 await self._confirm(self._journal.through(step))
                 return False
 
