@@ -24,7 +24,7 @@ from tests.faults.plans import (
     pairs,
 )
 
-NUM_PAIRS = 30
+NUM_PAIRS = 12
 NUM_WIRINGS = 3
 
 
@@ -53,7 +53,7 @@ def test_records_come_while_the_next_step_takes_batches() -> None:
         swarm.close()
 
 
-@pytest.mark.parametrize("case", cases()[::4], ids=str)
+@pytest.mark.parametrize("case", cases()[::8], ids=str)
 def test_one_fault(case: Case) -> None:
     check(case)
 
@@ -68,12 +68,12 @@ def test_a_pair_of_faults(case: tuple[int, tuple[Case, Case]]) -> None:
     check(*faults, seed=seed)
 
 
-@pytest.mark.parametrize("faults", list(caused())[::4], ids=lambda faults: "+".join(map(str, faults)))
+@pytest.mark.parametrize("faults", list(caused())[::6], ids=lambda faults: "+".join(map(str, faults)))
 def test_a_fault_in_what_others_bring_about(faults: tuple[Case, ...]) -> None:
     check(*faults)
 
 
-@pytest.mark.parametrize("case", list(joining())[::4], ids=str)
+@pytest.mark.parametrize("case", list(joining())[::6], ids=str)
 def test_a_server_joins(case: Case) -> None:
     plan = FaultPlan()
     case.add_to(plan)
@@ -86,7 +86,7 @@ def test_a_server_joins(case: Case) -> None:
         swarm.close()
 
 
-@pytest.mark.parametrize("case", list(leaving())[::4], ids=str)
+@pytest.mark.parametrize("case", list(leaving())[::6], ids=str)
 def test_a_server_leaves(case: Case) -> None:
     plan = FaultPlan()
     case.add_to(plan)

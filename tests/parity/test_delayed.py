@@ -37,16 +37,10 @@ from tests.parity.test_tied import Repeated
 
 STEPS = 12
 PHASES = [
-    Phase.FORWARD,
     Phase.FORWARD_DONE,
-    Phase.BACKWARD_ACCEPTED,
     Phase.BACKWARD_DONE,
-    Phase.RECEIPT_SEEN,
-    Phase.CLOSE,
     Phase.CLOSE_DONE,
-    Phase.AVERAGE,
     Phase.AVERAGE_SEND,
-    Phase.AVERAGE_DONE,
     Phase.APPLY,
     Phase.APPLY_DONE,
 ]
