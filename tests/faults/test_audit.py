@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from lightning_swarm.network import Message
-from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.gradient_sum import GradientSum
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, TRAINERS, VOTERS
@@ -55,16 +55,16 @@ def test_what_was_spoilt_is_found(spoil: str, what: str) -> None:
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_gradient_that_does_not_count_once_is_found(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """A receipt for one that was lost, or added twice."""
-    spoilt: list[Stage] = []
-    add = Stage.add
+    spoilt: list[GradientSum] = []
+    add = GradientSum.add
 
-    def adding(stage: Stage, gradients: list[Tensor | None], weight: float) -> None:
-        here = stage.version == 1 and not spoilt
-        spoilt.extend([stage] * here)
+    def adding(sum_: GradientSum, gradients: list[Tensor | None], weight: float) -> None:
+        here = not spoilt
+        spoilt.extend([sum_] * here)
         for _ in range(times if here else 1):
-            add(stage, gradients, weight)
+            add(sum_, gradients, weight)
 
-    monkeypatch.setattr(Stage, "add", adding)
+    monkeypatch.setattr(GradientSum, "add", adding)
     with pytest.raises(AssertionError):
         audited(FaultPlan())
     assert spoilt

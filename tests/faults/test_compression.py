@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from lightning_swarm.compression import CODECS, packing
-from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.gradient_sum import GradientSum
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.types.runs import Encoding
 from tests.faults.harness import FaultySwarm
@@ -72,15 +72,15 @@ def test_what_is_carried_counts_once(codec: str, plan: Callable[[], FaultPlan]) 
 
 @pytest.mark.parametrize("codec", WAYS)
 def test_one_that_is_added_twice_is_found(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    added: list[Stage] = []
-    add = Stage.add
+    added: list[GradientSum] = []
+    add = GradientSum.add
 
-    def adding(stage: Stage, gradients: list[Tensor | None], weight: float) -> None:
+    def adding(sum_: GradientSum, gradients: list[Tensor | None], weight: float) -> None:
         for _ in range(1 if added else 2):
-            add(stage, gradients, weight)
-        added.append(stage)
+            add(sum_, gradients, weight)
+        added.append(sum_)
 
-    monkeypatch.setattr(Stage, "add", adding)
+    monkeypatch.setattr(GradientSum, "add", adding)
     with pytest.raises(AssertionError):
         audited(all_by(codec), FaultPlan())
 

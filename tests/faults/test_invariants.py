@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import StepError
 from lightning_swarm.network import PeerId
+from lightning_swarm.server.gradient_sum import GradientSum
+from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.phases import Passing
+from lightning_swarm.types.calls import CallKey
 from lightning_swarm.types.runs import Member
 from tests.faults.harness import NUM_STEPS, TOLERANCE, FaultySwarm
 from tests.faults.plans import COMPUTING, STAGES, TRAINERS, VOTERS
@@ -96,13 +99,19 @@ def test_4_what_is_averaged_is_exactly_the_named_receipts() -> None:
 def test_5_at_most_one_addition_per_key_and_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward calls come again, at once and late, and so do forwards; no sum takes a microbatch twice."""
     added: Counter[int] = Counter()
-    add = Stage.add
+    steps: list[int] = []
+    enter, add = GradientSums.add, GradientSum.add
 
-    def counting(stage: Stage, gradients: Sequence[Tensor | None], weight: float) -> None:
-        added[stage.version] += 1
-        add(stage, gradients, weight)
+    def entering(sums: GradientSums, stage: Stage, key: CallKey, *rest: Any) -> bool:
+        steps.append(key.step)
+        return enter(sums, stage, key, *rest)
 
-    monkeypatch.setattr(Stage, "add", counting)
+    def counting(sum_: GradientSum, gradients: Sequence[Tensor | None], weight: float) -> None:
+        added[steps[-1]] += 1
+        add(sum_, gradients, weight)
+
+    monkeypatch.setattr(GradientSums, "add", entering)
+    monkeypatch.setattr(GradientSum, "add", counting)
     plan = FaultPlan()
     for again_after_s in (0.0, 0.5, 5.0):
         plan.duplicate(None, at=Phase.BACKWARD, again_after_s=again_after_s, times=None)

@@ -99,11 +99,11 @@ def lost_microbatch(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
     planted: list[CallKey] = []
     add = GradientSums.add
 
-    def lose(self: GradientSums, stage: Stage, key: CallKey, gradients: Sequence[Tensor | None], weight: float) -> bool:
+    def lose(self: GradientSums, stage: Stage, key: CallKey, *rest: Any) -> bool:
         if key.step == STEP and stage.index == 0 and not planted:
             planted.append(key)
             return True
-        return add(self, stage, key, gradients, weight)
+        return add(self, stage, key, *rest)
 
     monkeypatch.setattr(GradientSums, "add", lose)
     return planted
@@ -151,10 +151,10 @@ def test_clipping_per_stage_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatch)
     factors: list[tuple[float, float]] = []
     apply = Stage.apply
 
-    def clip_own_part(self: Stage, record: Record, mean_gradient: Tensor, touched: Sequence[bool]) -> None:
+    def clip_own_part(self: Stage, record: Record, mean_gradient: Tensor, *rest: Any, **options: Any) -> None:
         own = clip_factor(float(mean_gradient.square().sum()), MAX_NORM)
         factors.append((own, record.clip_factor))
-        apply(self, msgspec.structs.replace(record, clip_factor=own), mean_gradient, touched)
+        apply(self, msgspec.structs.replace(record, clip_factor=own), mean_gradient, *rest, **options)
 
     monkeypatch.setattr(Stage, "apply", clip_own_part)
     swarm = train()

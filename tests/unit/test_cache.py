@@ -6,7 +6,7 @@ from lightning_swarm.server.cache import Cache, Kept
 from lightning_swarm.server.computation import Graph
 from tests.unit.swarm import MODE
 
-GRAPH = Graph([], [], has_drawn=False, again=lambda: GRAPH)
+GRAPH = Graph([], [], has_drawn=False, seen=None, again=lambda: GRAPH)
 
 
 def kept(input_bytes: int, graph_bytes: int) -> Kept:
