@@ -76,7 +76,7 @@ def run_late(
     schedule = make_schedule(optimizer, module.recipe)
     run = LateRun(module, None, [], [], [], [], {})
     module.log = lambda *_, **__: None  # there is no Trainer here
-    newest = before = _copied(module)
+    newest = before = trainers.copied(module)
     per_epoch = list(data)[: len(data) // window * window]
     batches = [batch for _ in range(max_steps * window) for batch in per_epoch]
     for step in range(max_steps):
@@ -94,14 +94,10 @@ def run_late(
         optimizer.zero_grad()
         if schedule is not None:
             schedule.step()
-        before, newest = newest, _copied(module)
+        before, newest = newest, trainers.copied(module)
     run.weights = newest
     run.history.append(newest)
     return run
-
-
-def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 def assert_late(swarm: SwarmRun, late: Run) -> None:

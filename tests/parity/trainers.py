@@ -350,7 +350,8 @@ def train(
     return seen
 
 
-def _copied(module: torch.nn.Module) -> dict[str, Tensor]:
+def copied(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Its weights and buffers as they are now."""
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
@@ -384,9 +385,9 @@ def assert_exact(
         module.log = lambda *_, **__: None  # type: ignore[method-assign]  # there is no Trainer here
         optimizer = make_optimizer(module, module.recipe)
         schedule = make_schedule(optimizer, module.recipe)
-        before = _copied(module)
+        before = copied(module)
         for places in curve.steps:
-            newest = _copied(module)
+            newest = copied(module)
             if late:
                 module.load_state_dict(before)
             batches = [curve.batches[place][1] for place in places]
