@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ from lightning_swarm.scaling import LossScale
 from lightning_swarm.selection import read_selection
 from lightning_swarm.server.stepper import set_hyperparameters
 from lightning_swarm.session import News, Session
+from lightning_swarm.steps.client import Ahead, Metrics
+from lightning_swarm.types.batches import Logged
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
@@ -146,11 +149,7 @@ class SwarmOptimization:
             self._session.withdraw_batch()
             closing = False
         else:
-            step = self._session.open_step
-            close = self._must_close(self._is_last_batch(), batch.num_samples)
-            closing = self._session.finish_batch(logs, metrics, close=close, window=self._window)
-            self._through[lease] = step, batch, self.trainer.current_epoch
-            self._sizes.setdefault(step, []).append(batch.num_samples)
+            closing = self._finish_batch(optimizer, batch, lease, logs, metrics)
         self._end_step(optimizer, closing=closing)
         if self._lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
@@ -158,8 +157,42 @@ class SwarmOptimization:
             self._through.clear()  # it has all batches of a step, on its device: too much to keep for a double fault
         return {} if result.loss is None else result.asdict()
 
+    def _finish_batch(
+        self, optimizer: Optimizer, batch: _Batch, lease: int, logs: Sequence[Logged], metrics: Metrics
+    ) -> bool:
+        """Say that it is through, and what else is known by then; True when its step closes now."""
+        step = self._session.open_step
+        last = self._is_last_batch()
+        close = self._must_close(last, batch.num_samples)
+        ends = self._session.is_alone and self._ends_step(close=close or self._fills(batch.num_samples), last=last)
+        ahead = self._ahead(batch, ends=ends) if self._session.is_alone else None
+        finish = partial(self._session.finish_batch, logs, metrics, close=close, window=self._window, ahead=ahead)
+        if ends:
+            self._before_step(optimizer)
+            with self._profiled(optimizer):
+                closing = finish()
+        else:
+            closing = finish()
+        self._through[lease] = step, batch, self.trainer.current_epoch
+        self._sizes.setdefault(step, []).append(batch.num_samples)
+        return closing
+
+    def _fills(self, num_samples: int) -> bool:
+        """Whether the open step is full with these, if no other trainer has batches in it."""
+        target = self._target_batch_size
+        return target is not None and self.pending_samples + num_samples >= target
+
+    def _ahead(self, batch: _Batch, *, ends: bool) -> Ahead:
+        """A place is kept for the next batch if that is as large as this one, which an epoch's last one may not be."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        comes = epoch_loop.batch_progress.current.ready + 1 < self.trainer.num_training_batches
+        if not comes or self._scale.adapts:
+            return Ahead(ends=ends)
+        return Ahead(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.value)
+
     def finish(self) -> None:
         """Training ends: count the records that are still to come."""
+        self._session.give_back()
         self._catch_up()
         self._count_others(self.trainer.optimizers[0])
         if self._lost:
@@ -247,14 +280,20 @@ class SwarmOptimization:
         if not closing and self._must_close(last, self.pending_samples):
             self._close()  # the batch was withdrawn
             closing = True
-        # What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
-        if closing and not (self.stepped and self._session.is_lead and not last):
+        if self._ends_step(close=closing, last=last):
             self._step(optimizer, last=last)
         else:
             self._session.hear_imminent()
         if self._ends_epoch():
             self._catch_up()
         self._count_others(optimizer)
+
+    def _ends_step(self, *, close: bool, last: bool) -> bool:
+        """Whether the end of a step that closes with this batch is waited for in it.
+
+        What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
+        """
+        return close and not (self.stepped and self._session.is_lead and not last)
 
     def _catch_up(self) -> None:
         """Hear of the records of all steps that are closed."""
@@ -279,15 +318,11 @@ class SwarmOptimization:
 
     def _step(self, optimizer: Optimizer, *, last: bool) -> None:
         """Wait for the record and count it."""
-        self._prepare(optimizer)
-        call = self._framework.call
-        call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
+        if not self._session.has_ended:
+            self._before_step(optimizer)
         progress = self._lightning.optim_progress.optimizer.step
         progress.increment_ready()
-        # As a profile of the plain Trainer has it: the time from the last backward to the new weights.
-        profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
-        with profiler.profile(f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"):
+        with nullcontext() if self._session.has_ended else self._profiled(optimizer):
             closed = self._session.end_step()
             if not self._take_lost() and not closed and self._must_close(last, self.pending_samples):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
@@ -298,6 +333,20 @@ class SwarmOptimization:
         else:  # a batch was withdrawn, and the step takes others in its place; or records are late
             progress.current.ready -= 1
             progress.total.ready -= 1
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self._prepare(optimizer)
+        call = self._framework.call
+        call._call_callback_hooks(self.trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(self.trainer, "on_before_optimizer_step", optimizer)
+
+    def _profiled(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """As a profile of the plain Trainer has it: the time from the last backward to the new weights."""
+        profiler = self.trainer.profiler  # type: ignore[attr-defined]  # Lightning sets it later
+        found: AbstractContextManager[None] = profiler.profile(
+            f"[SwarmOptimization]{type(optimizer).__name__}.optimizer_step"
+        )
+        return found
 
     def _count(self, optimizer: Optimizer) -> None:
         """A record was applied."""

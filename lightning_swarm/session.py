@@ -14,7 +14,7 @@ from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
-from lightning_swarm.steps.client import Heard, Metrics, StepClient
+from lightning_swarm.steps.client import Ahead, Heard, Metrics, StepClient
 from lightning_swarm.types.batches import Grant, Logged
 from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.events import EventKind
@@ -83,6 +83,11 @@ class Session:
         return self.run.manifest.delay_optimizer_step
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other trainer has batches in this run, nor ever will."""
+        return self.num_trainers == 1
+
+    @property
     def open_step(self) -> int:
         """The step of the next batch, as far as this trainer knows. Where steps are delayed, records are one behind."""
         return self._steps.open
@@ -139,7 +144,13 @@ class Session:
         if self.around is not None:
             self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
         self.pipeline.batch = BatchInHand(grant)
+        if self.is_alone and self._steps.open > self._steps.version:  # who has a place need not train yet
+            self.pipeline.batch.begin = partial(self._steps.begin, grant)
         return grant.lease
+
+    def give_back(self) -> None:
+        """No batch will be there for the place that is kept for the next one."""
+        self._runtime.run(self._steps.give_back())
 
     def begin_backward(self, logs: Sequence[Logged]) -> None:
         """Nothing but the backward of the batch in hand is to come: with it, servers have all that they need of it.
@@ -175,7 +186,13 @@ class Session:
             self._runtime.run(self._steps.revoked(self._taken().grant.lease))
 
     def finish_batch(
-        self, logs: Sequence[Logged], metrics: Metrics, *, close: bool = False, window: float | None = None
+        self,
+        logs: Sequence[Logged],
+        metrics: Metrics,
+        *,
+        close: bool = False,
+        window: float | None = None,
+        ahead: Ahead | None = None,
     ) -> bool:
         """The batch is through. True when its step closes now: then `end_step`.
 
@@ -184,6 +201,7 @@ class Session:
             metrics: What it added to metrics that are logged for all trainers.
             close: Also ask to close the step.
             window: As in `close_step`.
+            ahead: What is waited for at once. If that is the step's end, `end_step` tells what was heard.
 
         Raises:
             LeaseRevoked: It counts nowhere, for nothing was heard of this trainer. It stays in hand.
@@ -194,7 +212,9 @@ class Session:
         if metrics[0]:
             self._runtime.run(self._steps.send_metrics(batch.grant.lease, metrics))
         closing = self._runtime.run(
-            self._steps.done(batch.grant.lease, batch.completed, close=close, total_weight=window, logs=logs)
+            self._steps.done(
+                batch.grant.lease, batch.completed, close=close, total_weight=window, logs=logs, ahead=ahead
+            )
         )
         self.pipeline.batch = None
         return closing
@@ -216,9 +236,16 @@ class Session:
         Returns:
             False: a batch was withdrawn, and it takes others.
         """
-        closed = self._runtime.run(self._steps.closed(self._steps.open))
+        closed, self._steps.ended = self._steps.ended, None
+        if closed is None:
+            closed = self._runtime.run(self._steps.closed(self._steps.open))
         self._learnt()
         return closed
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `end_step` needs to wait for nothing."""
+        return self._steps.ended is not None
 
     def catch_up(self) -> None:
         """Wait for the records of all steps that are closed."""

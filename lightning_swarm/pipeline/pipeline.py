@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_swarm.pipeline.microbatches import concat, concat_gradients, num_
 from lightning_swarm.pipeline.passage import Passage
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.mode import capture
-from lightning_swarm.tasks import gather_bounded
+from lightning_swarm.tasks import gather, gather_bounded
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
 
@@ -37,6 +37,8 @@ class BatchInHand:
     sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
     completed: list[Receipt] = field(default_factory=list)
     backward_begun: bool = False
+    # What to call when its first microbatches are sent.
+    begin: Callable[[], Coroutine[Any, Any, None]] | None = None
     # What to call when all of it was sent, and nothing else of it is to come.
     arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
     # It was armed: asks whether it counts although the servers know it no more.
@@ -202,7 +204,7 @@ class _Call:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `autograd.Call`."""
-        results = self._run([passage.forward() for passage in self._passages])
+        results = self._run([passage.forward() for passage in self._passages], *self._begun())
         config = self._pipeline.config
         outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
         self.output_structure, flat = trees.flatten(concat(outputs, self._sizes))
@@ -245,8 +247,15 @@ class _Call:
         if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
             await batch.arm(batch.sent)
 
-    def _run(self, works: list[Any]) -> list[Any]:
-        return self._pipeline.runtime.run(gather_bounded(works, self._pipeline.config.max_in_flight))
+    def _begun(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """What is to be said as the batch begins, beside its microbatches: nothing waits for that alone."""
+        if self._batch is not None and self._batch.begin is not None:
+            begin, self._batch.begin = self._batch.begin, None
+            yield begin()
+
+    def _run(self, works: list[Any], *also: Coroutine[Any, Any, None]) -> list[Any]:
+        all_of_it: list[Coroutine[Any, Any, Any]] = [gather_bounded(works, self._pipeline.config.max_in_flight), *also]
+        return list(self._pipeline.runtime.run(gather(all_of_it))[0])
 
 
 def _detached(extras: dict[str, Any]) -> dict[str, Any]:

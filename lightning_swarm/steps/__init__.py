@@ -15,6 +15,7 @@ SETTLE = "step.settle"
 GRANT = "step.grant"
 METRICS = "step.metrics"
 ARMED = "step.armed"
+BEGIN = "step.begin"
 DONE = "step.done"
 REGISTER = "step.register"
 RECORD = "step.record"
@@ -45,5 +46,5 @@ LEAVE = "run.leave"
 BREAK_OFF = "run.break_off"
 HELD = "snapshot.held"
 
-ROLE_CALLS = (SELECT, GRANT, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
+ROLE_CALLS = (SELECT, GRANT, BEGIN, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
 """What only the coordinator answers."""

@@ -21,6 +21,7 @@ from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import (
     ARMED,
+    BEGIN,
     DONE,
     GRANT,
     METRICS,
@@ -36,6 +37,7 @@ from lightning_swarm.steps.coordinator_calls import CoordinatorCalls
 from lightning_swarm.steps.journal import Entry, Journal
 from lightning_swarm.types.batches import (
     BatchArmed,
+    BatchBegins,
     BatchDone,
     BatchDoneReply,
     BatchMetrics,
@@ -78,6 +80,21 @@ class Heard:
     metrics: Sequence[Metrics]
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """What a trainer that trains alone says with the end of a batch, and asks: for a round trip less each.
+
+    Args:
+        ends: The batch closes its step, as far as this trainer knows, and it waits for that as by `closed`.
+        num_samples: Of a next batch that is to come; None: there may be none.
+        gradient_scale: What that one's loss will be multiplied by.
+    """
+
+    ends: bool = False
+    num_samples: int | None = None
+    gradient_scale: float = 1.0
+
+
 class StepClient:
     """Talks to the coordinator.
 
@@ -95,6 +112,7 @@ class StepClient:
         open: The step that grants places, as far as this trainer knows.
         imminent: At the lead: the step whose record it finds decided when it asks, though it waited for none.
         newest: The newest record that this trainer waited for.
+        ended: What `closed` says of the step of the batch that was done last, if it was asked for with that.
         heard: Those that came since these were taken, the oldest first.
         lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
             again takes them from here.
@@ -122,6 +140,8 @@ class StepClient:
         )
         self._journal = Journal()
         self._numbers = itertools.count(1)  # of batches
+        self._kept: tuple[Grant, GrantRequest] | None = None  # the place of a batch that is to come
+        self.ended: bool | None = None
         self._on_record = on_record
         self.events = events
         self.run = run
@@ -150,10 +170,12 @@ class StepClient:
         self.run.go_back(request)
         self.open, self.imminent, self._stepped_with = self.run.version, None, {}
         self.newest, self.heard, self.lost = None, [], []
+        self._kept, self.ended = None, None
         self._journal = Journal()
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
+        await self.give_back()
         await self._coordinator.call(
             SELECT,
             encode(SelectRequest(generation=self.run.manifest.generation, step=self.open, selection=selection)),
@@ -176,8 +198,31 @@ class StepClient:
         """For one more batch."""
         return next(self._numbers)
 
+    async def give_back(self) -> None:
+        """The place that is kept for a batch that is to come is for no batch any more."""
+        if self._kept is not None:
+            (grant, _), self._kept = self._kept, None
+            with contextlib.suppress(LeaseRevoked):
+                await self._done(self._about(grant, [], withdrawn=True))
+
+    async def _take_kept(self, num_samples: int, gradient_scale: float) -> Grant | None:
+        """The place that is kept, if it is for such a batch."""
+        if self._kept is None:
+            return None
+        grant, request = self._kept
+        if (grant.step, request.num_samples, request.gradient_scale) == (self.open, num_samples, gradient_scale):
+            self._kept = None
+            return grant
+        await self.give_back()
+        return None
+
+    async def begin(self, grant: Grant) -> None:
+        """At the lead: while this batch is in hand, a record that is late may come."""
+        request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
+        await self._coordinator.call(BEGIN, encode(request))
+
     async def ask(self, number: int, num_samples: int, gradient_scale: float = 1.0) -> Grant | int:
-        """A place in the open step, or the step that has to be over first.
+        """A place in the open step, perhaps one that is kept, or the step that has to be over first.
 
         Args:
             number: Of the batch, by `number_batch`.
@@ -187,14 +232,11 @@ class StepClient:
         Raises:
             RunOver: The run's last step is decided.
         """
+        kept = await self._take_kept(num_samples, gradient_scale)
+        if kept is not None:
+            return kept
         while True:
-            request = GrantRequest(
-                step=self.open,
-                num_samples=num_samples,
-                generation=self.run.manifest.generation,
-                gradient_scale=gradient_scale,
-                number=number,
-            )
+            request = self._grant_request(number, num_samples, gradient_scale)
             reply = decode(await self._coordinator.call(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
                 self._journal.granted(reply.grant, request)
@@ -205,6 +247,15 @@ class StepClient:
                 raise ProtocolError("a coordinator grants, says wait or says that the run is over; it did none of it")
             if reply.wait.step is not None:
                 return reply.wait.step
+
+    def _grant_request(self, number: int, num_samples: int, gradient_scale: float) -> GrantRequest:
+        return GrantRequest(
+            step=self.open,
+            num_samples=num_samples,
+            generation=self.run.manifest.generation,
+            gradient_scale=gradient_scale,
+            number=number,
+        )
 
     async def send_metrics(self, lease: int, metrics: Metrics) -> None:
         """Leave what a batch added to metrics where the lead finds it if the batch counts. Before `done`."""
@@ -250,8 +301,9 @@ class StepClient:
         close: bool = False,
         total_weight: float | None = None,
         logs: Sequence[Logged] = (),
+        ahead: Ahead | None = None,
     ) -> bool:
-        """Report a batch; True when its step closes now. See `BatchDone` for the arguments.
+        """Report a batch; True when its step closes now. See `BatchDone` and `Ahead` for the arguments.
 
         Raises:
             LeaseRevoked: It was struck from its step, for nothing was heard of this trainer. It may run again.
@@ -269,8 +321,19 @@ class StepClient:
             logs=list(logs),
             noted=self.events.report(),
             version=self.version,
+            ends=self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None,
+            following=self._following(ahead),
         )
+        return await self._done(request)
+
+    def _following(self, ahead: Ahead | None) -> GrantRequest | None:
+        if ahead is None or ahead.num_samples is None:
+            return None
+        return self._grant_request(self.number_batch(), ahead.num_samples, ahead.gradient_scale)
+
+    async def _done(self, request: BatchDone) -> bool:
         self._journal.done(request)
+        self.ended = None
         return await self._say_done(request)
 
     async def _say_done(self, request: BatchDone) -> bool:
@@ -281,6 +344,15 @@ class StepClient:
                 self._journal.withdrawn(request.step, request.lease)
             raise
         self.imminent = self.imminent if reply.imminent is None else reply.imminent
+        if reply.ended is not None and reply.closing:
+            over = await self._hear(request.step, reply.ended, decided=False)
+            self.ended = await self._until(request.step, decided=False) if over is None else over
+        elif reply.ended is not None and reply.imminent is not None:
+            over = await self._hear(reply.imminent, reply.ended, decided=True)
+            self.imminent = reply.imminent if over is None else None
+        if reply.grant is not None and request.following is not None:
+            self._journal.granted(reply.grant, request.following)
+            self._kept = reply.grant, request.following
         return reply.closing
 
     async def revoked(self, lease: int) -> None:
@@ -317,19 +389,25 @@ class StepClient:
         while True:
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
             answer = await self._coordinator.call(RECORD, encode(self._record_request(step, decided=decided)))
-            reply = decode(answer, RecordReply)
-            if reply.record is not None:
-                self.newest = reply.record
-                if reply.record.step >= self.version:
-                    await self._learn(reply.record, reply)
-            self.open, self.imminent = max(reply.open, self.version), None
-            if self.version > step or (self.open > step and not decided):
-                return True
-            if not reply.closing:
-                self._journal.reopened(step)
-                self._stepped_with.pop(step, None)  # it may be taken otherwise by then
-                await self._confirm(self._journal.through(step))
-                return False
+            over = await self._hear(step, decode(answer, RecordReply), decided=decided)
+            if over is not None:
+                return over
+
+    async def _hear(self, step: int, reply: RecordReply, *, decided: bool) -> bool | None:
+        """Whether a step is over, or takes batches again; None: neither yet."""
+        if reply.record is not None:
+            self.newest = reply.record
+            if reply.record.step >= self.version:
+                await self._learn(reply.record, reply)
+        self.open, self.imminent = max(reply.open, self.version), None
+        if self.version > step or (self.open > step and not decided):
+            return True
+        if not reply.closing:
+            self._journal.reopened(step)
+            self._stepped_with.pop(step, None)  # it may be taken otherwise by then
+            await self._confirm(self._journal.through(step))
+            return False
+        return None
 
     def _record_request(self, step: int, *, decided: bool) -> RecordRequest:
         """What the lead says with it, says how to take the step that ends, and the one before if that is open still."""
@@ -369,23 +447,27 @@ class StepClient:
     async def _confirm(self, entries: Sequence[Entry]) -> None:
         """Ask whether batches that are through count still, by saying so again."""
         for entry in entries:
-            grant = entry.grant
-            request = BatchDone(
-                step=grant.step,
-                lease=grant.lease,
-                completed=entry.completed or [],
-                withdrawn=False,
-                close=False,
-                total_weight=None,
-                generation=grant.generation,
-                first=grant.first,
-                logs=list(entry.logs),
-                noted=self.events.report(),
-            )
             try:
-                await self._say_done(request)
+                await self._say_done(self._about(entry.grant, entry.completed or [], logs=entry.logs))
             except LeaseRevoked:
-                self.lost.append(grant.lease)
+                self.lost.append(entry.grant.lease)
+
+    def _about(
+        self, grant: Grant, completed: Sequence[Receipt], *, withdrawn: bool = False, logs: Sequence[Logged] = ()
+    ) -> BatchDone:
+        """A batch that is not the one in hand."""
+        return BatchDone(
+            step=grant.step,
+            lease=grant.lease,
+            completed=list(completed),
+            withdrawn=withdrawn,
+            close=False,
+            total_weight=None,
+            generation=grant.generation,
+            first=grant.first,
+            logs=list(logs),
+            noted=self.events.report(),
+        )
 
     async def renew(self) -> None:
         """A sign of life. While the lead validates or saves, the record goes on waiting for it.

@@ -175,8 +175,14 @@ class Coordinator:
             await self.trainers.changes.notify()  # who waits for the record may have a place again
 
     def _finish_if_ready(self, step: OpenStep) -> None:
-        if step.ready and not self.books.finishing and self.books.due is None:
-            self.books.finishing = True
+        """Have the open step decided, and the next one opened; at once where its record may be late."""
+        books = self.books
+        if not step.ready or books.finishing or books.due is not None:
+            return
+        if self._may_be_late(step):
+            self._spawn(self._guarded(self._decide_due(books.postpone(self.trainers.places.opened(step.step + 1)))))
+        else:
+            books.finishing = True
             self._spawn(self._guarded(self._finish(step)))
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
@@ -195,13 +201,8 @@ class Coordinator:
             raise
 
     async def _finish(self, step: OpenStep) -> None:
-        """Decide the open step, and open the next; where steps are delayed, the other way round if nothing forbids."""
+        """Decide the open step, and open the next."""
         books = self.books
-        if self._may_be_late(step):
-            due = books.postpone(self.trainers.places.opened(step.step + 1))
-            await self.trainers.changes.notify()
-            await self._decide_due(due)
-            return
         record: Record | None = None
         while record is None and step.ready:
             record = await self._closer.finish(step, books.selection(self._run), books.reselected)
@@ -214,6 +215,7 @@ class Coordinator:
 
     async def _decide_due(self, step: OpenStep) -> None:
         """Decide a step while the one after it takes batches."""
+        await self.trainers.changes.notify()
         record = await self._closer.finish(step, self._run.selection, None, late=True)
         assert record is not None, "a step that is late takes no batches in place of those that were struck"
         self.books.outcome, self.books.due = self._outcome(step, record), None

@@ -61,6 +61,20 @@ class Places:
         self._warn_of_large(request)
         return GrantReply(grant=grant)
 
+    def ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
+        """A place for a batch that its trainer has not begun, if there is one now.
+
+        It may be asked for a second time when the batch has long been given up: nobody would ever take that place.
+        """
+        if self._is_beyond(step) or step.gave_up(trainer, request.number):
+            return None
+        with contextlib.suppress(ProtocolError):  # which it will get when it asks for one again
+            grant = self._grant(step, trainer, request)
+            if grant is not None:
+                self._warn_of_large(request)
+            return grant
+        return None
+
     def opened(self, number: int) -> OpenStep:
         """A step with places for those who wait.
 

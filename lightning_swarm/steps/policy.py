@@ -54,6 +54,7 @@ class OpenStep:
     sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
+    _given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
 
     @property
     def num_granted(self) -> int:
@@ -103,11 +104,17 @@ class OpenStep:
                 return lease, batch.first, batch.weight
         return None
 
+    def gave_up(self, trainer: PeerId, number: int) -> bool:
+        """Whether a trainer's batch had a place that it has no more."""
+        return (trainer, number) in self._given_up
+
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
         """Enter a batch as its trainer reports it to a new coordinator. One whose place is taken counts nowhere."""
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
         self.skip_to(end)
+        if lease.withdrawn:
+            self._given_up.add((trainer, request.number))
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
             return
         if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
@@ -203,6 +210,7 @@ class OpenStep:
         """
         struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
         self._struck |= struck.keys()
+        self._given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 

@@ -63,7 +63,7 @@ async def gather_books(transport: Transport, run: RunState, reselected: Selectio
         reselected: What its server trains in the open step, if that is not what trained in the step before.
         timeout: Seconds for a trainer to answer.
     """
-    request = encode(ReportRequest(term=run.term, generation=run.manifest.generation, step=run.version))
+    request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
 
     async def ask(trainer: PeerId) -> ReportReply | None:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace as replaced
+
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError, TrainerFailed
@@ -12,7 +14,19 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.selection import check_selection
-from lightning_swarm.steps import ARMED, DONE, GRANT, METRICS, QUIT, RECORD, REGISTER, RENEW, SELECT, TAKE_METRICS
+from lightning_swarm.steps import (
+    ARMED,
+    BEGIN,
+    DONE,
+    GRANT,
+    METRICS,
+    QUIT,
+    RECORD,
+    REGISTER,
+    RENEW,
+    SELECT,
+    TAKE_METRICS,
+)
 from lightning_swarm.steps.books import Books
 from lightning_swarm.steps.patience import Changes, LeadWatch
 from lightning_swarm.steps.places import Places
@@ -23,9 +37,11 @@ from lightning_swarm.steps.told import Told
 from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.types.batches import (
     BatchArmed,
+    BatchBegins,
     BatchDone,
     BatchDoneReply,
     BatchMetrics,
+    Grant,
     GrantReply,
     GrantRequest,
     MetricsRequest,
@@ -96,6 +112,7 @@ class Trainers:
         transport.handle_call(GRANT, self._handle_grant)
         transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes)
         transport.handle_call(ARMED, self._handle_armed)
+        transport.handle_call(BEGIN, self._handle_begin)
         transport.handle_call(REGISTER, self._handle_register)
         transport.handle_call(DONE, self._handle_done)
         transport.handle_call(RECORD, self._handle_record)
@@ -158,6 +175,32 @@ class Trainers:
             self._books.closing_s = now_s()
         self._watch.watch(trainer)
 
+    async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
+        """A place for the next batch of a trainer that knows which step is open, if that is the one, or follows it.
+
+        The lead gets one before it trains, so this lets no record come: it may validate first.
+        """
+        if request.following is None:
+            return None
+        async with self._settling:
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            step = self._books.open
+            known = request.step if reply.ended is None else reply.ended.open
+            if step.step != known or known != request.step + reply.closing:
+                return None  # that was said long ago, or its end is still to come
+            return self.places.ahead(step, caller, replaced(request.following, step=known))
+
+    async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchBegins)
+        self._run.check_generation(request.generation)
+        if caller != self._run.manifest.lead:
+            raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
+        step, due = self._books.open, self._books.due
+        if due is not None and request.step == step.step and request.first in step.under_way(caller):
+            await self.lead.permit(due.step, version=due.step)
+        return b""
+
     # ------------------------------------------------------------------ the batches that have one
 
     async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
@@ -210,20 +253,31 @@ class Trainers:
         self._hear(caller)
         request = decode(body, BatchDone)
         self._run.check_generation(request.generation)
+        if request.ends is not None and request.ends.step != request.step:
+            raise ProtocolError(f"a batch of step {request.step} may wait for its end, not for {request.ends.step}'s")
+        reply = await self._done(caller, request)
+        if request.ends is not None and reply.closing:
+            reply = replaced(reply, ended=await self._record(caller, request.ends))
+        elif request.following is not None and reply.imminent is not None:
+            news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
+            reply = replaced(reply, ended=await self._until_over(caller, news))
+        return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
+
+    async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
             if request.lease is not None and not request.withdrawn:
                 raise LeaseRevoked(f"who coordinates now knows of no batch in step {request.step}")
-            return encode(BatchDoneReply(closing=False))
+            return BatchDoneReply(closing=False)
         step, due = self._books.open, self._books.due
         if due is not None and request.step == due.step:  # said again, for no answer came
             self._enter(due, caller, request)
-            return encode(BatchDoneReply(closing=True))
+            return BatchDoneReply(closing=True)
         newest = step.step - 1 - self._run.manifest.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
             if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
                 self._run.check_counted(request.step, request.first)
             self._events.learn({caller: request.noted})
-            return encode(BatchDoneReply(closing=True))
+            return BatchDoneReply(closing=True)
         if request.step != step.step:
             raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
         if request.close and caller != self._run.manifest.lead:
@@ -233,7 +287,7 @@ class Trainers:
         if request.close:
             self._close(step, request.total_weight)
         await self._on_change(step)
-        return encode(BatchDoneReply(closing=step.closing, imminent=self._let_go(caller, request.version)))
+        return BatchDoneReply(closing=step.closing, imminent=self._let_go(caller, request.version))
 
     def _let_go(self, trainer: PeerId, version: int) -> int | None:
         """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
@@ -263,17 +317,22 @@ class Trainers:
     # ------------------------------------------------------------------ the record
 
     async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
-        """Hold the answer until the record is decided and applied everywhere, for a while."""
         self._hear(caller)
-        request = decode(body, RecordRequest)
+        return encode(await self._record(caller, decode(body, RecordRequest)))
+
+    async def _record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         self._run.check_generation(request.generation)
+        self._is_beyond(request.step, "a request for the record")
+        if caller == self._run.manifest.lead and request.step >= self._run.version:
+            await self._hear_lead(request)
+        return await self._until_over(caller, request)
+
+    async def _until_over(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+        """Hold the answer until the record is decided and applied everywhere, for a while."""
         books = self._books
         is_lead = caller == self._run.manifest.lead
-        is_beyond = self._is_beyond(request.step, "a request for the record")
-        if is_lead and request.step >= self._run.version:
-            await self._hear_lead(request)
-        if is_beyond and not await self.changes.until(lambda: books.open.step >= request.step):
-            return encode(RecordReply(record=None, closing=True, open=self._open_for(caller)))
+        if request.step > books.open.step and not await self.changes.until(lambda: books.open.step >= request.step):
+            return RecordReply(record=None, closing=True, open=self._open_for(caller))
         step = books.open
 
         def is_over() -> bool:
@@ -288,12 +347,12 @@ class Trainers:
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if is_over():
             if is_lead and not await self._let_record_come():
-                return encode(RecordReply(record=None, closing=True, open=request.step))
-            return encode(self._outcome_for(caller, request.version))
+                return RecordReply(record=None, closing=True, open=request.step)
+            return self._outcome_for(caller, request.version)
         await self._check_overdue(step)
         if is_lead and takes_batches():
             self.lead.go_on()
-        return encode(RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller)))
+        return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
 
     async def _hear_lead(self, request: RecordRequest) -> None:
         """Of a step that is not decided."""

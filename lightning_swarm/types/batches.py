@@ -113,6 +113,14 @@ class BatchArmed(Wire, frozen=True):
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 
 
+class BatchBegins(Wire, frozen=True):
+    """The lead begins a batch whose place was granted before: until it is through, a record may come that is late."""
+
+    generation: Count
+    step: Count
+    first: Count  # the batch's place
+
+
 class BatchDone(Wire, frozen=True):
     """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
 
@@ -129,12 +137,18 @@ class BatchDone(Wire, frozen=True):
     version: Count = 0  # that the trainer knows
     # For the lead, if the batch counts.
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
+    # From a trainer that trains alone: if its step closes now, it waits for the end.
+    ends: RecordRequest | None = None
+    # Likewise: its next batch wants a place, in whichever step takes it.
+    following: GrantRequest | None = None
 
 
 class BatchDoneReply(Wire, frozen=True):
     """Whether the step closes now: then its record is worth waiting for."""
 
     closing: bool
+    ended: RecordReply | None = None  # what `ends` asked for; or, if the step goes on, of what is imminent
+    grant: Grant | None = None  # of what `following` asked for, unless it has to wait for that
     # To the lead, where steps are delayed: the record of this step, which it does not know, is decided or about to be.
     imminent: Count | None = None
 
@@ -180,7 +194,6 @@ class ReportRequest(Wire, frozen=True):
 
     term: Term
     generation: Count
-    step: Count  # that is open
 
 
 class Lease(Wire, frozen=True):

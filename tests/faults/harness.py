@@ -32,7 +32,7 @@ from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.staying import Stay
-from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.client import Ahead, StepClient
 from lightning_swarm.tasks import ended, gather
 from lightning_swarm.testing import Fault, FaultPlan
 from lightning_swarm.testing.phases import Passing
@@ -171,6 +171,8 @@ class Trainer:
         self.steps._on_record = self._follow
         if self.peer_id == swarm.manifest.lead:
             self.steps.hyperparameters = lambda: HYPERPARAMETERS
+        self._is_alone = len(swarm.manifest.trainers) == 1
+        self.num_ahead = 0  # batches that had their places before they were begun
         self.num_batches = 0
         self.in_hand: list[int] = []  # batches that have no place as yet, or are under way
         self._through: dict[int, int] = {}  # batches by their leases
@@ -208,6 +210,7 @@ class Trainer:
 
     async def _batch(self, number: int) -> bool:
         """Train on a batch; False: it was struck, and the same samples are for another place."""
+        self.num_ahead += self.steps._kept is not None
         grant = await self.steps.grant(NUM_MICROBATCHES * ROWS, SCALE)
         try:
             await self._in_a_place(grant, number)
@@ -218,13 +221,18 @@ class Trainer:
 
     async def _in_a_place(self, grant: Grant, number: int) -> None:
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
-        await gather(self._through_all(passage, number) for passage in passages)
-        closing = await self.steps.done(grant.lease, [passage.microbatch.key.receipt for passage in passages])
+        works = [self._through_all(passage, number) for passage in passages]
+        if self._is_alone and self.steps.open > self.steps.version:
+            works.append(self.steps.begin(grant))
+        await gather(works)
+        ahead = Ahead(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=SCALE) if self._is_alone else None
+        receipts = [passage.microbatch.key.receipt for passage in passages]
+        closing = await self.steps.done(grant.lease, receipts, ahead=ahead)
         self._through[grant.lease] = number
         self._books.done.add((self.peer_id, number))
         if self.steps.imminent is not None:
             await self.steps.record(self.steps.imminent)
-        if closing:
+        if closing and self.steps.ended is None:
             await self.steps.closed(self.steps.open)
 
     def _passage(self, grant: Grant, number: int, index: int) -> Passage:

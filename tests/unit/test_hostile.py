@@ -40,6 +40,7 @@ from lightning_swarm.steps import (
     APPLY,
     ARMED,
     AVERAGE,
+    BEGIN,
     BREAK_OFF,
     DONE,
     DRAIN,
@@ -72,6 +73,7 @@ from lightning_swarm.survey import OTHERS, REPORT
 from lightning_swarm.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.types.batches import (
     BatchArmed,
+    BatchBegins,
     BatchDone,
     BatchMetrics,
     GrantRequest,
@@ -257,6 +259,16 @@ def done(swarm: Swarm) -> BatchDone:
         generation=0,
         logs=[LOGGED],
         noted=Noted(log=7, counts={}),
+    )
+
+
+def done_and_more(swarm: Swarm) -> BatchDone:
+    """It ends its step, and another one is to come."""
+    return msgspec.structs.replace(
+        done(swarm),
+        close=True,
+        ends=RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS, decided=False),
+        following=GrantRequest(step=0, num_samples=2, generation=0, number=2),
     )
 
 
@@ -477,7 +489,9 @@ SAMPLES = [
         plain(lambda _: RegisterRequest(generation=0, step=0, report=NOTHING)),
         target=A,
     ),
+    Sample(CALL, BEGIN, plain(lambda _: BatchBegins(generation=0, step=0, first=0)), target=A),
     Sample(CALL, DONE, plain(done), target=A),
+    Sample(CALL, DONE, plain(done_and_more), target=A),
     Sample(
         CALL,
         RECORD,

@@ -44,7 +44,7 @@ def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns:
     async def report() -> None:
         for _ in range(num_turns):
             await asyncio.sleep(0)
-        body = encode(ReportRequest(term=(2, "b", 101), generation=0, step=0))
+        body = encode(ReportRequest(term=(2, "b", 101), generation=0))
         reports.append(decode(await steps._handle_report(B, body), ReportReply))
 
     async def calling(peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
