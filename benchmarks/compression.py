@@ -42,8 +42,6 @@ NUM_SERVERS: Final = 2
 """Of a stage; each computes one microbatch of a batch."""
 CUTS: Final = ("net.1", "net.2")
 """After the first and the second of three blocks."""
-WARMUP: Final = 100
-LEARNING_RATE: Final = 2e-3
 EVERY: Final = 100
 """Steps between two points of a curve."""
 
@@ -53,6 +51,19 @@ PANELS: Final[Mapping[str, Sequence[str]]] = {
     "Fewer bits in averaging": ("8bit, averaging 4bit", "powersgd, 4", "powersgd, 1"),
 }
 """Of the picture."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The learning rate: up to its highest in a line, then down to a tenth of it along a cosine.
+
+    Args:
+        highest: It.
+        warmup_steps: Until it is reached.
+    """
+
+    highest: float = 2e-3
+    warmup_steps: int = 100
 
 
 @dataclass(frozen=True)
@@ -161,7 +172,7 @@ class _Averaging:
         return received
 
 
-def train(way: Way, seed: int, num_steps: int) -> list[float]:
+def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate()) -> list[float]:  # noqa: B008 - frozen
     """The losses on files that training never sees, before the first step and after each hundred of them."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -175,9 +186,9 @@ def train(way: Way, seed: int, num_steps: int) -> list[float]:
     for name in CUTS:
         last = layers[name].compress if name in layers else model.get_submodule(name)
         last.register_forward_hook(lambda _, __, hidden: _Wire.apply(hidden, codecs))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    rate = partial(warmup_cosine, warmup_steps=WARMUP, num_steps=num_steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate.highest, betas=(0.9, 0.95), weight_decay=0.1)
+    share = partial(warmup_cosine, warmup_steps=rate.warmup_steps, num_steps=num_steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     averaging = _Averaging(codecs, [one.shape for one in model.parameters()])
     kept = next(iter(DataLoader(data.val_windows, 256, shuffle=True, generator=torch.Generator().manual_seed(0))))
     losses = [_evaluate(model, kept)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from msgspec.structs import replace as replaced
 
@@ -253,8 +254,7 @@ class Trainers:
         self._hear(caller)
         request = decode(body, BatchDone)
         self._run.check_generation(request.generation)
-        if request.ends is not None and request.ends.step != request.step:
-            raise ProtocolError(f"a batch of step {request.step} may wait for its end, not for {request.ends.step}'s")
+        self._check_ahead(caller, request)
         reply = await self._done(caller, request)
         if request.ends is not None and reply.closing:
             reply = replaced(reply, ended=await self._record(caller, request.ends))
@@ -262,6 +262,15 @@ class Trainers:
             news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
             reply = replaced(reply, ended=await self._until_over(caller, news))
         return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
+
+    def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
+        """Before anything is entered: what goes with a batch's end is of that batch's step."""
+        own = request.generation, request.step
+        for what in (request.ends, request.following):
+            if what is not None and (what.generation, what.step) != own:
+                raise ProtocolError(f"the end of a batch of step {request.step} came with a request for {what.step}")
+        if request.ends is not None and caller == self._run.manifest.lead:
+            _check_stepped_with(request.ends)
 
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
@@ -356,9 +365,7 @@ class Trainers:
 
     async def _hear_lead(self, request: RecordRequest) -> None:
         """Of a step that is not decided."""
-        if not request.hyperparameters:
-            raise ProtocolError("the lead says with which hyperparameters to step, got none")
-        stepped_with = {request.step: request.hyperparameters}
+        stepped_with = {request.step: _check_stepped_with(request)}
         if request.before:
             stepped_with[request.step - 1] = request.before
         await self.lead.ask(request.step, stepped_with, version=request.version)
@@ -470,3 +477,9 @@ class Trainers:
         if step > number + self._run.manifest.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
         return step > number
+
+
+def _check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
+    if not request.hyperparameters:
+        raise ProtocolError("the lead says with which hyperparameters to step, got none")
+    return request.hyperparameters

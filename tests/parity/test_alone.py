@@ -95,7 +95,7 @@ def test_steps_that_are_late_wait_for_one_call_a_batch(window: int) -> None:
     assert calls.count(DONE) == NUM_BATCHES
     assert calls.count(GRANT) == 2 * NUM_EPOCHS
     assert calls.count(RECORD) <= 2 * NUM_EPOCHS, "where an epoch ends, and before its last batch"
-    assert calls.count(BEGIN) >= NUM_BATCHES // 2
+    assert calls.count(BEGIN) >= NUM_BATCHES // window // 2
 
 
 def test_a_place_that_is_not_large_enough_is_given_back() -> None:
@@ -132,6 +132,4 @@ def test_a_place_is_given_back_where_something_else_is_to_train(
     with asked() as calls:
         swarm = run_swarm(digits_net, data, max_steps=PER_EPOCH, num_servers=4, callbacks=[Thaws()])
     assert_exact(swarm, run_plain(digits_net, data, max_steps=PER_EPOCH, callbacks=[Thaws()]))
-    assert calls.count(GRANT) == (3 if ahead else PER_EPOCH), (
-        "the first, the one that something else is to train, the last"
-    )
+    assert calls.count(GRANT) == (2 if ahead else PER_EPOCH), "the first, and the one from which something else trains"

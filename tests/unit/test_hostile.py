@@ -561,9 +561,12 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "first",
         "begun",
         "hyperparameters",
+        "before",
+        "decided",
+        "number",
     }
     for path, value in paths(fields):
-        if path[0] in ("structure", "hyperparameters"):
+        if not {"structure", "hyperparameters"}.isdisjoint(path):
             continue  # free form
         if isinstance(value, dict):
             yield from (
