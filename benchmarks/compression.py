@@ -172,7 +172,7 @@ class _Averaging:
         return received
 
 
-def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate()) -> list[float]:  # noqa: B008 - frozen
+def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate()) -> list[float]:
     """The losses on files that training never sees, before the first step and after each hundred of them."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """What `delay_optimizer_step` does to the loss: the small GPT on bytes of `benchmarks.compression`, at several rates.
 
-Each is trained on the same batches from the same weights, with steps that wait and with late ones. Its learning rate rises
-for a tenth of the steps, and falls to a tenth along a cosine; Adam's betas are 0.9 and 0.95. Gradients are clipped.
+Each is trained on the same batches from the same weights, with steps that wait and with late ones. Its learning rate
+rises for a tenth of the steps, and falls to a tenth along a cosine; Adam's betas are 0.9 and 0.95, gradients clipped.
 """
 
 from __future__ import annotations
