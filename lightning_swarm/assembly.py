@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from lightning_swarm.config import Preemption, SwarmConfig
 from lightning_swarm.environment import talks_to_neighbours
 from lightning_swarm.errors import DeadlineExceeded, RunOver
 from lightning_swarm.events import EventLog
+from lightning_swarm.heirs import PackLoop
 from lightning_swarm.lead import Lead
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import Address, widest
@@ -82,6 +84,7 @@ class Peer:
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
         self.server: Server | None = None
         self._stay: Stay | None = None
+        self._keeping: asyncio.Task[None] | None = None  # its loop's state is being sent to others
         self._remaining: asyncio.Task[None] | None = None  # its server comes back whenever a record leaves it out
         self._tasks = TaskOwner()
         self.lead = Lead(runtime, transport, directory, config, is_over=self._is_over)
@@ -101,11 +104,17 @@ class Peer:
             links=[_link(peer, link) for peer, link in self.transport.links.items()],
         )
 
-    def serve(self, model: Model, *, trains: bool = False) -> None:
-        """Hold stages from now on, as soon as a run wants this peer. `trains`: it has data for the run, too."""
-        self.runtime.run(self.begin_to_serve(model, trains=trains))
+    def serve(self, model: Model, *, trains: bool = False, inherits: bool = False) -> None:
+        """Hold stages from now on, as soon as a run wants this peer.
 
-    async def begin_to_serve(self, model: Model, *, trains: bool = False) -> None:
+        Args:
+            model: This peer's copy.
+            trains: It has data for the run, too.
+            inherits: It has data, and leads the run when its lead is gone.
+        """
+        self.runtime.run(self.begin_to_serve(model, trains=trains, inherits=inherits))
+
+    async def begin_to_serve(self, model: Model, *, trains: bool = False, inherits: bool = False) -> None:
         """As `serve`, on the loop."""
         await self._start_server(model)
         self._announced = True
@@ -115,6 +124,7 @@ class Peer:
             self._config.run_id,
             self.boot_id,
             trains=trains,
+            inherits=inherits,
             timeout=self._config.limits.start_timeout,
         )
 
@@ -294,6 +304,31 @@ class Peer:
     def _is_over(self) -> bool:
         """Whether this peer's server was told that the run is, and the others are free."""
         return self.server is not None and self.server.admission.left.is_set()
+
+    # ------------------------------------------------------------------ in the place of the lead
+
+    @property
+    def inherits(self) -> bool:
+        """Whether this peer, which served, is to go back with the run and lead it from there."""
+        return self.server is not None and self.server.admission.inherits.is_set()
+
+    def inherit(self) -> tuple[int, Any]:
+        """Lead the run that is to go back. Returns the step it goes on from, and what the loop was at there."""
+        assert self.server is not None
+        admission = self.server.admission
+        admission.inherits.clear()
+        self.lead.inherit(admission.run)
+        return admission.inherits_at, self.server.snapshots.loops.get(admission.inherits_at)
+
+    def keep_loop(self, version: int, pack: PackLoop) -> None:
+        """At the lead: have others keep what its loop is at; returns at once."""
+        self.runtime.run(self._keep_loop(version, pack))
+
+    async def _keep_loop(self, version: int, pack: PackLoop) -> None:
+        await self._tasks.start()
+        if self._keeping is not None:
+            self._keeping.cancel()
+        self._keeping = self._tasks.spawn(self.lead.keep_loop(version, pack))
 
     # ------------------------------------------------------------------ trainer and server of one peer
 

@@ -116,7 +116,10 @@ class Limits:
         snapshot_bytes: What a server may keep of snapshots in memory; the rest is in temporary files. It keeps two
             of each of its own stages, and two of each stage that it was chosen to keep for others: of all stages
             together the servers keep so no more than one for each that holds it and one more, twice.
-        revive_timeout: Seconds that a stage without an answering server is waited for before the run goes back.
+        revive_timeout: Seconds that a stage without an answering server is waited for before the run goes back; and a
+            lead whose process does not answer, before another peer that has data goes back in its place.
+        loop_bytes: The largest state of the lead's loop that is kept by peers which could take the run over; it has no
+            weights. A larger one stays with the lead, which a warning says.
     """
 
     cache_bytes: int = 4 << 30
@@ -137,6 +140,7 @@ class Limits:
     snapshot_interval: float | None = 300.0
     snapshot_bytes: int = 4 << 30
     revive_timeout: float = 60.0
+    loop_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         for field in fields(self):

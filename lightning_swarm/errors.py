@@ -9,6 +9,7 @@
     ├── StepError            a step could not be decided; the weights are those of the last record
     │   ├── StageLost        nobody was left of a stage, for too long
     │   ├── TrainerFailed    a trainer's own code raised: the run ends for all
+    │   ├── Replaced         the run goes on with another lead, for this one was silent for too long
     │   ├── LeftOut          the run goes on without this trainer, which was silent for too long
     │   └── WentBack         the lead goes back with the run, and with it this trainer
     ├── LeaseRevoked         a batch was struck from its step, or never in it: run it again, in another place
@@ -57,6 +58,10 @@ class TrainerFailed(StepError):
 
 class LeftOut(StepError):
     """The run goes on without this trainer, which was not heard of for a while, and cannot take part any more."""
+
+
+class Replaced(StepError):
+    """Another peer leads the run by now, from an earlier step on: this one was not heard of for too long."""
 
 
 class WentBack(StepError):
@@ -125,6 +130,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         StepError,
         StageLost,
         TrainerFailed,
+        Replaced,
         LeaseRevoked,
         RunOver,
         PeerError,

@@ -52,8 +52,10 @@ class Launched(Protocol):
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
         """Refuse what cannot work."""
 
-    def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
-        """Be a server until the run is over."""
+    def serve(
+        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Be a server until the run is over; or until this peer is to lead, from the checkpoint that it returns."""
 
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead."""
@@ -96,19 +98,21 @@ class SwarmLauncher(_Launcher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Train here, or serve if this process is a child. A child never returns from it."""
+        """Train here, or serve if this process is a child or joins. A child never returns from it."""
         if trainer is None:
             raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
         SwarmLauncher.launched = True
         follow_environment()
         self._strategy.config = environment.settle(self._strategy.config, self.local_rank)
+        handed = arguments_of(function, args, kwargs)
         if self._strategy.config.only_serves:
-            self._serve(trainer, (*args, *kwargs.values()))
+            path = self._serve(trainer, (*args, *kwargs.values()), handed)
+            return lead_on(self._strategy, trainer, function, args, kwargs, path=path)
         datamodule = _datamodule((*args, *kwargs.values()))
         if datamodule is not None:
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
-        self._strategy.check(trainer, arguments_of(function, args, kwargs))
+        self._strategy.check(trainer, handed)
         if self.local_rank:
             self._follow(trainer, function, args, kwargs)
         self._start_peers(trainer)
@@ -127,13 +131,15 @@ class SwarmLauncher(_Launcher):
                 "of its own, or with `devices=1`."
             )
 
-    def _serve(self, trainer: Trainer, handed: Iterable[Any]) -> NoReturn:
-        def serve() -> None:
+    def _serve(self, trainer: Trainer, given: Iterable[Any], handed: Mapping[str, Any]) -> str:
+        """Serve, and end the process then; unless this peer is to lead, from the checkpoint that this returns."""
+
+        def serve() -> str | None:
             self._start_peers(trainer)
             with leaving_on_signals(self._leave):
-                self._strategy.serve(trainer, _datamodule(handed))
+                return self._strategy.serve(trainer, _datamodule(given), handed)
 
-        self._end_with(serve)
+        return self._end_with(serve)
 
     def _follow(
         self, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -151,12 +157,15 @@ class SwarmLauncher(_Launcher):
                 raise
 
         self._end_with(follow)
+        raise AssertionError("unreachable")
 
-    def _end_with(self, work: Callable[[], None]) -> NoReturn:
-        """Do it, then end the process."""
+    def _end_with(self, work: Callable[[], str | None]) -> str:
+        """Do it, then end the process, unless it returns something."""
         code = 0
         try:
-            work()
+            result = work()
+            if result is not None:
+                return result
         except KeyboardInterrupt:
             code = 130  # as a shell has it
         except SystemExit as told:  # by a second signal
@@ -306,9 +315,31 @@ def run_through(
             if path is None:
                 raise
         # After the handler: what the loop was at is free by now.
-        call = inspect.signature(function).bind(*args, **kwargs)
-        call.arguments["ckpt_path"] = path
-        args, kwargs = call.args, call.kwargs
+        args, kwargs = on_from(path, function, args, kwargs)
+
+
+def lead_on(
+    strategy: Launched,
+    trainer: Trainer,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    path: str,
+) -> Any:
+    """Where a peer served: call a Trainer's function in the place of the lead, from a checkpoint."""
+    args, kwargs = on_from(path, function, args, kwargs)
+    strategy.check(trainer, arguments_of(function, args, kwargs))
+    return run_through(strategy, trainer, function, args, kwargs)
+
+
+def on_from(
+    path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What to call a Trainer's function with, so that it goes on from a checkpoint."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.arguments["ckpt_path"] = path
+    return call.args, call.kwargs
 
 
 def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

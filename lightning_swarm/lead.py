@@ -14,16 +14,19 @@ from torch import Tensor
 from lightning_swarm import membership, starting, survivors
 from lightning_swarm.checkpoint.snapshots import Whole, gather_snapshots
 from lightning_swarm.config import SwarmConfig
+from lightning_swarm.errors import Unreachable
+from lightning_swarm.heirs import Heirs, PackLoop
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.partition import StageModule, batch_norms
-from lightning_swarm.run_state import RunState
+from lightning_swarm.run_state import RunState, replaced_by
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.steps.snapshot_orders import ask_held, newest_complete
+from lightning_swarm.steps.succession import has_majority
 from lightning_swarm.types.runs import Member, RestartRequest
 
 _log = logging.getLogger(__name__)
@@ -68,8 +71,12 @@ class Lead:
         self._origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors
         self.versions_kept: Callable[[], Collection[int]] = tuple
         self.num_known_dead: Callable[[], int] = int
+        self._inherited = False  # the run that is to go back, from another peer
         self._generation = 0  # of the run that is begun next
         self._seed: int | None = None  # of the one before
+        self._former_leads: Sequence[PeerId] = ()  # of the ones before
+        known = partial(membership.known_heirs, directory, config.run_id)
+        self._heirs = Heirs(transport, known, limits=config.limits)
         self._survivors: Collection[PeerId] | None = None  # of the one before, which was void in the end
         self._others: Collection[PeerId] = ()  # those of them that train, but for this peer
 
@@ -134,7 +141,8 @@ class Lead:
             PeerError: Some server left.
         """
         # What is computed again draws the same random numbers.
-        spec = replace(spec, generation=self._generation, seed=spec.seed if self._seed is None else self._seed)
+        seed = spec.seed if self._seed is None else self._seed
+        spec = replace(spec, generation=self._generation, seed=seed, former_leads=self._former_leads)
         self.stages, self._origin = stages, model.origin
         if spec.selection is not None and self._generation == 0:
             self._warn_of_batch_norms(batch_norms(model.blocks))
@@ -267,12 +275,50 @@ class Lead:
         before, trainers = self._survivors, self._others
         if self.run is not None:
             self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
+            self._former_leads = self.run.manifest.former_leads
             before = self._runtime.run(survivors.release(self._transport, self.run, first_step, timeout=timeout))
+            if self._inherited and not has_majority(self.run, before):
+                raise Unreachable(
+                    f"no majority of the run's {len(self.run.voters)} voters is left to go on with: its former lead "
+                    "may live on the other side of a broken line. Start the run again with `ckpt_path`."
+                )
+            self._inherited = False
             trainers = self.run.trainers
             self.run = None
         alive = self._runtime.run(alive_among(self._transport, before or (), timeout=timeout))
         self._others = [one for one in trainers if one in alive and one != self._transport.peer_id]
         self._survivors = {peer for peer in alive if serves or peer != self._transport.peer_id}
+
+    # ------------------------------------------------------------------ another peer in its place
+
+    async def keep_loop(self, version: int, pack: PackLoop) -> None:
+        """On the loop: have peers that could take the run over keep what its loop was at."""
+        if self.run is not None:
+            await self._heirs.send(self.run, version, pack)
+
+    def inherit(self, run: RunState) -> None:
+        """Lead a run that another peer led, and that is to go back. As its servers know it, this peer leads it."""
+        self.run, self._inherited = run, True
+
+    def replaced_by(self) -> str:
+        """Who leads the run by now, if another peer does; or may come to, for most voters are with those who could."""
+        return "" if self.run is None else self._runtime.run(self._replaced_by(self.run))
+
+    async def _replaced_by(self, run: RunState) -> str:
+        timeout, heirs = self._config.limits.silence_timeout, set(self._heirs.holding)
+        if not heirs:
+            return ""
+        newer = await survivors.newer_run(self._transport, run, timeout=timeout)
+        if newer is not None:
+            return replaced_by(newer)
+        alive = list(await ask_held(self._transport, run.servers, timeout=timeout))
+        if heirs <= set(alive) or has_majority(run, alive):
+            return ""
+        return (
+            f"most of the voters do not answer, and {sorted(heirs - set(alive))} among those who do not could take the "
+            "run over. Start this program again with their addresses as `initial_peers`; or, if they are dead, with "
+            "`ckpt_path`."
+        )
 
     # ------------------------------------------------------------------ the end
 

@@ -31,6 +31,7 @@ class Announcement(Wire, frozen=True):
     boot_id: int
     addresses: list[str]
     trains: bool = False  # it reads data, too
+    inherits: bool = False  # it has data, and could lead the run if its lead died
 
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
@@ -78,11 +79,18 @@ async def find_runs(directory: Directory, transport: Transport, run_id: str) -> 
 
 
 async def announce(
-    directory: Directory, transport: Transport, run_id: str, boot_id: int, *, timeout: float, trains: bool = False
+    directory: Directory,
+    transport: Transport,
+    run_id: str,
+    boot_id: int,
+    *,
+    timeout: float,
+    trains: bool = False,
+    inherits: bool = False,
 ) -> None:
     """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
     addresses = list(await transport.addresses())
-    value = encode(Announcement(boot_id=boot_id, addresses=addresses, trains=trains))
+    value = encode(Announcement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits))
     await _publish(directory, f"{run_id}.servers", value, timeout=timeout)
 
 
@@ -210,6 +218,11 @@ async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement])
 
     reached = await gather(reaches(peer, one) for peer, one in servers.items())
     return {peer: one for (peer, one), ok in zip(servers.items(), reached, strict=True) if ok}
+
+
+async def known_heirs(directory: Directory, run_id: str) -> set[PeerId]:
+    """Servers that could lead the run if its lead died. Some may be gone."""
+    return {peer for peer, one in (await announced(directory, run_id)).items() if one.inherits}
 
 
 async def announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:

@@ -6,11 +6,11 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, StepError
+from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, Replaced, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.ties import Ties
 from lightning_swarm.types.many import to_ranges
-from lightning_swarm.types.runs import Manifest, Member, RestartRequest, RunView, Seats, Term
+from lightning_swarm.types.runs import MAX_FORMER_LEADS, Manifest, Member, RestartRequest, RunView, Seats, Term
 from lightning_swarm.types.steps import Record
 
 _MAX_REMEMBERED = 1024
@@ -40,7 +40,7 @@ class RunState:
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
         self.seats_before = self.seats
-        self.term: Term = (1, manifest.coordinator, _boot_id(manifest))
+        self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
         self._counted: dict[int, tuple[range, ...]] = {}  # the places of the batches that the last records count
         self.newest: Record | None = None
         self.selection = manifest.selection
@@ -156,6 +156,12 @@ class RunState:
         self._counted.clear()
         self.newest, self.selection = None, request.selection
 
+    def inherit(self, heir: PeerId) -> None:
+        """Its lead is gone, and another peer goes back with it. Nothing of the former lead's counts any more."""
+        manifest = self.manifest
+        former = [one for one in (*manifest.former_leads, manifest.lead) if one != heir][-MAX_FORMER_LEADS:]
+        self.manifest = structs.replace(manifest, lead=heir, trainers=[heir], former_leads=former)
+
     def check_generation(self, generation: int) -> None:
         """Refuse what belongs to another generation of the run.
 
@@ -238,7 +244,10 @@ class RunState:
 
         Raises:
             ProtocolError: It may not ask for places, computations or state.
+            Replaced: It led the run once.
         """
+        if caller in self.manifest.former_leads and caller not in self.trainers:
+            raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
             raise ProtocolError(
                 f"{caller} is none of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, of which "
@@ -255,7 +264,14 @@ class RunState:
             raise NotMember(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
 
 
-def _boot_id(manifest: Manifest) -> int:
-    """Of the run's first coordinator, which holds a stage."""
-    members = [member for stage in manifest.stages for member in stage.roster]
-    return next((one.boot_id for one in members if one.peer_id == manifest.coordinator), 0)
+def replaced_by(manifest: Manifest) -> str:
+    """What a former lead is told."""
+    return (
+        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, for this one was not heard of, and went back with "
+        "it: what was done here since then counts nowhere. Start this program again with `initial_peers`, and it helps."
+    )
+
+
+def boot_ids(manifest: Manifest, peer: PeerId) -> set[int]:
+    """Of a peer that holds a stage when the run begins; none, if it holds none."""
+    return {member.boot_id for stage in manifest.stages for member in stage.roster if member.peer_id == peer}

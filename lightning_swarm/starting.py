@@ -34,6 +34,7 @@ class RunSpec:
         total_steps: For schedules that servers build.
         optimizer: Of which kind every peer must build it; see `server.model.kind_of`.
         generation: Later than all that the servers were in with the lead.
+        former_leads: Of older generations of the run.
     """
 
     ranges: Sequence[range]
@@ -48,6 +49,7 @@ class RunSpec:
     total_steps: int | None
     optimizer: str | None = None
     generation: int = 0
+    former_leads: Sequence[PeerId] = ()
 
 
 async def check_first(directory: Directory, transport: Transport, config: SwarmConfig) -> None:
@@ -130,4 +132,5 @@ def manifest(
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,
         stages=model.describe(spec.ranges, [*rosters, trainers]),
+        former_leads=list(spec.former_leads),
     )

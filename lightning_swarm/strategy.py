@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm import following, rules, serving, settings
-from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import Boundary, boundary_layers, hook
 from lightning_swarm.config import (
     CodecName,
@@ -453,25 +453,52 @@ class SwarmHooks(ResumingHooks):
             return self._model_of(apart, keep=False)
         return model
 
-    def serve(self, trainer: Trainer, datamodule: LightningDataModule | None) -> None:
-        """Be a server until the run is over. Enters no loop and touches no data.
+    def serve(
+        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Be a server until the run is over. Enters no loop and touches no data, unless the lead dies.
 
         Args:
-            trainer: Of this process; it never runs.
+            trainer: Of this process; it does not run before.
             datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
+            handed: What the Trainer's method was called with; None: this peer never leads.
+
+        Returns:
+            The checkpoint from which this peer is to run the Trainer's function, in the place of the lead. None: the
+            run is over.
         """
         assert self.peer is not None
         module = self.lightning_module
         assert module is not None
         self.connect(module)
         serving.set_up(trainer, module, datamodule)
-        self.serve_module(self.peer, module)
+        on_meta = is_on_meta(module)
+        model = self.served_model(module)
+        self.peer.serve(model, inherits=handed is not None and self._could_lead(trainer, module, handed))
         self.peer.serve_to_the_end(rank_zero_info)
-        self.peer.close()
+        if not self.peer.inherits:
+            self.peer.close()
+            return None
+        goal = self._way_back.inherit(trainer, self.peer)
+        self.peer.events.note("went_back", step=goal.version, reason="this peer leads in the place of another one")
+        self.peer.release(goal.version)
+        if not on_meta:
+            model.make_whole()
+        hook(module)
+        self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
+        return str(goal.path)
 
-    def serve_module(self, peer: Peer, module: LightningModule) -> None:
-        """Let a peer hold stages of a module that is as its user wants it."""
-        peer.serve(self.served_model(module))
+    def _could_lead(self, trainer: Trainer, module: LightningModule, handed: Mapping[str, Any]) -> bool:
+        """Whether this process, which serves, has all that it takes to go on as the lead."""
+        if self.config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or self.config.state_dict_type != "full":
+            return False
+        try:
+            rules.check_trainer(trainer, module, self.config)
+            rules.check_data(trainer, module, handed)
+        except ConfigError as error:
+            _log.info("This peer cannot take the run over: %s", error)
+            return False
+        return True
 
     def served_model(self, module: LightningModule) -> Model:
         """What a peer holds stages of."""

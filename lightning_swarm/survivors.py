@@ -24,7 +24,7 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.steps import VIEW
 from lightning_swarm.steps.snapshot_orders import ask_held
 from lightning_swarm.tasks import first_of, gather
-from lightning_swarm.types.runs import LoopReply, LoopRequest, ReleaseRequest, RunView
+from lightning_swarm.types.runs import LoopReply, LoopRequest, Manifest, ReleaseRequest, RunView
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
@@ -95,6 +95,22 @@ def lost(run: RunState, alive: Collection[PeerId]) -> str:
         return f"nobody of stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))} answers"
     num_voters, num_left = len(run.voters), sum(voter.peer_id in alive for voter in run.voters)
     return f"only {num_left} of {num_voters} voters answer" if num_left * 2 <= num_voters else ""
+
+
+async def newer_run(transport: Transport, run: RunState, *, timeout: float) -> Manifest | None:
+    """What the run has become without its lead, as one of its servers shows it."""
+
+    async def ask(peer: PeerId) -> Manifest | None:
+        try:
+            return decode(await transport.call(peer, VIEW, b"", timeout=timeout), RunView).manifest
+        except SwarmError as error:
+            _log.info("%s shows no run: %s", peer, error)
+            return None
+
+    found = [one for one in await gather(ask(peer) for peer in run.servers if peer != transport.peer_id) if one]
+    newest = max(found, key=lambda one: one.generation, default=None)
+    others = run.manifest.generation, transport.peer_id
+    return newest if newest is not None and newest.generation >= others[0] and newest.lead != others[1] else None
 
 
 # ---------------------------------------------------------------------- trainers beside the lead

@@ -22,22 +22,13 @@ from torchmetrics import Metric
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.going_back.place import Place
 from lightning_swarm.metrics import Pending
+from lightning_swarm.plain import Awaited
 from lightning_swarm.session import News
 
 _log = logging.getLogger(__name__)
 
 _SHOWN: Final = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _LOGGING: Final = ("_first_loop_iter", "_current_fx")  # by which Lightning knows that an epoch's averages begin anew
-
-
-class _Awaited:
-    """In the place of what a snapshot has: a tensor by its name, or the optimizer's state."""
-
-    def __init__(self, name: str | None) -> None:
-        self.name = name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Awaited:
-        return self
 
 
 Counts = Callable[[int, Collection[int]], bool]
@@ -61,7 +52,7 @@ class LoopState:
     """
 
     checkpoint: dict[str, Any]
-    gaps: Sequence[_Awaited]
+    gaps: Sequence[Awaited]
     parameter_names: Sequence[str]
     place: Place
     metrics: Mapping[str, Mapping[str, Any]]
@@ -136,7 +127,7 @@ class LoopStates:
         self._names = names
         self._is_lead = is_lead
         self._kept: Sequence[Between] = ()  # replaced, not changed: it is looked at from the swarm's loop
-        self._stand_ins: dict[int, tuple[Any, _Awaited]] | None = None  # while a state is taken, by their `id`
+        self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # while a state is taken, by their `id`
         self._warned = False
 
     @property
@@ -247,13 +238,13 @@ class LoopStates:
         """The optimizer's state dict with a gap."""
         assert self._stand_ins is not None
         state: dict[int, Any] = {}
-        self._stand_ins[id(state)] = state, _Awaited(None)
+        self._stand_ins[id(state)] = state, Awaited(None)
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def _gap(self, name: str, tensor: Tensor) -> Tensor:
         assert self._stand_ins is not None
         stand_in = tensor.detach().to("meta")
-        self._stand_ins[id(stand_in)] = stand_in, _Awaited(name)
+        self._stand_ins[id(stand_in)] = stand_in, Awaited(name)
         return stand_in
 
 
@@ -283,7 +274,7 @@ def _gathered(metric: Metric) -> dict[str, Any]:
 
 def _filled(tree: Any, filled: Mapping[int, Any]) -> Any:
     """A copy of nested containers, with gaps replaced."""
-    if isinstance(tree, _Awaited):
+    if isinstance(tree, Awaited):
         return filled[id(tree)]
     if isinstance(tree, dict):
         copied = copy.copy(tree)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -16,13 +18,16 @@ from torch import Tensor
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.checkpoint.snapshots import no_room
-from lightning_swarm.errors import StageLost, SwarmError, TrainerFailed
+from lightning_swarm.errors import Replaced, StageLost, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
+from lightning_swarm.going_back import inheritance
 from lightning_swarm.going_back.orders import Orders
 from lightning_swarm.going_back.place import DataPlace, RandomState, random_state
 from lightning_swarm.going_back.states import Between, Counts, LoopStates, restore_metrics
 from lightning_swarm.metrics import Pending
 from lightning_swarm.session import News, Session
+
+_log = logging.getLogger(__name__)
 
 _MAX_TRIES: Final = 3
 """Runs that began at one step and came to no snapshot of their own."""
@@ -114,12 +119,19 @@ class WayBack:
             states.forget(orders.versions)
             if orders.may_be_at(session.version, session.through):
                 states.take(session.version, session.through, place.here, loop.pending)
+                self._keep_elsewhere(peer, session, states, orders)
 
         def arrived() -> None:
             self._arrive(trainer, loop, states)
 
         goes_on = None if self._arrived or self._goal is None else self._goal.between.state.place
         place = self._place = DataPlace(trainer, goes_on, between, arrived, made=lambda: self._made)
+
+    def _keep_elsewhere(self, peer: Peer, session: Session, states: LoopStates, orders: Orders) -> None:
+        """Have others keep what the lead's loop is at. With several trainers each has a state of its own, and nobody."""
+        between = states.find(session.version)
+        if session.is_lead and session.num_trainers == 1 and between is not None and session.version in orders.versions:
+            peer.keep_loop(session.version, partial(inheritance.pack, between.state))
 
     def _arrive(self, trainer: Trainer, loop: Loop, states: LoopStates) -> None:
         """The data are where they were at the goal: so shall the loop be."""
@@ -186,6 +198,28 @@ class WayBack:
         self._arrived = False
         return self._goal
 
+    def inherit(self, trainer: Trainer, peer: Peer) -> Goal:
+        """At a peer that served: go on in the place of the lead, which is gone.
+
+        Raises:
+            SwarmError: What is needed for it could not be had.
+        """
+        version, value = peer.inherit()
+        state = inheritance.unpack(value, trainer)
+        whole = peer.lead.gather_snapshots([version])
+        if whole is None:
+            raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
+        self._aim_at(version, Between(state, version, version, (), News(version)), whole.weights, whole.optimizer)
+        missing = inheritance.missing_files(state.checkpoint)
+        if missing:
+            _log.warning(
+                "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
+                ", ".join(missing),
+            )
+        assert self._goal is not None
+        self._arrived = False
+        return self._goal
+
     def find(self, trainer: Trainer, peer: Peer, error: SwarmError) -> Goal | None:
         """At the lead: where to go on after an error. None: nowhere; for want of a snapshot, the error gets a note.
 
@@ -196,11 +230,15 @@ class WayBack:
             peer: Its own.
             error: What broke the run off.
         """
-        if isinstance(error, TrainerFailed) or (self.states is None and self._goal is None):
+        if isinstance(error, (TrainerFailed, Replaced)) or (self.states is None and self._goal is None):
             return None
         try:
             if peer.lead.run is not None:  # else it was to go on from the goal, and did not come to begin
                 if not peer.lead.what_is_lost(wait=not isinstance(error, StageLost)):
+                    return None
+                replaced = peer.lead.replaced_by()
+                if replaced:
+                    error.add_note(f"The run does not go back here: {replaced}")
                     return None
                 if any(one not in trainer.callbacks for one in self._finders):  # type: ignore[attr-defined]
                     error.add_note(_TRIAL)

@@ -18,9 +18,9 @@ from lightning_swarm.server.leadership import Leadership
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import BREAK_OFF, LEAVE, VIEW
+from lightning_swarm.steps import BREAK_OFF, INHERIT, LEAVE, VIEW
 from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.types.runs import BrokenOff, Manifest, Member, ReleaseRequest, RestartRequest
+from lightning_swarm.types.runs import BrokenOff, InheritRequest, Manifest, Member, ReleaseRequest, RestartRequest
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
 
@@ -75,6 +75,9 @@ class Admission:
         self._broken_off = ""  # why it is over, where its lead did not say so
         self.released = asyncio.Event()  # the lead goes back with the run; set until a trainer here has seen it
         self.goes_on_at = 0  # likewise: the step from which the next run goes on
+        self.inherits = asyncio.Event()  # this peer is to go back with the run in the place of its lead
+        self.inherits_at = 0  # to this step
+        self.can_inherit: Callable[[int], bool] = lambda _: False  # from a step: it has what the lead's loop was at
         self.leadership = Leadership(
             transport, stepping, self.me, self.left, limits=limits, events=events, announce=announce
         )
@@ -83,6 +86,7 @@ class Admission:
         transport.handle_call(LEAVE, self._handle_leave)
         transport.handle_call(BREAK_OFF, self._handle_break_off)
         transport.handle_call(VIEW, self._handle_view)
+        transport.handle_call(INHERIT, self._handle_inherit)
 
     @property
     def run(self) -> RunState:
@@ -235,11 +239,33 @@ class Admission:
         if self.loaded.issuperset(self._stepping.stages):
             self.ready.set()
 
+    async def _handle_inherit(self, caller: PeerId, body: bytes) -> bytes:
+        """The lead is gone, as who coordinates says: another peer goes back with the run."""
+        request = decode(body, InheritRequest)
+        run = self.run
+        run.check_coordinator(caller)
+        run.check_generation(request.generation)
+        if request.heir not in run.servers or request.heir == run.manifest.lead:
+            raise ProtocolError(f"a run is inherited by a server that does not lead it yet, got {request.heir}")
+        is_me = request.heir == self.me.peer_id
+        if is_me and not self.can_inherit(request.first_step):
+            raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
+        run.inherit(request.heir)
+        if is_me:
+            self.inherits_at = request.first_step
+            self.inherits.set()
+        return b""
+
     def check_release(self, caller: PeerId, request: ReleaseRequest) -> None:
         """Refuse to leave a run on anybody's word but its lead's, which is not the run's end."""
         if caller != self.run.manifest.lead:
             raise ProtocolError(f"the lead {self.run.manifest.lead} releases its servers, not {caller}")
         self.run.check_generation(request.generation)
+
+    def check_released_by(self, caller: PeerId) -> None:
+        """Of a run that was left already: refuse whoever did not lead it then."""
+        if self._former and caller not in self._former:
+            raise ProtocolError(f"this peer was released by {self._former[-1]}, not by {caller}")
 
     def note_release(self, request: ReleaseRequest) -> None:
         """Let this peer's trainer know."""

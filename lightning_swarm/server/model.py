@@ -146,6 +146,12 @@ class Model:
         if not self._keep:
             self._free_all_but(self.cut(_ranges(manifest)), served)
 
+    def make_whole(self) -> None:
+        """Give all that was freed memory again: its values come from a checkpoint."""
+        owners = self._module.modules()
+        held = {id(one): one for owner in owners for one in (*owner._parameters.values(), *owner._buffers.values())}
+        self._fill(set(held))
+
     def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
         optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
         if optimizer is not None and manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
@@ -201,7 +207,10 @@ class Model:
 
     def _make_room(self, served: Sequence[StageModule]) -> None:
         """Give what is on meta memory: freed for an earlier run, or never made. Its values come with the run."""
-        own = {id(tensor) for stage in served for tensor in stage.named_stage_tensors().values()}
+        self._fill({id(tensor) for stage in served for tensor in stage.named_stage_tensors().values()})
+
+    def _fill(self, own: Collection[int]) -> None:
+        """Of what is on meta, with these ids."""
         replaced: dict[int, Tensor] = {}
 
         def real(tensor: Tensor) -> Tensor:

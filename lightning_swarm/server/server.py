@@ -101,6 +101,7 @@ class Server:
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         self.snapshots = Snapshots(transport, executor, self.admission, self.stepping, limits=limits)
+        self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
         Loading(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         Writing(transport, executor, self.admission, self.stepping)
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
@@ -184,6 +185,8 @@ class Server:
             self.admission.check_release(caller, request)
             await self.release()
             self.admission.note_release(request)
+        else:
+            self.admission.check_released_by(caller)
         return b""
 
     async def _handle_restart(self, caller: PeerId, body: bytes) -> bytes:

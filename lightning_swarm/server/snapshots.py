@@ -25,6 +25,7 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.cache import num_bytes
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.loops import Loops
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepping import Stepping
 from lightning_swarm.steps import HELD
@@ -191,6 +192,7 @@ class Snapshots:
         self._limits = limits
         self._order: _Order | None = None  # the last one
         self.store = Store(limits.snapshot_bytes)
+        self.loops = Loops(transport, admission, stepping, self._versions, limits=limits)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
@@ -199,12 +201,17 @@ class Snapshots:
         """The run entered its next generation, or is over: what was kept is of no use."""
         self._order = None
         self.store.keep_only(None)
+        self.loops.prune()
 
     @property
     def ordered(self) -> Ordered | None:
         """The newest order that was seen here, of this run."""
         order = self._order
         return None if order is None else Ordered(order.version, order.keep, order.at_s)
+
+    def _versions(self) -> set[int]:
+        order = self._order
+        return set() if order is None else {one for one in (order.version, order.keep) if one is not None}
 
     def note(self, record: Record) -> Coroutine[Any, Any, None] | None:
         """A record was applied here. The work of taking a snapshot, if it says so."""
@@ -214,6 +221,7 @@ class Snapshots:
         order = _Order(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
+        self.loops.prune()
         rosters = self._admission.run.rosters  # after the record
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._admission.me}
         return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
@@ -258,7 +266,8 @@ class Snapshots:
         if caller not in (*run.trainers, *run.servers):
             raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
         addresses = await self._transport.addresses()
-        return encode(HeldSnapshots(host=host_of(addresses)[:100], snapshots=self.store.held))
+        host = host_of(addresses)[:100]
+        return encode(HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions))
 
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         """A copy of another server's stage, as the record of its version told both."""

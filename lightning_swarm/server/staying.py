@@ -98,7 +98,7 @@ class Stay:
             _log.warning("This peer trains on, and serves no more: %s", error)
 
     async def last(self, say: Callable[[str], None]) -> None:
-        """Enter a run; return when it is over, or when it let this server go.
+        """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it.
 
         Args:
             say: Tells the user what came of it.
@@ -117,6 +117,9 @@ class Stay:
             if how == "moves":
                 await self._move(say)
                 continue
+            if how == "inherits":
+                say(f"The lead of run {self._run_id!r} is gone. This peer takes the run over.")
+                return
             if how == "released":  # its lead goes back with it, and begins again from an earlier step
                 continue
             if how != "left out":
@@ -204,10 +207,14 @@ class Stay:
 
     # ------------------------------------------------------------------ along
 
-    async def _until_out(self, say: Callable[[str], None]) -> Literal["over", "left", "left out", "moves", "released"]:
+    async def _until_out(
+        self, say: Callable[[str], None]
+    ) -> Literal["over", "left", "left out", "moves", "released", "inherits"]:
         admission = self._server.admission
         self._heard_s = self._led_s = now_s()
         while not admission.left.is_set():
+            if admission.inherits.is_set():
+                return "inherits"
             if not admission.has_run:
                 return "left" if self._leaving.is_set() else "released"
             if not admission.is_member:
@@ -219,7 +226,7 @@ class Stay:
                     return "left"
                 continue
             behind = admission.leadership.behind
-            told = (admission.left, self._leaving, admission.moves)
+            told = (admission.left, self._leaving, admission.moves, admission.inherits)
             await first_of(*(event.wait() for event in told), behind.wait(), timeout=_LOOK_S)
             behind.clear()
             if any(event.is_set() for event in told) or not admission.has_run:

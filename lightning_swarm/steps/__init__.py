@@ -45,6 +45,7 @@ DRAIN = "run.drain"
 LEAVE = "run.leave"
 BREAK_OFF = "run.break_off"
 HELD = "snapshot.held"
+INHERIT = "run.inherit"
 
 ROLE_CALLS = (SELECT, GRANT, BEGIN, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
 """What only the coordinator answers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from lightning_swarm.clock import now_s
@@ -22,6 +23,7 @@ from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.proposer import Proposer
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.snapshot_orders import SnapshotOrders
+from lightning_swarm.steps.succession import appoint
 from lightning_swarm.steps.takeover import first_lease
 from lightning_swarm.steps.trainers import Trainers
 from lightning_swarm.steps.watch import TrainerWatch
@@ -75,6 +77,7 @@ class Coordinator:
         self.books = books or Books.of(run.manifest)
         self._balance = balance_of(run.manifest, now_s=now_s())
         self.gate = Gate(transport, run, self._balance, spawn=self._spawn, limits=limits, events=events)
+        self.gate.on_restarted_lead = self._note_restarted_lead
         self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
         self._snapshots = SnapshotOrders(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
         self._watch = TrainerWatch(
@@ -103,6 +106,9 @@ class Coordinator:
             limits=limits,
             events=events,
         )
+
+    def _note_restarted_lead(self) -> None:
+        self.trainers.lead.note_restart()
 
     async def start(self) -> None:
         """Begin to answer."""
@@ -145,12 +151,24 @@ class Coordinator:
         self._spawn(self._end_without_lead())
 
     async def _end_without_lead(self) -> None:
-        """End the run for all, if its lead is gone. Who is not told here is told by the next one to coordinate."""
+        """Have another peer lead, if the lead is gone; else end the run for all.
+
+        Who is not told here is told by the next one to coordinate.
+        """
         own = self._transport.peer_id
         if self._run.manifest.lead == own:
             return
         silence_s, timeout = self._limits.silence_timeout, self._limits.leave_timeout
-        reason = await self.trainers.lead.until_gone(self._transport, silence_s=silence_s)
+        reason = ""
+        while not reason:
+            reason = await self.trainers.lead.until_gone(
+                self._transport,
+                silence_s=silence_s,
+                appoint=partial(appoint, self._transport, self._run, timeout=silence_s),
+                appoint_after_s=self._limits.revive_timeout,
+            )
+            if self._run.manifest.lead == own:  # it takes the run over itself
+                return
         await self.trainers.fail(reason)
         others = {*self._run.servers, *self._run.trainers, *self.gate.waiting} - {own}
         await dismiss(self._transport, others, broken_off=reason, timeout=timeout)

@@ -23,7 +23,7 @@ from lightning_swarm.errors import Busy, ConfigError, ProtocolError, SwarmError,
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.rebalancing.balance import Balance
-from lightning_swarm.run_state import RunState
+from lightning_swarm.run_state import RunState, boot_ids
 from lightning_swarm.steps import DRAIN, JOIN, LISTEN, MEET, READY
 from lightning_swarm.steps.ending import dismiss
 from lightning_swarm.steps.misses import Misses
@@ -99,6 +99,7 @@ class Gate:
         self._limits = limits
         self._waiting: dict[PeerId, _Waiting] = {}
         self._misses = Misses()
+        self.on_restarted_lead: Callable[[], None] = lambda: None  # called when the lead joins as another process
         self._entering: set[PeerId] = set()  # by the record that is being decided
         self._leaving: dict[PeerId, None] = {}  # who asked first comes first
         transport.handle_call(JOIN, self._handle_join)
@@ -167,6 +168,8 @@ class Gate:
             raise ConfigError(
                 f"run {manifest.run_id!r} takes no steps, and servers join between two. Start it with all."
             )
+        if caller == manifest.lead and request.boot_id not in boot_ids(manifest, caller):
+            self.on_restarted_lead()
         if caller in self._run.servers:
             held = any(Member(peer_id=caller, boot_id=request.boot_id) in roster for roster in self._run.rosters)
             what = "it is" if held else "what it was before it was restarted is, until a record leaves that out,"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from lightning_swarm.clock import now_s
@@ -72,6 +73,10 @@ class Changes:
                 await self._condition.wait()
 
 
+async def _nobody() -> str:
+    return "nobody may"
+
+
 class LeadWatch:
     """Whether the lead is there, and which record its loop asks for.
 
@@ -86,6 +91,7 @@ class LeadWatch:
         self._changes = changes
         self._timeout = timeout
         self._heard_s = 0.0
+        self._restarted = False
         self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self._knows = 0  # the version that it does
@@ -107,7 +113,14 @@ class LeadWatch:
                 "`Limits.lead_timeout` if what it does between two batches takes longer."
             )
 
-    async def until_gone(self, transport: Transport, *, silence_s: float) -> str:
+    async def until_gone(
+        self,
+        transport: Transport,
+        *,
+        silence_s: float,
+        appoint: Callable[[], Awaitable[str]] = _nobody,
+        appoint_after_s: float = math.inf,
+    ) -> str:
         """Wait until nothing was heard of it for its timeout, neither of its loop nor of its process; why to end then.
 
         One whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was frozen,
@@ -116,19 +129,39 @@ class LeadWatch:
         Args:
             transport: Of who coordinates.
             silence_s: Seconds between two looks, and for an answer.
+            appoint: Has another peer lead; why none does, in words.
+            appoint_after_s: Seconds of silence before that.
+
+        Returns:
+            Nothing, if another peer leads by now.
         """
-        lead, silent_s = self._run.manifest.lead, 0.0
+        lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
         while True:
             asked_s = now_s()
-            is_heard = self._heard_s + silence_s > asked_s or await alive_among(transport, [lead], timeout=silence_s)
-            if not is_heard and silent_s >= self._timeout:
+            is_heard = not self._restarted and (
+                self._heard_s + silence_s > asked_s or bool(await alive_among(transport, [lead], timeout=silence_s))
+            )
+            is_over = not is_heard and (self._restarted or silent_s >= self._timeout)
+            if is_over or (not is_heard and silent_s >= tried_s + min(appoint_after_s, self._timeout)):
+                tried_s, why = silent_s, await appoint()
+                if not why:
+                    self._heard_s, self._restarted = 0.0, False
+                    return ""
+            if is_over:
                 break
             await asyncio.sleep(silence_s)
             silent_s = 0.0 if is_heard else silent_s + min(now_s() - asked_s, 2 * silence_s)
+            tried_s = min(tried_s, silent_s)
+        gone = "was started again" if self._restarted else f"was not heard of for {self._timeout:g} s"
         return (
-            f"the lead {lead} was not heard of for {self._timeout:g} s, and nobody inherits its loop. Start the run "
-            "again with `ckpt_path`. Raise `Limits.lead_timeout` to wait longer for a lead that may come back."
+            f"the lead {lead} {gone}, and nobody takes it over: {why}. Start the run again with `ckpt_path`. A peer "
+            "that was started by a program with data can take a run over. Raise `Limits.lead_timeout` to wait longer "
+            "for a lead that may come back."
         )
+
+    def note_restart(self) -> None:
+        """Its process is another one, which knows nothing of the run."""
+        self._restarted = True
 
     async def ask(self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int) -> None:
         """Its loop waits for the end of a step.

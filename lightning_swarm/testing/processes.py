@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,11 @@ class FaultySwarmStrategy(SwarmStrategy):
         self._name = name
 
     @override
-    def serve(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
+    def serve(
+        self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None, handed: Mapping[str, Any] | None = None
+    ) -> str | None:
         self._strike()
-        super().serve(trainer, datamodule)
+        return super().serve(trainer, datamodule, handed)
 
     @override
     def _start_run(

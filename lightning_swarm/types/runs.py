@@ -10,6 +10,7 @@ from lightning_swarm.config import MAX_RANK, AveragingName, CodecName, Rebalanci
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
+MAX_FORMER_LEADS: Final = 16
 _MAX_NUMBER = 1 << 30  # leases and places begin at a multiple of it
 
 Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
@@ -85,6 +86,9 @@ class Manifest(Wire, frozen=True):
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
     # Its class, and what can be set of it; None: no peer has one, or the starter does not say.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
+    former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] = msgspec.field(
+        default_factory=list
+    )  # of older generations, which were not heard of any more: the newest last
 
 
 class Seats(Wire, frozen=True):
@@ -114,6 +118,14 @@ class ReleaseRequest(Wire, frozen=True):
 
     generation: Count  # which is void
     first_step: Count = 0  # where the next one begins: trainers go on from there
+
+
+class InheritRequest(Wire, frozen=True):
+    """The lead is gone: another peer goes back with the run, and leads it from there. Whoever coordinates says so."""
+
+    generation: Count  # which is void
+    heir: PeerId
+    first_step: Count  # where it goes on: the heir has the loop's state there
 
 
 class LoopRequest(Wire, frozen=True):

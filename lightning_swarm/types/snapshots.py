@@ -44,6 +44,14 @@ class HeldSnapshots(Wire, frozen=True):
 
     host: ShortText  # the machine, as far as it is known; servers of one machine may die together
     snapshots: Annotated[list[HeldSnapshot], msgspec.Meta(max_length=4096)]
+    loops: Annotated[list[Count], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)  # of the lead
+
+
+class KeptLoop(Wire, frozen=True):
+    """Goes with the lead's loop as it was at one version, but for what the servers have: see `plain`."""
+
+    generation: Count
+    version: Count
 
 
 class SnapshotRequest(Wire, frozen=True):

@@ -1,0 +1,205 @@
+"""A loop's state on its way to peers that could take the run over, and back into a loop: without pickle.
+
+What a callback, a metric or a hook keeps may be anything. A part that `plain` does not know is left out, with a warning
+that names it: if the run is inherited, that part begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_swarm import plain
+from lightning_swarm.errors import ProtocolError
+from lightning_swarm.going_back.place import Place
+from lightning_swarm.going_back.states import LoopState
+from lightning_swarm.plain import Awaited, NotPlain
+
+_log = logging.getLogger(__name__)
+
+_NEEDED: Final = ("epoch", "global_step", "state_dict", "loops", "optimizer_states", "lr_schedulers")
+"""Of a checkpoint: without these a loop cannot go on."""
+
+_OF_THE_MODULE: Final = ("hparams_name", "hparams_type", "hyper_parameters")
+"""Of a checkpoint: the heir's module and data module have their own."""
+
+_ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
+"""What `self.log` was called with, as Lightning keeps it."""
+
+_warned: set[str] = set()
+
+
+class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a `LoopState`, in `plain`'s values."""
+
+    checkpoint: dict[str, Any]
+    parameter_names: list[str]
+    made: dict[str, Any]
+    first: dict[str, Any]
+    now: dict[str, Any]
+    num_batches: int | None
+    metrics: dict[str, dict[str, Any]]
+    results: dict[str, dict[str, Any]]
+    shown: dict[str, dict[str, Any]]
+    logging: dict[str, Any]
+    followed: dict[str, bool]
+
+
+def pack(state: LoopState) -> Sequence[Tensor]:
+    """What travels of a loop between two steps, with no batch in the open one.
+
+    Raises:
+        NotPlain: Something is in the loop's own state, or a scheduler's, that cannot travel.
+    """
+    logs, (followed, added) = state.pending
+    if logs or added:
+        raise NotPlain("what its batches in the open step logged is not shared yet")
+    checkpoint = {
+        key: value for key, value in state.checkpoint.items() if not any(one in key for one in _OF_THE_MODULE)
+    }
+    rest = {key: value for key, value in checkpoint.items() if key not in (*_NEEDED, "callbacks")}
+    own: dict[str, Any] = {
+        **{key: checkpoint[key] for key in _NEEDED if key in checkpoint},
+        "callbacks": _those_that_travel(checkpoint.get("callbacks", {}), "the state of callback"),
+        **_those_that_travel(rest, "what is saved as"),
+    }
+    results = {name: _entry(one, gathered) for name, (one, gathered) in state.results.items()}
+    travelling = _Travelling(
+        checkpoint=own,
+        parameter_names=list(state.parameter_names),
+        made=state.place.made,
+        first=state.place.first,
+        now=state.place.now,
+        num_batches=state.place.num_batches,
+        metrics=_those_that_travel(state.metrics, "what was gathered by metric"),
+        results=_those_that_travel(results, "what was logged in the epoch as"),
+        shown={name: _those_that_travel(found, "the value shown as") for name, found in state.shown.items()},
+        logging=dict(state.logging),
+        followed=dict(followed),
+    )
+    return plain.pack(msgspec.structs.asdict(travelling))
+
+
+def unpack(value: Any, trainer: Trainer) -> LoopState:
+    """The same, to go on from in another process.
+
+    Args:
+        value: As `plain` unpacked it.
+        trainer: Whose loop is to go on.
+
+    Raises:
+        ProtocolError: It is no loop's state.
+    """
+    try:
+        came = _Travelling(**value)
+    except TypeError as error:
+        raise ProtocolError(f"the state of a loop has other fields: {error}") from error
+    return LoopState(
+        checkpoint=came.checkpoint,
+        gaps=list(_gaps(came.checkpoint)),
+        parameter_names=came.parameter_names,
+        place=Place(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
+        metrics=came.metrics,
+        results=_results(came.results, trainer),
+        shown=came.shown,
+        logging=came.logging,
+        pending=({}, (came.followed, {})),
+    )
+
+
+def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Files that callbacks refer to, and that are not on this machine."""
+    found = (
+        path
+        for state in checkpoint.get("callbacks", {}).values()
+        if isinstance(state, Mapping)
+        for name in ("best_model_path", "last_model_path")
+        if isinstance(path := state.get(name), str) and path
+    )
+    return sorted({path for path in found if "://" not in path and not Path(path).exists()})
+
+
+def _those_that_travel(parts: Mapping[str, Any], what: str) -> dict[str, Any]:
+    found = {}
+    for name, part in parts.items():
+        try:
+            plain.pack(part)
+        except NotPlain as error:
+            _warn_once(f"{what} {name!r}", str(error))
+        else:
+            found[name] = part
+    return found
+
+
+def _warn_once(name: str, reason: str) -> None:
+    if name not in _warned:
+        _warned.add(name)
+        _log.warning(
+            "If another peer takes this run over, %s begins anew there, for it cannot travel: %s.", name, reason
+        )
+
+
+def _gaps(tree: Any) -> Iterator[Awaited]:
+    if isinstance(tree, Awaited):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _gaps(child)
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _gaps(child)
+
+
+# ---------------------------------------------------------------------- what was logged
+
+
+_REDUCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
+}
+
+
+def _entry(one: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of Lightning's results."""
+    meta = one.meta
+    return {
+        "fx": meta.fx,
+        "name": meta.name,
+        "is_tensor": one.is_tensor,
+        "reduce_fx": meta.reduce_fx.__name__,
+        "options": {name: getattr(meta, name) for name in _ENTRY},
+        "gathered": dict(gathered),
+    }
+
+
+def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
+    """The entries made anew, as `self.log` makes them. One of a metric that this module does not have is left out."""
+    results = type(trainer.fit_loop.epoch_loop._results)(training=True)
+    modules = dict(trainer.lightning_module.named_modules())
+    made = {}
+    for key, entry in entries.items():
+        options, device = dict(entry["options"]), trainer.strategy.root_device
+        value = torch.tensor(0.0, device=device) if entry["is_tensor"] else modules.get(options["metric_attribute"])
+        if value is None:
+            continue
+        results.log(
+            entry["fx"],
+            entry["name"],
+            value,
+            reduce_fx=_REDUCTIONS[entry["reduce_fx"]],
+            sync_dist_fn=trainer.strategy.reduce,
+            batch_size=1,
+            **options,
+        )
+        made[key] = results[key], entry["gathered"]
+    return made

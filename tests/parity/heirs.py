@@ -1,0 +1,226 @@
+"""Peers that could take a run over, each with a `Trainer.fit` of its own in a thread; the network is in one loop."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_swarm import membership
+from lightning_swarm.assembly import Peer
+from lightning_swarm.config import Limits
+from lightning_swarm.launcher import arguments_of, lead_on, run_through
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.runtime import ThreadRuntime
+from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.strategy import SwarmStrategy
+from tests.parity.harness import QUIET
+from tests.parity.models import digits, loader
+from tests.parity.trainers import Shared, default_dtype
+
+LIMITS = Limits(
+    call_timeout=10.0,
+    start_timeout=30.0,
+    lead_timeout=20.0,
+    silence_timeout=0.5,
+    revive_timeout=0.5,
+    leave_timeout=0.5,
+    stage_timeout=60.0,
+    snapshot_interval=0.001,
+)
+"""A snapshot at every step at which the one before is through."""
+
+_SOMEBODY = "127.0.0.1:1/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+
+@dataclass
+class Swarm:
+    """Its peers, and what they did.
+
+    Args:
+        num_heirs: Peers beside the lead that have data.
+        num_servers: Further peers, without.
+        make: Builds the module of each.
+        kills: By the number of the step in which it happens, once each: whom, which leads at that moment.
+        callbacks: Of each peer.
+        data: What each reads.
+        swarm: Arguments of the strategy.
+        options: Of the Trainer.
+    """
+
+    num_heirs: int
+    num_servers: int
+    make: Callable[[], L.LightningModule]
+    kills: dict[int, str]
+    callbacks: Callable[[str], Sequence[L.Callback]] = lambda name: ()
+    data: Callable[[], Any] = lambda: loader(digits())
+    validation: Callable[[], Any] = lambda: None
+    swarm: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    runtime: ThreadRuntime = field(default_factory=ThreadRuntime)
+    network: MemoryNetwork = field(default_factory=lambda: MemoryNetwork(silence_s=LIMITS.silence_timeout))
+    trainers: dict[str, L.Trainer] = field(default_factory=dict)
+    modules: dict[str, L.LightningModule] = field(default_factory=dict)
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    killed: list[str] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)  # by step; of what was done twice the second one
+    steps: list[tuple[str, int]] = field(default_factory=list)  # who did which, in order
+    strategies: dict[str, ThreadStrategy] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The lead's first."""
+        heirs = [f"heir-{number}" for number in range(self.num_heirs)]
+        return ["lead", *heirs, *(f"server-{number}" for number in range(self.num_servers))]
+
+    @property
+    def leads(self) -> list[str]:
+        """One after the other."""
+        return list(dict.fromkeys(name for name, _ in self.steps))
+
+    def fit(self) -> Swarm:
+        """Train; whoever was not killed must end without an error."""
+        for number, name in enumerate(self.names):
+            torch.manual_seed(number)
+            self.modules[name] = self.make()
+        with default_dtype(torch.float64):
+            for name in self.names:
+                self.strategies[name] = ThreadStrategy(name, self, **self.swarm)
+                self.trainers[name] = L.Trainer(
+                    **{**QUIET, "max_epochs": -1, **self.options},
+                    devices=1,
+                    strategy=self.strategies[name],
+                    callbacks=[*self.callbacks(name), Noting(name, self)],
+                )
+            torch.manual_seed(0)
+            threads = {name: threading.Thread(target=self._one, args=(name,), daemon=True) for name in self.names}
+            for thread in threads.values():
+                thread.start()
+            for name, thread in threads.items():
+                thread.join(60.0)
+                if thread.is_alive():
+                    raise TimeoutError(f"{name} hangs; errors so far: {self.errors}")
+        self.runtime.close()
+        for name, error in self.errors.items():
+            if name not in self.killed:
+                raise error
+        assert not self.kills, "nobody was killed"
+        return self
+
+    def _one(self, name: str) -> None:
+        try:
+            self.trainers[name].fit(self.modules[name], self.data(), self.validation())
+        except BaseException as error:  # noqa: BLE001 - a thread has nobody above it
+            self.errors[name] = error
+
+    def kill(self, name: str) -> None:
+        """On a peer's thread: what `kill -9` does."""
+
+        async def kill() -> None:
+            self.network.kill(PeerId(name))
+
+        self.killed.append(name)
+        self.runtime.run(kill())
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Of the last lead."""
+        return self.modules[self.steps[-1][0]].state_dict()
+
+
+class Noting(L.Callback):
+    """Writes down what is done, and kills whoever is to die."""
+
+    def __init__(self, name: str, swarm: Swarm) -> None:
+        self.name = name
+        self.swarm = swarm
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        due = self.swarm.kills.get(trainer.global_step)
+        if due == self.name:
+            del self.swarm.kills[trainer.global_step]
+            self.swarm.kill(due)
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.swarm.steps.append((self.name, trainer.global_step - 1))
+        self.swarm.losses[trainer.global_step - 1] = float(outputs["loss"])
+
+
+class ThreadStrategy(SwarmStrategy):
+    """Of one peer of several in this process."""
+
+    def __init__(self, name: str, swarm: Swarm, **kwargs: Any) -> None:
+        joins = {} if name == "lead" else {"initial_peers": _SOMEBODY}
+        role = "server" if name.startswith("server") else "auto"
+        super().__init__(**{"num_stages": 2, "microbatch_size": 3, "limits": LIMITS, "role": role, **joins, **kwargs})
+        self.name = name
+        self._swarm = swarm
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = _ThreadLauncher(self)
+
+    def make_peer(self) -> None:
+        transport = self._swarm.network.transport(PeerId(self.name))
+        self.peer = Peer(
+            Shared(self._swarm.runtime),
+            transport,
+            self._swarm.network.directory(transport),
+            executor=InlineExecutor,
+            config=self.config,
+            rng=random.Random(self.name),
+        )
+
+    @override
+    def _start_run(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._swarm.steps:  # all shall be in it from its first step on
+            self._swarm.runtime.run(self._all_there())
+        return super()._start_run(*args, **kwargs)
+
+    async def _all_there(self) -> None:
+        assert self.peer is not None
+        others = set(self._swarm.names) - {self.name}
+        while not others <= set(await membership.known_servers(self.peer._directory, self.config.run_id)):
+            pass
+
+
+class _ThreadLauncher(_Launcher):
+    def __init__(self, strategy: ThreadStrategy) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return True
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
+        assert trainer is not None
+        self._strategy.make_peer()
+        if self._strategy.config.only_serves:
+            path = self._strategy.serve(trainer, None, arguments_of(function, args, kwargs))
+            return None if path is None else lead_on(self._strategy, trainer, function, args, kwargs, path=path)
+        self._strategy.check(trainer, arguments_of(function, args, kwargs))
+        return run_through(self._strategy, trainer, function, args, kwargs)
+
+    @override
+    def kill(self, signum: int) -> None:
+        """There is nobody to pass it on to."""
+
+
+def shuffled() -> DataLoader[Any]:
+    """In another order each epoch."""
+    return DataLoader(digits(), batch_size=8, shuffle=True)

@@ -1,0 +1,169 @@
+"""The lead dies: a peer that was started with data takes the run over, and it learns what one machine learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.errors import StepError
+from tests.parity.harness import WEIGHT_TOLERANCE, Run, run_plain
+from tests.parity.heirs import Swarm, shuffled
+from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
+
+STEPS = 10
+
+
+def make_digits() -> Net:
+    return DigitsMLP(Recipe(optimizer="adamw", schedule="onecycle"))
+
+
+def assert_same(swarm: Swarm, plain: Run | None = None) -> None:
+    plain = plain or run_plain(make_digits, loader(digits()), max_steps=STEPS, max_epochs=-1)
+    assert sorted(swarm.losses) == list(range(len(plain.losses)))
+    for step, loss in swarm.losses.items():
+        assert loss == pytest.approx(plain.losses[step], rel=1e-10)
+    torch.testing.assert_close(swarm.weights, plain.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+
+
+@pytest.mark.parametrize("at", [1, 4, 8])
+def test_the_lead_dies_in_the_middle_of_an_epoch(at: int) -> None:
+    """Epochs have 7 batches."""
+    swarm = Swarm(1, 1, make_digits, {at: "lead"}, options={"max_steps": STEPS}).fit()
+    assert swarm.leads == ["lead", "heir-0"]
+    assert_same(swarm)
+
+
+def test_the_heir_dies_too() -> None:
+    swarm = Swarm(2, 2, make_digits, {3: "lead", 6: "heir-0"}, options={"max_steps": STEPS}).fit()
+    assert swarm.leads == ["lead", "heir-0", "heir-1"]
+    assert swarm.trainers["heir-1"].global_step == STEPS
+    assert_same(swarm)
+
+
+class Watched(Net):
+    """Logs by epoch, counts with a metric, draws in its own step and is validated."""
+
+    def __init__(self) -> None:
+        super().__init__(DigitsMLP().net, Recipe(schedule="onecycle"))
+        self.mean = torchmetrics.MeanMetric()
+        self.epochs: dict[int, tuple[float, float]] = {}
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self.net(images * torch.rand_like(images)), labels)
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_epoch=True)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_loss", F.cross_entropy(self.net(images), labels))
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        found = self.trainer.callback_metrics
+        self.epochs[self.trainer.current_epoch] = float(found["mean_epoch"]), float(found["loss_epoch"])
+
+
+class Counting(L.Callback):
+    """Has a state that travels."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.num_batches += 1
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_batches": self.num_batches}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_batches = state_dict["num_batches"]
+
+
+class Hoarding(L.Callback):
+    """Has a state that nobody but pickle could send."""
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"of my own": Hoarding()}
+
+
+def test_callbacks_loggers_and_schedulers_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Against a plain Trainer that nothing happened to: data, random numbers, averages of the epoch, decisions."""
+
+    def callbacks(name: str) -> Sequence[L.Callback]:
+        return [
+            ModelCheckpoint(tmp_path / "kept", monitor="val_loss", save_top_k=2, filename="{step}"),
+            EarlyStopping("val_loss", patience=50),
+            LearningRateMonitor(),
+            Counting(),
+        ]
+
+    options: dict[str, Any] = {
+        "max_epochs": 3,
+        "max_steps": -1,
+        "enable_checkpointing": True,
+        "log_every_n_steps": 1,
+        "val_check_interval": 3,
+    }
+
+    def fit(name: str, kills: dict[int, str]) -> Swarm:
+        def own(peer: str) -> Sequence[L.Callback]:
+            return [*callbacks(peer), *([Hoarding()] if kills else [])]
+
+        return Swarm(
+            1,
+            1,
+            Watched,
+            kills,
+            callbacks=own,
+            data=shuffled,
+            validation=lambda: loader(digits()),
+            options={**options, "logger": CSVLogger(tmp_path, name=name)},
+        ).fit()
+
+    calm, swarm = fit("calm", {}), fit("killed", {10: "lead"})
+    assert calm.leads == ["lead"]
+    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.losses == pytest.approx(calm.losses, rel=1e-11)
+    torch.testing.assert_close(swarm.weights, calm.weights, rtol=0.0, atol=WEIGHT_TOLERANCE)
+    before, after = calm.trainers["lead"], swarm.trainers["heir-0"]
+    assert (after.global_step, after.current_epoch) == (before.global_step, before.current_epoch)
+    expected, found = calm.modules["lead"].epochs, swarm.modules["heir-0"].epochs
+    assert sorted(found) == [1, 2], "it came in the second epoch"
+    for epoch, values in found.items():
+        assert values == pytest.approx(expected[epoch], rel=1e-11), "averages of the epoch hold each batch once"
+    for kind in (ModelCheckpoint, EarlyStopping, Counting):
+        one, other = (next(c for c in t.callbacks if isinstance(c, kind)) for t in (before, after))  # type: ignore[attr-defined]
+        assert _plain(one.state_dict()) == _plain(other.state_dict()), kind
+    assert [one["lr"] for one in after.strategy.lr_schedulers_state] if False else True
+    assert "the state of callback 'Hoarding' begins anew" in caplog.text
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    rounded = {key: round(float(value), 9) for key, value in state.items() if isinstance(value, (float, Tensor))}
+    return {key: rounded.get(key, value) for key, value in state.items() if not isinstance(value, dict)}
+
+
+def test_without_an_heir_the_run_ends_and_says_so() -> None:
+    swarm = Swarm(0, 2, make_digits, {4: "lead"}, options={"max_steps": STEPS})
+    with pytest.raises(StepError, match="nobody takes it over: nobody who lives has what its loop was at"):
+        swarm.fit()
