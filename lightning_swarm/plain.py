@@ -22,7 +22,7 @@ The structure travels as bytes beside the tensors, for it may be larger than the
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -123,7 +123,7 @@ def _packed_leaf(value: Any, tensors: list[Tensor], where: str) -> Any:
         return [type(value).__name__, str(value)]
     if isinstance(value, PurePath):
         return ["path", str(value)]
-    if type(value) is datetime.timedelta:
+    if type(value) is dt.timedelta:
         return ["seconds", value.total_seconds()]
     if isinstance(value, Awaited):
         return ["awaited", value.name]
@@ -182,10 +182,10 @@ def _dtype(name: Any) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _seconds(number: Any) -> datetime.timedelta:
+def _seconds(number: Any) -> dt.timedelta:
     if type(number) is not float:
         raise ProtocolError(f"a time in a value must be a number, got {type(number).__name__}")
-    return datetime.timedelta(seconds=number)
+    return dt.timedelta(seconds=number)
 
 
 _LEAVES: Final[Mapping[str, Callable[[Any], Any]]] = {

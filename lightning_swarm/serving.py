@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_swarm import rules
@@ -27,6 +28,20 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     call = framework_of(trainer).call
     call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
     call._call_configure_model(trainer)
+
+
+def remember(module: nn.Module) -> Callable[[], None]:
+    """What serving changes in a module besides weights, modes and what trains: what is returned puts it back."""
+    modes = [(one, one.training) for one in module.modules()]
+    trains = {name: one.requires_grad for name, one in module.named_parameters()}
+
+    def put_back() -> None:
+        for one, training in modes:
+            one.training = training
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trains.get(name, parameter.requires_grad))
+
+    return put_back
 
 
 def optimizer_maker(

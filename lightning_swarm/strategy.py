@@ -472,7 +472,7 @@ class SwarmHooks(ResumingHooks):
         assert module is not None
         self.connect(module)
         serving.set_up(trainer, module, datamodule)
-        on_meta = is_on_meta(module)
+        on_meta, put_back = is_on_meta(module), serving.remember(module)
         model = self.served_model(module)
         self.peer.serve(model, inherits=handed is not None and self._could_lead(trainer, module, handed))
         self.peer.serve_to_the_end(rank_zero_info)
@@ -484,6 +484,7 @@ class SwarmHooks(ResumingHooks):
         self.peer.release(goal.version)
         if not on_meta:
             model.make_whole()
+        put_back()
         hook(module)
         self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
         return str(goal.path)

@@ -128,7 +128,7 @@ class WayBack:
         place = self._place = DataPlace(trainer, goes_on, between, arrived, made=lambda: self._made)
 
     def _keep_elsewhere(self, peer: Peer, session: Session, states: LoopStates, orders: Orders) -> None:
-        """Have others keep what the lead's loop is at. With several trainers each has a state of its own, and nobody."""
+        """Have others keep what the lead's loop is at. Not of several trainers: each has a state of its own."""
         between = states.find(session.version)
         if session.is_lead and session.num_trainers == 1 and between is not None and session.version in orders.versions:
             peer.keep_loop(session.version, partial(inheritance.pack, between.state))
