@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from lightning_swarm import plain as values
 from lightning_swarm import steps, trees
 from lightning_swarm.errors import ProtocolError, SwarmError
 from lightning_swarm.hello import HELLO
@@ -25,6 +26,7 @@ from lightning_swarm.server import (
     FOLLOW,
     FORWARD,
     KEEP,
+    KEEP_LOOP,
     LEND,
     LOAD,
     NEXT,
@@ -48,6 +50,7 @@ from lightning_swarm.steps import (
     FREEZE,
     GRANT,
     HELD,
+    INHERIT,
     JOIN,
     LEAVE,
     LISTEN,
@@ -100,6 +103,7 @@ from lightning_swarm.types.joining import (
 from lightning_swarm.types.many import pack
 from lightning_swarm.types.runs import (
     BrokenOff,
+    InheritRequest,
     Leading,
     Member,
     PullRequest,
@@ -110,7 +114,7 @@ from lightning_swarm.types.runs import (
     WatchRequest,
 )
 from lightning_swarm.types.shards import WriteRequest
-from lightning_swarm.types.snapshots import SnapshotRequest
+from lightning_swarm.types.snapshots import KeptLoop, SnapshotRequest
 from lightning_swarm.types.state import LentWeights, StageState, StateRequest
 from lightning_swarm.types.steps import (
     AverageRequest,
@@ -344,6 +348,10 @@ def kept(swarm: Swarm) -> Message:
     return copied(swarm.servers[A].stepping.stage(0), 0)
 
 
+def loop_state(swarm: Swarm) -> Message:
+    return Message(encode(KeptLoop(generation=0, version=1)), tuple(values.pack({"seed": torch.zeros(3), "epoch": 1})))
+
+
 SAMPLES = [
     Sample(CALL, HELD, lambda _: Message(), phase="decided"),
     Sample(STREAM, KEEP, kept, caller=A, phase="decided"),
@@ -397,6 +405,15 @@ SAMPLES = [
     Sample(STREAM, LEND, lent),
     Sample(CALL, LEAVE, lambda _: Message()),
     Sample(CALL, BREAK_OFF, plain(lambda _: BrokenOff(reason="the lead is gone")), target=B, caller=A),
+    Sample(
+        CALL,
+        INHERIT,
+        plain(lambda _: InheritRequest(generation=0, heir=A, first_step=0)),
+        target=B,
+        caller=A,
+        phase="decided",
+    ),
+    Sample(STREAM, KEEP_LOOP, loop_state, phase="decided"),
     Sample(CALL, RELEASE, plain(lambda _: ReleaseRequest(generation=0))),
     Sample(CALL, RESTART, plain(restarting)),
     Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
