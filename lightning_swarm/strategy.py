@@ -72,10 +72,10 @@ class SwarmHooks(ResumingHooks):
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
             arithmetic with `accumulate_grad_batches`.
-        role: ``"auto"``: who starts the run trains and serves, who joins it (`initial_peers`) serves. ``"both"``: this
-            process trains and serves, and with several devices so do the others; it needs `target_batch_size` then.
-            ``"trainer"``: it holds no stage. ``"server"``: it needs no data; `fit` serves until the run is over, then
-            ends the process.
+        role: ``"auto"``: who starts the run trains and serves, who joins it (`initial_peers`) serves, and trains on in
+            the place of a starter that dies if it has data. ``"both"``: this process trains and serves, and with
+            several devices so do the others; it needs `target_batch_size` then. ``"trainer"``: it holds no stage.
+            ``"server"``: it needs no data; `fit` serves until the run is over, then ends the process.
         run_id: Names the run.
         initial_peers: Whom to join: ``"203.0.113.7:31337/12D3..."``, as the first peer prints it, or multiaddresses.
         listen: IP address to listen on, with a port or without: ``"0.0.0.0:31337"`` for all of the machine's. Further

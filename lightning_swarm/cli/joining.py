@@ -38,8 +38,9 @@ _DESCRIPTIONS: Final = {
     lightning-swarm join {_ADDRESS} --model my_project.Net
 
 The program must build the same model as the starter's. Its first `fit` serves until the run is over and then ends the
-process with exit status 0. Its strategy's `role` must be "auto" or "server": who begins with "both" or "trainer" starts
-a run, and a run that is under way has its starter.
+process with exit status 0. If it has data, and the process that leads the run dies, it may come to lead: then `fit`
+trains, and the program goes on behind it. Its strategy's `role` must be "auto" or "server": who begins with "both" or
+"trainer" starts a run, and a run that is under way has its starter.
 
 Ctrl-C or SIGTERM has it leave the run: it serves until the next record that can spare it, and ends with exit status 0;
 a second one ends it at once. With --preemption it heeds the notice of a cloud that takes the machine away, too.

@@ -73,6 +73,7 @@ class Swarm:
     modules: dict[str, L.LightningModule] = field(default_factory=dict)
     errors: dict[str, BaseException] = field(default_factory=dict)
     killed: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)  # by step; of what was done twice the second one
     steps: list[tuple[str, int]] = field(default_factory=list)  # who did which, in order
     strategies: dict[str, ThreadStrategy] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class Swarm:
                     raise TimeoutError(f"{name} hangs; errors so far: {self.errors}")
         self.runtime.close()
         for name, error in self.errors.items():
-            if name not in self.killed:
+            if name not in (*self.killed, *self.frozen):
                 raise error
         assert not self.kills, "nobody was killed"
         return self
@@ -122,6 +123,15 @@ class Swarm:
             self.trainers[name].fit(self.modules[name], self.data(), self.validation())
         except BaseException as error:  # noqa: BLE001 - a thread has nobody above it
             self.errors[name] = error
+
+    def freeze(self, name: str) -> None:
+        """On a peer's thread: what SIGSTOP does."""
+
+        async def freeze() -> None:
+            self.network.freeze(PeerId(name))
+
+        self.frozen.append(name)
+        self.runtime.run(freeze())
 
     def kill(self, name: str) -> None:
         """On a peer's thread: what `kill -9` does."""

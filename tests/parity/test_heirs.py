@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,42 @@ def test_the_heir_dies_too() -> None:
     assert swarm.leads == ["lead", "heir-0", "heir-1"]
     assert swarm.trainers["heir-1"].global_step == STEPS
     assert_same(swarm)
+
+
+class Freezing(L.Callback):
+    """Cuts the lead off in mid-epoch."""
+
+    def __init__(self, swarm: Callable[[], Swarm]) -> None:
+        self.swarm = swarm
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4 and not self.swarm().frozen:
+            self.swarm().freeze("lead")
+
+
+def test_a_lead_that_is_cut_off_does_not_go_on_alone() -> None:
+    """It has the whole model in snapshots, and cannot know that the others live."""
+    swarm = Swarm(1, 1, make_digits, {}, lambda name: [Freezing(lambda: swarm)], options={"max_steps": STEPS})
+    swarm.fit()
+    assert swarm.frozen == ["lead"]
+    assert swarm.leads == ["lead", "heir-0"]
+    assert_same(swarm)
+    notes = " ".join(getattr(swarm.errors["lead"], "__notes__", []))
+    assert "The run does not go back here: most of the voters do not answer, and ['heir-0'] among those" in notes
+
+
+@pytest.mark.parametrize("options", [{"delay_optimizer_step": True}, {"deterministic": True}])
+def test_other_kinds_of_steps(options: dict[str, Any]) -> None:
+    calm, swarm = (
+        Swarm(1, 1, make_digits, kills, swarm=options, options={"max_steps": STEPS}).fit()
+        for kills in ({}, {4: "lead"})
+    )
+    assert swarm.leads == ["lead", "heir-0"]
+    assert swarm.losses.keys() == calm.losses.keys()
+    if "deterministic" in options:
+        assert swarm.losses == calm.losses
+        assert all(map(torch.equal, swarm.weights.values(), calm.weights.values()))
 
 
 class Watched(Net):
