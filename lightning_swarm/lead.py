@@ -275,7 +275,7 @@ class Lead:
         before, trainers = self._survivors, self._others
         if self.run is not None:
             self._generation, self._seed = self.run.manifest.generation + 1, self.run.manifest.seed
-            self._former_leads = self.run.manifest.former_leads
+            self._former_leads = self.run.manifest.former_leads or ()
             before = self._runtime.run(survivors.release(self._transport, self.run, first_step, timeout=timeout))
             if self._inherited and not has_majority(self.run, before):
                 raise Unreachable(

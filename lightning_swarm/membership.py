@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from lightning_swarm.clock import now_s
@@ -31,7 +32,7 @@ class Announcement(Wire, frozen=True):
     boot_id: int
     addresses: list[str]
     trains: bool = False  # it reads data, too
-    inherits: bool = False  # it has data, and could lead the run if its lead died
+    inherits: bool | UnsetType = UNSET  # it has data, and could lead the run if its lead died
 
 
 def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
@@ -90,7 +91,7 @@ async def announce(
 ) -> None:
     """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
     addresses = list(await transport.addresses())
-    value = encode(Announcement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits))
+    value = encode(Announcement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET))
     await _publish(directory, f"{run_id}.servers", value, timeout=timeout)
 
 

@@ -159,7 +159,7 @@ class RunState:
     def inherit(self, heir: PeerId) -> None:
         """Its lead is gone, and another peer goes back with it. Nothing of the former lead's counts any more."""
         manifest = self.manifest
-        former = [one for one in (*manifest.former_leads, manifest.lead) if one != heir][-MAX_FORMER_LEADS:]
+        former = [one for one in (*(manifest.former_leads or ()), manifest.lead) if one != heir][-MAX_FORMER_LEADS:]
         self.manifest = structs.replace(manifest, lead=heir, trainers=[heir], former_leads=former)
 
     def check_generation(self, generation: int) -> None:
@@ -246,7 +246,7 @@ class RunState:
             ProtocolError: It may not ask for places, computations or state.
             Replaced: It led the run once.
         """
-        if caller in self.manifest.former_leads and caller not in self.trainers:
+        if caller in (self.manifest.former_leads or ()) and caller not in self.trainers:
             raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
             raise ProtocolError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from msgspec import UNSET
+
 from lightning_swarm import membership, survey
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
@@ -132,5 +134,5 @@ def manifest(
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,
         stages=model.describe(spec.ranges, [*rosters, trainers]),
-        former_leads=list(spec.former_leads),
+        former_leads=list(spec.former_leads) or UNSET,
     )

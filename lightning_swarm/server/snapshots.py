@@ -13,6 +13,7 @@ from functools import partial
 from typing import IO, Any, cast
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm import trees
@@ -267,7 +268,7 @@ class Snapshots:
             raise ProtocolError(f"{caller} is not in run {run.manifest.run_id!r}")
         addresses = await self._transport.addresses()
         host = host_of(addresses)[:100]
-        return encode(HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions))
+        return encode(HeldSnapshots(host=host, snapshots=self.store.held, loops=self.loops.versions or UNSET))
 
     async def _handle_keep(self, caller: PeerId, message: Message) -> Message:
         """A copy of another server's stage, as the record of its version told both."""

@@ -30,9 +30,9 @@ def choose_heir(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tup
         seniority: Peers, the oldest first.
         num_stages: Of the run.
     """
-    for version in sorted({version for one in held.values() for version in one.loops}, reverse=True):
+    for version in sorted({version for one in held.values() for version in one.loops or ()}, reverse=True):
         if all(holders_of(held, version, index) for index in range(num_stages)):
-            return next(peer for peer in seniority if peer in held and version in held[peer].loops), version
+            return next(peer for peer in seniority if peer in held and version in (held[peer].loops or ())), version
     return None
 
 

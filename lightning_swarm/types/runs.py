@@ -86,9 +86,8 @@ class Manifest(Wire, frozen=True):
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
     # Its class, and what can be set of it; None: no peer has one, or the starter does not say.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
-    former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] = msgspec.field(
-        default_factory=list
-    )  # of older generations, which were not heard of any more: the newest last
+    # Of older generations, which were not heard of any more, the newest last; unset: none.
+    former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Seats(Wire, frozen=True):

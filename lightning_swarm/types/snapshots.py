@@ -44,7 +44,8 @@ class HeldSnapshots(Wire, frozen=True):
 
     host: ShortText  # the machine, as far as it is known; servers of one machine may die together
     snapshots: Annotated[list[HeldSnapshot], msgspec.Meta(max_length=4096)]
-    loops: Annotated[list[Count], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)  # of the lead
+    # Versions of the lead's loop; unset: none.
+    loops: Annotated[list[Count], msgspec.Meta(max_length=16)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class KeptLoop(Wire, frozen=True):
