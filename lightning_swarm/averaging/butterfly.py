@@ -19,13 +19,14 @@ from torch import Tensor
 from lightning_swarm.averaging.parts import AS_THEY_ARE, Parts
 from lightning_swarm.errors import DeadlineExceeded, PeerError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.room import new_bytes
+from lightning_swarm.network.room import Recycled
 from lightning_swarm.tasks import gather
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import Ticket
 
 _T = TypeVar("_T")
 
+_MEANS: Final = Recycled(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
 _SLICE: Final = 1 << 20
 """Elements that are added before anything else may happen on the loop: a millisecond's work."""
 
@@ -232,4 +233,4 @@ async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -
 def _new(like: Tensor) -> Tensor:
     if like.device.type != "cpu":
         return torch.empty_like(like)
-    return new_bytes(like.nbytes).view(like.dtype)
+    return _MEANS.new_bytes(like.nbytes).view(like.dtype)
