@@ -54,6 +54,13 @@ class Executor(ABC):
     def queued(self) -> int:
         """Jobs that wait."""
 
+    def while_idle(self, work: Callable[[], bool]) -> None:  # noqa: B027 - where no time passes, none is left over
+        """Have `work` called where no job waits, again and again while it returns that there is more to do.
+
+        Args:
+            work: Takes some milliseconds. After the next job it is called again. Must not raise.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Run nothing more; jobs that still wait are cancelled."""
@@ -145,6 +152,7 @@ class ThreadExecutor(Executor):
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._counter = itertools.count()
         self._closed = False
+        self._idle_work: Callable[[], bool] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -163,6 +171,10 @@ class ThreadExecutor(Executor):
         return self._queue.qsize()
 
     @override
+    def while_idle(self, work: Callable[[], bool]) -> None:
+        self._idle_work = work
+
+    @override
     def close(self) -> None:
         """Must be called on the loop that submitted. The job that runs now is not interrupted."""
         self._closed = True
@@ -177,7 +189,7 @@ class ThreadExecutor(Executor):
 
     def _work(self) -> None:
         while True:
-            job = self._queue.get()
+            job = self._next()
             if self._closed:
                 return
             if job.future.cancelled():
@@ -188,6 +200,11 @@ class ThreadExecutor(Executor):
                 loop.call_soon_threadsafe(_finish, job.future, result, error, busy_s)
             except RuntimeError:  # the loop was closed meanwhile: nobody waits for the result any more
                 return
+
+    def _next(self) -> _Job:
+        while self._queue.empty() and not self._closed and self._idle_work is not None and self._idle_work():
+            pass
+        return self._queue.get()
 
 
 def _nothing() -> None:

@@ -218,6 +218,10 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closing
 
+    def look_ahead(self) -> bool:
+        """Where there is nothing else to do, work for what the next freeze asks; whether more is left."""
+        return any(stage.look_ahead() for stage in tuple(self.stages.values()))
+
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
         """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
 

@@ -20,7 +20,7 @@ from lightning_swarm.optimizer_states import GROUP
 from lightning_swarm.partition import StageModule
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server.computation import Computation
-from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.fingerprint import Fingerprint
 from lightning_swarm.server.gradient_sum import ExactSum, GradientSum
 from lightning_swarm.server.load import StageLoad
 from lightning_swarm.server.running_statistics import RunningStatistics
@@ -76,6 +76,7 @@ class Stage:
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
         self._versions = Versions(self.parameters) if keeps_before else None
+        self._ahead: tuple[object, Fingerprint] | None = None  # what it is of, and how far it is; after a step
         self.load = StageLoad()
         self._train([])
         if selection is not None:
@@ -155,7 +156,7 @@ class Stage:
             self.select(selection)
         self.stepper.forget()
         self.statistics.forget()
-        self._borrowed, self.carried = None, Carried()
+        self._borrowed, self.carried, self._ahead = None, Carried(), None
         self._sums = {}
         if self._versions is not None:
             self._versions.forget()
@@ -204,6 +205,7 @@ class Stage:
             for other in before:
                 self.stepper.share(other.stepper)
         self.version += 1
+        self._ahead = self._begun_fingerprint()
         self._spare = self._sums.pop(record.step, None)  # memory for a later step
         if self._spare is not None:
             self._spare.clear()
@@ -214,8 +216,18 @@ class Stage:
 
     def fingerprint(self) -> int:
         """Of weights, buffers and optimizer state at this version."""
+        before, (identities, taken) = self._ahead, self._begun_fingerprint()
+        return (before[1] if before is not None and before[0] == identities else taken).finish()
+
+    def look_ahead(self) -> bool:
+        """Where there is nothing else to do, take a piece of the fingerprint after a step; whether more is left."""
+        return self._ahead is not None and self._ahead[1].advance()
+
+    def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
+        """And what changes where a tensor takes another's place, or is written to."""
         state = trees.flatten(list(self.stepper.state().values()))[1]
-        return fingerprint([*self.module.named_stage_tensors().values(), *state])
+        held = [*self.module.named_stage_tensors().values(), *state]
+        return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 
     @property
     def mean_length(self) -> int:

@@ -68,6 +68,7 @@ class Stepping:
         self.began_s = 0.0
         self.sums = GradientSums()
         self.rounds = Rounds(transport, tickets, executor, self.sums, boot_id=boot_id, timeout=timeout)
+        executor.while_idle(self.sums.look_ahead)
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FENCE, self._handle_fence)
         transport.handle_call(FREEZE, self._handle_freeze)

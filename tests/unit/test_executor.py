@@ -140,3 +140,33 @@ def test_nothing_runs_after_close(bench: Bench) -> None:
 
     bench.run(go())
     assert not done
+
+
+def test_work_for_idle_times_waits_for_jobs_and_ends_when_it_says_so() -> None:
+    """Pieces are taken between jobs only, and anew after each one."""
+    done: list[str] = []
+    idle, go_on = threading.Event(), threading.Event()
+
+    def piece() -> bool:
+        done.append("piece")
+        idle.set()
+        return len(done) < 3
+
+    async def go() -> None:
+        executor = ThreadExecutor()
+        executor.while_idle(piece)
+        try:
+            held = executor.submit((0,), lambda: go_on.wait(60.0))
+            jobs = [executor.submit((1,), lambda i=i: done.append(f"job {i}")) for i in range(2)]  # type: ignore[misc]
+            go_on.set()
+            await asyncio.gather(held, *jobs)
+            assert await asyncio.to_thread(idle.wait, 60.0)
+            await executor.submit((0,), lambda: done.append("last"))
+        finally:
+            executor.close()
+        executor._thread.join(60.0)
+
+    asyncio.run(go())
+    assert done[:2] == ["job 0", "job 1"]
+    assert done.index("piece") == 2
+    assert "last" in done

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_swarm.network import PeerId
 from lightning_swarm.network.tensors import DTYPES
-from lightning_swarm.server.fingerprint import fingerprint
+from lightning_swarm.server.fingerprint import Fingerprint, fingerprint
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import rows
 
 
 def random_bytes(num_bytes: int) -> Tensor:
@@ -74,3 +77,26 @@ def test_equal_bytes_are_equal_however_they_lie_in_memory() -> None:
 def test_a_known_value_stays() -> None:
     """Peers of two releases must agree."""
     assert fingerprint([torch.arange(10.0), torch.tensor(1), torch.tensor([True])]) == 5489748971663517389
+
+
+def test_taken_in_pieces_it_is_the_same() -> None:
+    tensors = [torch.arange(5_000_000, dtype=torch.float32), torch.tensor(3.0), torch.zeros(0)]
+    pieces = Fingerprint(tensors)
+    num_pieces = 1
+    while pieces.advance():
+        num_pieces += 1
+    assert num_pieces > len(tensors)
+    assert pieces.finish() == pieces.finish() == fingerprint(tensors)
+
+
+def test_what_a_stage_took_ahead_counts_while_nothing_was_written(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a c", "b")
+    for first in (2, 4):  # after the first one a snapshot is taken, and with it the fingerprint
+        swarm.run(swarm.step(rows(first), rows(first + 1)))
+    stage, other = (swarm.servers[PeerId(peer)].stepping.stage(0) for peer in "ac")
+    assert stage.look_ahead()
+    assert stage.fingerprint() == other.fingerprint()
+    assert not stage.look_ahead()
+    with torch.no_grad():
+        next(iter(stage.parameters.values())).view(-1)[0] += 1
+    assert stage.fingerprint() != other.fingerprint()
