@@ -94,7 +94,7 @@ class Limits:
             peer that computes gives signs of life. Longer by itself where round trips take long.
         lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
             anew with each batch that it validates and each file that it saves. When nothing was heard even of its
-            process for as long, the run ends for all its peers.
+            process for as long, and nobody can take the run over, it ends for all its peers.
         start_timeout: Seconds that the starter waits for its peers, imports included.
         stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone, where it has no snapshot to
             go back to; then the run ends.

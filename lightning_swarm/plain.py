@@ -36,6 +36,9 @@ from torch import Tensor
 from lightning_swarm.errors import ProtocolError, SwarmError
 
 MAX_DEPTH: Final = 64
+MAX_STRUCTURE_BYTES: Final = 8 << 20
+"""Without tensors. Python needs many times as much memory for it."""
+
 _CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})
 _MAX_DIGITS: Final = 4096
 _SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
@@ -70,6 +73,8 @@ def pack(value: Any) -> list[Tensor]:
     """
     tensors: list[Tensor] = []
     structure = msgspec.msgpack.encode(_packed(value, tensors, "value", 0))
+    if len(structure) > MAX_STRUCTURE_BYTES:
+        raise NotPlain(f"it has {len(structure)} bytes without its tensors, more than {MAX_STRUCTURE_BYTES}")
     return [torch.frombuffer(bytearray(structure), dtype=torch.uint8), *tensors]
 
 
@@ -81,6 +86,10 @@ def unpack(tensors: Sequence[Tensor]) -> Any:
     """
     if not tensors or tensors[0].dtype != torch.uint8 or tensors[0].dim() != 1:
         raise ProtocolError("a value must begin with the bytes of its structure, got others")
+    if tensors[0].nbytes > MAX_STRUCTURE_BYTES:
+        raise ProtocolError(
+            f"a value may have {MAX_STRUCTURE_BYTES} bytes without its tensors, got {tensors[0].nbytes}"
+        )
     parts = list(tensors[1:])
     missing = set(range(len(parts)))
     try:

@@ -491,7 +491,9 @@ class SwarmHooks(ResumingHooks):
 
     def _could_lead(self, trainer: Trainer, module: LightningModule, handed: Mapping[str, Any]) -> bool:
         """Whether this process, which serves, has all that it takes to go on as the lead."""
-        if self.config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or self.config.state_dict_type != "full":
+        if self.config.role != "auto" or trainer.state.fn != TrainerFn.FITTING:
+            return False
+        if self.config.state_dict_type != "full" or is_on_meta(module):  # the whole model comes to its lead
             return False
         try:
             rules.check_trainer(trainer, module, self.config)

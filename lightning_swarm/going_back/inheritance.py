@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,8 +35,6 @@ _OF_THE_MODULE: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 _ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 """What `self.log` was called with, as Lightning keeps it."""
 
-_warned: set[str] = set()
-
 
 class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The fields of a `LoopState`, in `plain`'s values."""
@@ -53,12 +52,17 @@ class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     followed: dict[str, bool]
 
 
-def pack(state: LoopState) -> Sequence[Tensor]:
+def pack(state: LoopState, left_out: set[str]) -> Sequence[Tensor]:
     """What travels of a loop between two steps, with no batch in the open one.
+
+    Args:
+        state: Of the loop.
+        left_out: What was warned of already.
 
     Raises:
         NotPlain: Something is in the loop's own state, or a scheduler's, that cannot travel.
     """
+    parts = partial(_those_that_travel, left_out=left_out)
     logs, (followed, added) = state.pending
     if logs or added:
         raise NotPlain("what its batches in the open step logged is not shared yet")
@@ -68,8 +72,8 @@ def pack(state: LoopState) -> Sequence[Tensor]:
     rest = {key: value for key, value in checkpoint.items() if key not in (*_NEEDED, "callbacks")}
     own: dict[str, Any] = {
         **{key: checkpoint[key] for key in _NEEDED if key in checkpoint},
-        "callbacks": _those_that_travel(checkpoint.get("callbacks", {}), "the state of callback"),
-        **_those_that_travel(rest, "what is saved as"),
+        "callbacks": parts(checkpoint.get("callbacks", {}), "the state of callback"),
+        **parts(rest, "what is saved as"),
     }
     results = {name: _entry(one, gathered) for name, (one, gathered) in state.results.items()}
     travelling = _Travelling(
@@ -79,9 +83,9 @@ def pack(state: LoopState) -> Sequence[Tensor]:
         first=state.place.first,
         now=state.place.now,
         num_batches=state.place.num_batches,
-        metrics=_those_that_travel(state.metrics, "what was gathered by metric"),
-        results=_those_that_travel(results, "what was logged in the epoch as"),
-        shown={name: _those_that_travel(found, "the value shown as") for name, found in state.shown.items()},
+        metrics=parts(state.metrics, "what was gathered by metric"),
+        results=parts(results, "what was logged in the epoch as"),
+        shown={name: parts(found, "the value shown as") for name, found in state.shown.items()},
         logging=dict(state.logging),
         followed=dict(followed),
     )
@@ -127,24 +131,23 @@ def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
     return sorted({path for path in found if "://" not in path and not Path(path).exists()})
 
 
-def _those_that_travel(parts: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _those_that_travel(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
     found = {}
     for name, part in parts.items():
         try:
             plain.pack(part)
         except NotPlain as error:
-            _warn_once(f"{what} {name!r}", str(error))
+            if f"{what} {name!r}" not in left_out:
+                left_out.add(f"{what} {name!r}")
+                _log.warning(
+                    "If another peer takes this run over, %s %r begins anew there, for it cannot travel: %s.",
+                    what,
+                    name,
+                    error,
+                )
         else:
             found[name] = part
     return found
-
-
-def _warn_once(name: str, reason: str) -> None:
-    if name not in _warned:
-        _warned.add(name)
-        _log.warning(
-            "If another peer takes this run over, %s begins anew there, for it cannot travel: %s.", name, reason
-        )
 
 
 def _gaps(tree: Any) -> Iterator[Awaited]:

@@ -179,5 +179,5 @@ def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 - what users draw from
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):  # it may be another machine
+        torch.cuda.set_rng_state(one, device)

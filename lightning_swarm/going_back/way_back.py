@@ -90,6 +90,7 @@ class WayBack:
         self._place: DataPlace | None = None
         self._made: RandomState | None = None
         self._finders: list[Any] = []
+        self._left_out: set[str] = set()  # of what others keep of the loop
 
     def watch(
         self, trainer: Trainer, peer: Peer, session: Session, loop: Loop, *, snapshot_interval: float | None
@@ -131,7 +132,7 @@ class WayBack:
         """Have others keep what the lead's loop is at. Not of several trainers: each has a state of its own."""
         between = states.find(session.version)
         if session.is_lead and session.num_trainers == 1 and between is not None and session.version in orders.versions:
-            peer.keep_loop(session.version, partial(inheritance.pack, between.state))
+            peer.keep_loop(session.version, partial(inheritance.pack, between.state, self._left_out))
 
     def _arrive(self, trainer: Trainer, loop: Loop, states: LoopStates) -> None:
         """The data are where they were at the goal: so shall the loop be."""

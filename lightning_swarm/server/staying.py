@@ -258,7 +258,8 @@ class Stay:
             if now_s() >= since_s + timeout:
                 raise Unreachable(
                     f"run {self._run_id!r} is over or broke off, and nobody said so: {who} "
-                    f"answered for {timeout:g} s. Start this peer again when the run goes on."
+                    f"answered for {timeout:g} s. Start this peer again when the run goes on. In the place of its lead "
+                    "another peer goes on only where most of the voters live: of two servers one is too few."
                 )
 
     async def _is_left_out(self) -> bool:

@@ -30,12 +30,16 @@ Held = Mapping[PeerId, HeldSnapshots]
 
 
 def choose_keepers(
-    rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool], hosts: Mapping[PeerId, str]
+    rosters: Sequence[Sequence[Member]],
+    on_trainers: Sequence[bool],
+    hosts: Mapping[PeerId, str],
+    *,
+    has_heirs: bool = False,
 ) -> list[PeerId | None]:
     """For each stage a server that does not hold it itself, on another host where that is known. Pure.
 
-    None where there is no such server: whoever is alive then holds the stage. And for what trainers hold: with them
-    the loop is gone, too, and nobody could go on.
+    None where there is no such server: whoever is alive then holds the stage. And for what trainers hold, unless the
+    run has heirs: with the trainers the loop is gone, too, and nobody could go on.
     """
     servers = sorted(
         {one.peer_id for roster, own in zip(rosters, on_trainers, strict=True) for one in roster if not own}
@@ -46,7 +50,7 @@ def choose_keepers(
         holders = {member.peer_id for member in roster}
         near = {hosts[peer] for peer in holders if peer in hosts}
         others = [peer for peer in servers if peer not in holders]
-        if own or not others:
+        if (own and not has_heirs) or not others:
             keepers.append(None)
             continue
         keeper = min(others, key=lambda peer: (hosts.get(peer) in near, num_kept[peer], peer))
@@ -155,4 +159,6 @@ class SnapshotOrders:
         self._last = (step + 1, at_s)
         self.hosts = {peer: one.host for peer, one in held.items() if one.host}
         keep = worth_keeping(held, next_roster, on_trainers)
-        return SnapshotOrder(keep=keep, keepers=choose_keepers(next_roster, on_trainers, self.hosts))
+        has_heirs = any(one.loops for one in held.values())
+        keepers = choose_keepers(next_roster, on_trainers, self.hosts, has_heirs=has_heirs)
+        return SnapshotOrder(keep=keep, keepers=keepers)

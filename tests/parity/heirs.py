@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -77,6 +78,8 @@ class Swarm:
     losses: dict[int, float] = field(default_factory=dict)  # by step; of what was done twice the second one
     steps: list[tuple[str, int]] = field(default_factory=list)  # who did which, in order
     strategies: dict[str, ThreadStrategy] = field(default_factory=dict)
+    later: Sequence[str] = ()  # those that come when they are started
+    _threads: dict[str, threading.Thread] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -91,11 +94,12 @@ class Swarm:
 
     def fit(self) -> Swarm:
         """Train; whoever was not killed must end without an error."""
-        for number, name in enumerate(self.names):
+        names = [*self.names, *self.later]
+        for number, name in enumerate(names):
             torch.manual_seed(number)
             self.modules[name] = self.make()
         with default_dtype(torch.float64):
-            for name in self.names:
+            for name in names:
                 self.strategies[name] = ThreadStrategy(name, self, **self.swarm)
                 self.trainers[name] = L.Trainer(
                     **{**QUIET, "max_epochs": -1, **self.options},
@@ -103,11 +107,11 @@ class Swarm:
                     strategy=self.strategies[name],
                     callbacks=[*self.callbacks(name), Noting(name, self)],
                 )
+                self._threads[name] = threading.Thread(target=self._one, args=(name,), daemon=True)
             torch.manual_seed(0)
-            threads = {name: threading.Thread(target=self._one, args=(name,), daemon=True) for name in self.names}
-            for thread in threads.values():
-                thread.start()
-            for name, thread in threads.items():
+            for name in self.names:
+                self.start(name)
+            for name, thread in self._threads.items():
                 thread.join(60.0)
                 if thread.is_alive():
                     raise TimeoutError(f"{name} hangs; errors so far: {self.errors}")
@@ -117,6 +121,10 @@ class Swarm:
                 raise error
         assert not self.kills, "nobody was killed"
         return self
+
+    def start(self, name: str) -> None:
+        """Have a peer come."""
+        self._threads[name].start()
 
     def _one(self, name: str) -> None:
         try:
@@ -141,6 +149,16 @@ class Swarm:
 
         self.killed.append(name)
         self.runtime.run(kill())
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """On a peer's thread: let the others go on until they come there."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(30.0):
+                while not reached():  # noqa: ASYNC110 - whatever it looks at tells nobody
+                    await asyncio.sleep(0)
+
+        self.runtime.run(wait())
 
     @property
     def weights(self) -> dict[str, Tensor]:

@@ -119,6 +119,13 @@ def test_what_is_no_value_is_refused(structure: Any) -> None:
         plain.unpack([bytes_of_it, torch.zeros(1)])
 
 
+def test_too_much_without_tensors_does_not_travel() -> None:
+    with pytest.raises(plain.NotPlain, match="without its tensors"):
+        plain.pack("x" * (plain.MAX_STRUCTURE_BYTES + 1))
+    with pytest.raises(ProtocolError, match="without its tensors, got"):
+        plain.unpack([torch.zeros(plain.MAX_STRUCTURE_BYTES + 1, dtype=torch.uint8)])
+
+
 @pytest.mark.parametrize("tensors", [[], [torch.zeros(3)], [torch.zeros(1, 3, dtype=torch.uint8)]])
 def test_what_has_no_structure_is_refused(tensors: Sequence[torch.Tensor]) -> None:
     with pytest.raises(ProtocolError, match="must begin with the bytes of its structure"):
