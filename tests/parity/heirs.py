@@ -150,6 +150,11 @@ class Swarm:
         self.killed.append(name)
         self.runtime.run(kill())
 
+    def has_heir(self) -> bool:
+        """Whether somebody could take the run over now."""
+        servers = [one.peer.server for one in self.strategies.values() if one.peer is not None]
+        return any(one is not None and one.snapshots.loops.versions for one in servers)
+
     def wait_for(self, reached: Callable[[], bool]) -> None:
         """On a peer's thread: let the others go on until they come there."""
 
@@ -178,6 +183,7 @@ class Noting(L.Callback):
         due = self.swarm.kills.get(trainer.global_step)
         if due == self.name:
             del self.swarm.kills[trainer.global_step]
+            self.swarm.wait_for(self.swarm.has_heir)  # in its first step nobody has anything of the loop yet
             self.swarm.kill(due)
 
     @override
