@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.runtime import ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.steps.succession import choose_heir
 from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.types.snapshots import HeldSnapshots
 from tests.parity.harness import QUIET
 from tests.parity.models import digits, loader
 from tests.parity.trainers import Shared, default_dtype
@@ -152,18 +155,28 @@ class Swarm:
 
     def has_heir(self) -> bool:
         """Whether somebody could take the run over now."""
-        servers = [one.peer.server for one in self.strategies.values() if one.peer is not None]
-        return any(one is not None and one.snapshots.loops.versions for one in servers)
+        lead = PeerId(self.leads[-1] if self.steps else "lead")
+        peers = [one.peer for one in self.strategies.values() if one.peer is not None and one.name not in self.killed]
+        servers = {one.transport.peer_id: one.server for one in peers if one.server is not None}
+        held = {
+            peer: HeldSnapshots(host="", snapshots=one.snapshots.store.held, loops=one.snapshots.loops.versions)
+            for peer, one in servers.items()
+            if peer != lead
+        }
+        return choose_heir(held, list(held), len(servers[lead].admission.run.rosters)) is not None
 
-    def wait_for(self, reached: Callable[[], bool]) -> None:
-        """On a peer's thread: let the others go on until they come there."""
+    def waited_for(self, reached: Callable[[], bool], *, within_s: float) -> bool:
+        """On a peer's thread: let the others go on until they come there, if they do."""
 
-        async def wait() -> None:
-            async with asyncio.timeout(30.0):
-                while not reached():  # noqa: ASYNC110 - whatever it looks at tells nobody
-                    await asyncio.sleep(0)
+        async def wait() -> bool:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    while not reached():  # noqa: ASYNC110 - whatever it looks at tells nobody
+                        await asyncio.sleep(0)
+                    return True
+            return False
 
-        self.runtime.run(wait())
+        return self.runtime.run(wait())
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -180,11 +193,11 @@ class Noting(L.Callback):
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        due = self.swarm.kills.get(trainer.global_step)
-        if due == self.name:
-            del self.swarm.kills[trainer.global_step]
-            self.swarm.wait_for(self.swarm.has_heir)  # in its first step nobody has anything of the loop yet
-            self.swarm.kill(due)
+        due = [step for step, name in self.swarm.kills.items() if name == self.name and step <= trainer.global_step]
+        # In the run's first steps nobody has all that it takes; then it is one of the next.
+        if due and self.name not in self.swarm.killed and self.swarm.waited_for(self.swarm.has_heir, within_s=2.0):
+            del self.swarm.kills[due[0]]
+            self.swarm.kill(self.name)
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -90,9 +90,9 @@ class Returning(L.Callback):
         if trainer.global_step == 4:
             swarm.start("again")
         if trainer.global_step >= 4:
-            swarm.wait_for(self._may_go_on)
+            swarm.waited_for(self._may_go_on, within_s=30.0)
         peer = swarm.strategies["again"].peer
-        if peer is not None and peer.server is not None and peer.server.snapshots.loops.versions:
+        if peer is not None and peer.server is not None and peer.server.snapshots.loops.versions and swarm.has_heir():
             swarm.kill("heir-0")
 
     def _may_go_on(self) -> bool:
