@@ -14,6 +14,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
+from lightning_swarm.data import SharedData
 from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.framework import framework_of
 from lightning_swarm.metric_objects import SharedMetrics
@@ -24,7 +25,8 @@ from lightning_swarm.selection import read_selection
 from lightning_swarm.server.stepper import set_hyperparameters
 from lightning_swarm.session import News, Session
 from lightning_swarm.steps.client import Ahead, Metrics
-from lightning_swarm.types.batches import Logged
+from lightning_swarm.types.batches import Grant, Logged
+from lightning_swarm.types.data import BatchNumber
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
@@ -35,6 +37,7 @@ class _Batch:
     idx: int
     kwargs: OrderedDict[str, Any]
     num_samples: int
+    number: BatchNumber | None = None  # where trainers share the data
 
 
 class SwarmOptimization:
@@ -45,12 +48,20 @@ class SwarmOptimization:
         session: The trainer's session in the run.
         target_batch_size: Samples of a step; None: Lightning's own arithmetic.
         max_metric_bytes: As in `Limits`.
+        data: That trainers share, if they do.
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, target_batch_size: int | None, *, max_metric_bytes: int
+        self,
+        trainer: Trainer,
+        session: Session,
+        target_batch_size: int | None,
+        *,
+        max_metric_bytes: int,
+        data: SharedData,
     ) -> None:
         self.trainer = trainer
+        self._data = data
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
@@ -91,8 +102,9 @@ class SwarmOptimization:
             )
         self.tell_selection(optimizer)
         try:
-            result = self._train(optimizer, batch_idx, kwargs)
+            result = self._train(optimizer, self._in_hand(batch_idx, kwargs))
             self._train_again(optimizer)
+            self._end_epoch(optimizer, batch_idx)
             return result
         except RunOver:
             # The lead was told that no step opens beyond `max_steps`, which it has just reached; the others that the
@@ -104,14 +116,21 @@ class SwarmOptimization:
         finally:
             self._logs.replay()
 
-    def _train(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        num_samples = self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1
+    def _in_hand(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> _Batch:
+        number = self._data.number
+        if number is not None:
+            return _Batch(batch_idx, kwargs, self._data.size(number), number)
+        return _Batch(batch_idx, kwargs, self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
+
+    def _train(self, optimizer: Optimizer, batch: _Batch) -> dict[str, Any]:
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
-            lease = self._begin(optimizer, num_samples)
-            self._logs.begin(num_samples, lease)
+            lease = self._begin(optimizer, batch)
+            if lease is None:
+                return {}  # it is in other hands
+            self._logs.begin(batch.num_samples, lease)
             try:
-                return self._train_here(optimizer, _Batch(batch_idx, kwargs, num_samples), lease)
+                return self._train_here(optimizer, batch, lease)
             except LeaseRevoked as error:
                 _log.warning("`training_step` runs again for the batch in hand, which counts nowhere: %s", error)
                 self._session.revoke_batch()
@@ -126,8 +145,31 @@ class SwarmOptimization:
         """On batches before the one in hand that were through, and count nowhere all the same."""
         while self._lost:
             batch = self._lost.pop(next(iter(self._lost)))
-            self._train(optimizer, batch.idx, batch.kwargs)
+            self._train(optimizer, batch)
             self._logs.restore()  # in what is logged here it has its part since its first run
+
+    def _train_besides(self, optimizer: Optimizer, batch_idx: int, grant: Grant) -> None:
+        """On a batch that nobody else brings. If it is struck it is anybody's again."""
+        assert grant.batch is not None
+        batch = self._data.read(grant.batch)
+        kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
+        self._logs.begin(grant.samples, grant.lease)
+        try:
+            self._train_here(optimizer, _Batch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
+        except LeaseRevoked as error:
+            _log.warning("A batch that was brought besides counts nowhere: %s", error)
+            self._session.revoke_batch()
+            self._logs.revoke()
+
+    def _end_epoch(self, optimizer: Optimizer, batch_idx: int) -> None:
+        """After the last batch of the own part: all of the epoch is to be through before it is left."""
+        end = self._data.end
+        if end is not None:
+            try:
+                self._begin(optimizer, _Batch(batch_idx, OrderedDict(), 1, end))
+            except RunOver:  # the batch in hand was the lead's last one
+                if not self._session.is_lead:
+                    raise
 
     def _train_here(self, optimizer: Optimizer, batch: _Batch, lease: int) -> dict[str, Any]:
         """In the place that was got for it."""
@@ -164,8 +206,9 @@ class SwarmOptimization:
         step = self._session.open_step
         last = self._is_last_batch()
         close = self._must_close(last, batch.num_samples)
-        ends = self._session.is_alone and self._ends_step(close=close or self._fills(batch.num_samples), last=last)
-        ahead = self._ahead(batch, ends=ends) if self._session.is_alone else None
+        alone = self._session.is_alone and not self._data.shares
+        ends = alone and self._ends_step(close=close or self._fills(batch.num_samples), last=last)
+        ahead = self._ahead(batch, ends=ends) if alone else None
         finish = partial(self._session.finish_batch, logs, metrics, close=close, window=self._window, ahead=ahead)
         if ends:
             self._before_step(optimizer)
@@ -248,11 +291,22 @@ class SwarmOptimization:
         self._num_moved = 0
         self._through, self._lost = {}, {}
 
-    def _begin(self, optimizer: Optimizer, num_samples: int) -> int:
-        """Get a place. Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
+    def _begin(self, optimizer: Optimizer, batch: _Batch) -> int | None:
+        """Get a place, and bring besides what nobody else will. None: nothing is to be done for this batch."""
+        while True:
+            grant = self._place(optimizer, batch)
+            if grant is None or grant.batch == batch.number:
+                return None if grant is None else grant.lease
+            self._train_besides(optimizer, batch.idx, grant)
+
+    def _place(self, optimizer: Optimizer, batch: _Batch) -> Grant | None:
+        """Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
         try:
             return self._session.begin_batch(
-                num_samples, gradient_scale=self._scale.value, before_record=lambda: self._prepare(optimizer)
+                batch.num_samples,
+                gradient_scale=self._scale.value,
+                before_record=lambda: self._prepare(optimizer),
+                batch=batch.number,
             )
         finally:
             self._take_lost()
@@ -431,6 +485,8 @@ class SwarmOptimization:
 
     def _is_last_batch(self) -> bool:
         """Whether the lead's last epoch ends here."""
+        if self._data.shares:
+            return False  # who coordinates knows which batch is the run's last one
         max_epochs = self.trainer.fit_loop.max_epochs
         last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
         return last_epoch and self._ends_epoch()

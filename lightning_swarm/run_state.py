@@ -9,6 +9,7 @@ from msgspec import structs
 from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, Replaced, StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.ties import Ties
+from lightning_swarm.types.data import BatchNumber
 from lightning_swarm.types.many import to_ranges
 from lightning_swarm.types.runs import MAX_FORMER_LEADS, Manifest, Member, RestartRequest, RunView, Seats, Term
 from lightning_swarm.types.steps import Record
@@ -43,6 +44,7 @@ class RunState:
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
         self._counted: dict[int, tuple[range, ...]] = {}  # the places of the batches that the last records count
         self.newest: Record | None = None
+        self._positions: dict[int, BatchNumber | None] = {}  # by version
         self.selection = manifest.selection
 
     @classmethod
@@ -52,12 +54,22 @@ class RunState:
         run.version = version
         run.sit(view.seats)
         run.term = view.term
+        run._positions[version] = view.position
         return run
 
     @property
     def trainers(self) -> list[PeerId]:
         """Who may ask for places, computations and state."""
         return self.manifest.trainers
+
+    @property
+    def position(self) -> BatchNumber | None:
+        """The first batch of the open step, where a record says it."""
+        return self.position_at(self.version)
+
+    def position_at(self, version: int) -> BatchNumber | None:
+        """Likewise, of an older one that is not forgotten."""
+        return self._positions.get(version)
 
     @property
     def seats(self) -> Seats:
@@ -104,6 +116,9 @@ class RunState:
         self._counted[record.step] = to_ranges(record.closing.batches)
         if len(self._counted) > _MAX_REMEMBERED:
             del self._counted[next(iter(self._counted))]
+        self._positions[self.version] = record.position
+        if len(self._positions) > _MAX_REMEMBERED:
+            del self._positions[next(iter(self._positions))]
         self.newest = record
         if record.selection is not None:
             self.selection = record.selection
@@ -154,6 +169,7 @@ class RunState:
         self.version = request.first_step
         self.sit(request.seats)
         self._counted.clear()
+        self._positions.clear()
         self.newest, self.selection = None, request.selection
 
     def inherit(self, heir: PeerId) -> None:
@@ -207,6 +223,7 @@ class RunState:
             version=self.version,
             seats=self.seats,
             term=self.term,
+            position=self.position,
         )
 
     @property

@@ -9,14 +9,17 @@ from functools import partial
 from typing import Any
 
 from lightning_swarm.errors import PeerError, StepError
+from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.around import Around
 from lightning_swarm.pipeline.pipeline import BatchInHand, Pipeline
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.selection import first_trained
 from lightning_swarm.steps.client import Ahead, Heard, Metrics, StepClient
+from lightning_swarm.steps.windows import lanes_of
 from lightning_swarm.types.batches import Grant, Logged
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.data import BatchNumber, EpochPlan
 from lightning_swarm.types.events import EventKind
 from lightning_swarm.types.runs import Manifest, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
@@ -115,16 +118,24 @@ class Session:
         self.selection = selection
         self.pipeline.first_trained = first_trained(selection, self._stages)
 
-    def begin_batch(self, num_samples: int, *, gradient_scale: float, before_record: Callable[[], None]) -> int:
+    def begin_batch(
+        self,
+        num_samples: int,
+        *,
+        gradient_scale: float,
+        before_record: Callable[[], None],
+        batch: BatchNumber | None = None,
+    ) -> Grant | None:
         """Get a place in the open step for the batch in hand. While it waits for one, records may be applied.
 
         Args:
             num_samples: Of the batch.
             gradient_scale: What its loss will be multiplied by.
             before_record: Called before each record that it waits for.
+            batch: Which one it is, or the end of an epoch, where an epoch's order is shared.
 
         Returns:
-            The lease of the place.
+            The place. It may be for another batch, which is to be brought first. None: this one is in other hands.
 
         Raises:
             RunOver: There will be no place.
@@ -133,7 +144,9 @@ class Session:
             number = self._steps.number_batch()
             grant: Grant | None = None
             while grant is None:
-                found = self._runtime.run(self._steps.ask(number, num_samples, gradient_scale))
+                found = self._runtime.run(self._steps.ask(number, num_samples, gradient_scale, batch))
+                if found is None:
+                    return None
                 if isinstance(found, Grant):
                     grant = found
                 else:
@@ -146,7 +159,25 @@ class Session:
         self.pipeline.batch = BatchInHand(grant)
         if self.is_alone and self._steps.open > self._steps.version:  # who has a place need not train yet
             self.pipeline.batch.begin = partial(self._steps.begin, grant)
-        return grant.lease
+        return grant
+
+    def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
+        """At the lead: say in which order an epoch's batches come, and with which one the run begins or goes on."""
+        self._runtime.run(self._steps.plan(plan, position))
+
+    def take_plan(self, epoch: int) -> EpochPlan | None:
+        """Wait for the lead's plan of an epoch. None: all of it is through."""
+        return self._runtime.run(self._steps.take_plan(epoch))
+
+    @property
+    def lanes(self) -> Sequence[PeerId]:
+        """Who reads which part of an epoch ahead."""
+        return lanes_of(self.run.trainers, self.run.manifest.lead)
+
+    @property
+    def own(self) -> PeerId:
+        """This trainer."""
+        return self._steps.own
 
     def give_back(self) -> None:
         """No batch will be there for the place that is kept for the next one."""
@@ -177,7 +208,7 @@ class Session:
         """The batch will not be trained on: nothing of it counts, and what was added of it is discarded."""
         batch = self._taken()
         self._runtime.run(
-            self._steps.done(batch.grant.lease, [], withdrawn=True, begun=batch.backward_begun),
+            self._steps.done(batch.grant.lease, [], withdrawn=True, begun=batch.backward_begun, dropped=True),
         )
 
     def revoke_batch(self) -> None:

@@ -32,6 +32,7 @@ from lightning_swarm.config import (
     StateDictType,
     SwarmConfig,
 )
+from lightning_swarm.data import SharedData, can_share
 from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
@@ -183,6 +184,7 @@ class SwarmHooks(ResumingHooks):
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
+        self._data: SharedData | None = None
         self._writes_files = False  # nobody brought a `CheckpointIO`
 
     # ------------------------------------------------------------------ what Lightning asks
@@ -289,9 +291,29 @@ class SwarmHooks(ResumingHooks):
         assert module is not None
         if module.trainer.training:
             self._way_back.loader_made()
-        if self.num_trainers > 1 and module.trainer.training:
+        if not module.trainer.training:
+            return dataloader
+
+        def alone() -> Any:
+            if self.num_trainers == 1:
+                return dataloader
             return following.share(module.trainer, dataloader, num_trainers=self.num_trainers)
-        return dataloader
+
+        if self._shares_data and can_share(dataloader, module.trainer):
+            return self._data_of(module.trainer).share(dataloader, alone)
+        return alone()
+
+    @property
+    def _shares_data(self) -> bool:
+        """Whether others may train along."""
+        config = self.config
+        return config.role == "both" and config.target_batch_size is not None and not config.delay_optimizer_step
+
+    def _data_of(self, trainer: Trainer) -> SharedData:
+        """Of this run, or of the one that it is about to begin."""
+        if self._data is None:
+            self._data = SharedData(trainer)
+        return self._data
 
     # ------------------------------------------------------------------ starting
 
@@ -400,7 +422,11 @@ class SwarmHooks(ResumingHooks):
         self._interception = Interception(model.blocks, self._session.pipeline)
         if fitting:
             most = self.config.limits.max_metric_bytes
-            self._loop = SwarmOptimization(trainer, self._session, self.config.target_batch_size, max_metric_bytes=most)
+            data = self._data_of(trainer)
+            data.open(self._session)
+            self._loop = SwarmOptimization(
+                trainer, self._session, self.config.target_batch_size, max_metric_bytes=most, data=data
+            )
             self._loop.take_over()
             assert self.peer is not None
             interval_s = self.config.limits.snapshot_interval
@@ -651,7 +677,9 @@ class SwarmHooks(ResumingHooks):
         if self._home is not None:
             self._home.close()
         self._interception, self._session, self._restored_step, self._folder = None, None, None, None
-        self._home = None
+        if self._data is not None:
+            self._data.close()
+        self._home, self._data = None, None
         if self._weights is not None:
             self._weights.end()
 

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_swarm.data import STATE
+
 _log = logging.getLogger(__name__)
 
 RandomState = dict[str, Any]
@@ -85,7 +87,7 @@ class DataPlace:
     @property
     def here(self) -> Place:
         """Between two batches."""
-        knows = "combined_loader" in self._loop.trainer.fit_loop.on_save_checkpoint()
+        knows = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
         num_batches = None if knows else self._loop.batch_progress.current.ready - self._num_before
         return Place(made=self._made, first=self._first, now=random_state(), num_batches=num_batches)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.checkpoint.snapshots import no_room
+from lightning_swarm.data import at_position
 from lightning_swarm.errors import Replaced, StageLost, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back import inheritance
@@ -26,6 +27,7 @@ from lightning_swarm.going_back.place import DataPlace, RandomState, random_stat
 from lightning_swarm.going_back.states import Between, Counts, LoopStates, restore_metrics
 from lightning_swarm.metrics import Pending
 from lightning_swarm.session import News, Session
+from lightning_swarm.types.data import BatchNumber
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class WayBack:
         self._arrived = True
         self._place: DataPlace | None = None
         self._made: RandomState | None = None
+        self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []
         self._left_out: set[str] = set()  # of what others keep of the loop
 
@@ -111,6 +114,7 @@ class WayBack:
         else:
             peer.tell_loop(self._could_go_on)
         self._said = {}
+        self._position_at = session.run.position_at
         loop.on_place = states.placed
         self._finders = [one for one in trainer.callbacks if isinstance(one, callbacks_named("LearningRateFinder"))]  # type: ignore[attr-defined]
         orders = self._orders = Orders(peer, session, snapshot_interval)
@@ -271,7 +275,9 @@ class WayBack:
     def _aim_at(
         self, version: int, found: Between, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
     ) -> None:
-        path = _written(found.state.complete(weights, optimizer), f"step={version}.ckpt")
+        checkpoint = found.state.complete(weights, optimizer)
+        at_position(checkpoint, self._position_at(version))
+        path = _written(checkpoint, f"step={version}.ckpt")
         self._forget_goal()
         self._goal = Goal(version=version, path=path, between=found)
 

@@ -38,6 +38,7 @@ from lightning_swarm.server.under_way import UnderWay
 from lightning_swarm.steps import RECEIPTS
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.types.calls import (
+    PLACES,
     BackwardRequest,
     CallKey,
     CallReport,
@@ -327,7 +328,7 @@ class Calls:
     def _seed(self, key: CallKey, stage: Stage) -> int:
         """Of all random draws of a call."""
         seed = self._admission.run.manifest.seed
-        return key_seed(seed, key.step, key.first, key.index, key.call, stage.index, int(key.evaluation))
+        return key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
 
     async def _fetch(self, source: Ticket, *, gradient: bool = False) -> tuple[Message, bytes]:
         try:

@@ -2,17 +2,19 @@
 
 ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
 ``select -> settle`` come first. `policy.py` counts what the open step was granted, `books.py` is all that who
-coordinates knows; `trainers.py` answers trainers by it, `places.py` says who gets a place, `coordinator.py` is the role
-as a whole. `closing.py` ends steps, `sums.py` brings the servers' sums to what a step counts, `ledgers.py` reads what
-they hold, `planning.py` says how, `replays.py` has computed again what is missing, and `attendance.py` knows who takes
-part; `voting.py` is how records are decided, `proposer.py` decides them, `told.py` knows of which events the lead was
-told. `gate.py` hears who joins and who leaves, `rosters.py` says who holds a stage then. At a trainer, `client.py` asks
-for places and records, and `coordinator_calls.py` finds who answers.
+coordinates knows; `trainers.py` answers trainers by it, `places.py` says who gets a place, `windows.py` which batches a
+step takes, `coordinator.py` is the role as a whole. `closing.py` ends steps, `sums.py` brings the servers' sums to what
+a step counts, `ledgers.py` reads what they hold, `planning.py` says how, `replays.py` has computed again what is
+missing, and `attendance.py` knows who takes part; `voting.py` is how records are decided, `proposer.py` decides them,
+`told.py` knows of which events the lead was told. `gate.py` hears who joins and who leaves, `rosters.py` says who holds
+a stage then. At a trainer, `client.py` asks for places and records, and `coordinator_calls.py` finds who answers.
 """
 
 SELECT = "step.select"
 SETTLE = "step.settle"
 GRANT = "step.grant"
+PLAN = "step.plan"
+TAKE_PLAN = "step.take_plan"
 METRICS = "step.metrics"
 ARMED = "step.armed"
 BEGIN = "step.begin"
@@ -47,5 +49,5 @@ BREAK_OFF = "run.break_off"
 HELD = "snapshot.held"
 INHERIT = "run.inherit"
 
-ROLE_CALLS = (SELECT, GRANT, BEGIN, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
+ROLE_CALLS = (SELECT, PLAN, TAKE_PLAN, GRANT, BEGIN, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
 """What only the coordinator answers."""

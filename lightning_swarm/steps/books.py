@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.steps.windows import Order
 from lightning_swarm.types.batches import Logged
+from lightning_swarm.types.data import BatchNumber, EpochPlan
 from lightning_swarm.types.runs import Manifest, Selection
 from lightning_swarm.types.steps import Record
 
@@ -44,6 +47,7 @@ class Books:
         due: Where steps are delayed: the step before the open one, while its record is still to come.
         finishing: A task of the coordinator decides the open step.
         closing_s: Since when its batches are waited for.
+        order: Of the batches, where the lead has told it.
     """
 
     open: OpenStep
@@ -53,6 +57,7 @@ class Books:
     due: OpenStep | None = None
     finishing: bool = False
     closing_s: float | None = None
+    order: Order = field(default_factory=Order)
 
     @classmethod
     def of(cls, manifest: Manifest) -> Books:
@@ -66,8 +71,38 @@ class Books:
     def go_back(self, manifest: Manifest) -> None:
         """The run entered its next generation."""
         self.end(Outcome())
-        self.due = None
+        self.due, self.order = None, Order()
         self.open = OpenStep(manifest.first_step, manifest.target_batch_size)
+
+    def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
+        """Know the order of an epoch. With the first one it is settled which batches the open step takes.
+
+        Args:
+            plan: Of the epoch.
+            position: The first batch of the open step, if this is the first plan.
+
+        Raises:
+            ProtocolError: It has another order, or the run goes without.
+        """
+        begins = self.open.window is None
+        if begins:
+            self.open.check_numbered()
+            if position > (plan.epoch, plan.num_batches) and position[0] == plan.epoch:
+                raise ProtocolError(
+                    f"epoch {plan.epoch} has {plan.num_batches} batches, no step begins at {position[1]}"
+                )
+        self.order.add(plan)
+        if begins:
+            self.open.plan(self.order, position)
+
+    def following(self, step: OpenStep) -> OpenStep:
+        """The step after one that is over, or whose batches are all through."""
+        opened = OpenStep(step.step + 1, step.target_batch_size)
+        if step.window is not None:
+            begin = step.window.end
+            opened.plan(self.order, begin)
+            self.order.forget_before(begin[0])
+        return opened
 
     def find(self, step: int) -> OpenStep | None:
         """A step that is not decided yet."""

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from msgspec.structs import replace as replaced
 from torch import Tensor
 
 from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver
@@ -25,6 +26,7 @@ from lightning_swarm.steps import (
     DONE,
     GRANT,
     METRICS,
+    PLAN,
     QUIT,
     RECORD,
     RENEW,
@@ -32,6 +34,7 @@ from lightning_swarm.steps import (
     REPORT_METRICS,
     SELECT,
     TAKE_METRICS,
+    TAKE_PLAN,
 )
 from lightning_swarm.steps.coordinator_calls import CoordinatorCalls
 from lightning_swarm.steps.journal import Entry, Journal
@@ -55,6 +58,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.data import BatchNumber, EpochPlan, PlanRequest, TakePlanReply, TakePlanRequest
 from lightning_swarm.types.runs import Member, RestartRequest, Selection
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
@@ -144,6 +148,7 @@ class StepClient:
         self.ended: bool | None = None
         self._on_record = on_record
         self.events = events
+        self.own = transport.peer_id
         self.run = run
         self.open = run.version
         self.imminent: int | None = None
@@ -181,6 +186,20 @@ class StepClient:
             encode(SelectRequest(generation=self.run.manifest.generation, step=self.open, selection=selection)),
         )
 
+    async def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
+        """At the lead: tell the order of an epoch, and where the run begins or goes on."""
+        self._journal.planned(plan, position, self.run.position)
+        generation = self.run.manifest.generation
+        await self._coordinator.call(PLAN, encode(PlanRequest(generation=generation, plan=plan, position=position)))
+
+    async def take_plan(self, epoch: int) -> EpochPlan | None:
+        """The order of an epoch, when the lead has told it. None: all of it is through by now."""
+        while True:
+            request = TakePlanRequest(generation=self.run.manifest.generation, epoch=epoch)
+            reply = decode(await self._coordinator.call(TAKE_PLAN, encode(request)), TakePlanReply)
+            if reply.plan is not None or reply.passed:
+                return reply.plan
+
     async def grant(self, num_samples: int, gradient_scale: float = 1.0) -> Grant:
         """A place in the open step; waits for the next step when this one is full.
 
@@ -192,6 +211,7 @@ class StepClient:
             found = await self.ask(number, num_samples, gradient_scale)
             if isinstance(found, Grant):
                 return found
+            assert found is not None, "batches that have no numbers are in nobody else's hands"
             await self.closed(found)
 
     def number_batch(self) -> int:
@@ -221,13 +241,18 @@ class StepClient:
         request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
         await self._coordinator.call(BEGIN, encode(request))
 
-    async def ask(self, number: int, num_samples: int, gradient_scale: float = 1.0) -> Grant | int:
+    async def ask(
+        self, number: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
+    ) -> Grant | int | None:
         """A place in the open step, perhaps one that is kept, or the step that has to be over first.
+
+        None: nothing is to be done for this batch.
 
         Args:
             number: Of the batch, by `number_batch`.
             num_samples: Of it.
             gradient_scale: What its loss will be multiplied by.
+            batch: Which it is, where that is for all to know. Then the place may be for another one.
 
         Raises:
             RunOver: The run's last step is decided.
@@ -236,25 +261,31 @@ class StepClient:
         if kept is not None:
             return kept
         while True:
-            request = self._grant_request(number, num_samples, gradient_scale)
+            request = self._grant_request(number, num_samples, gradient_scale, batch)
             reply = decode(await self._coordinator.call(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
+                request = replaced(request, num_samples=reply.grant.samples or num_samples)
                 self._journal.granted(reply.grant, request)
                 return reply.grant
+            if reply.passed:
+                return None
             if reply.over:
                 raise RunOver(f"the run's last step is {self.open - 1}: there is no place for another batch")
             if reply.wait is None:
-                raise ProtocolError("a coordinator grants, says wait or says that the run is over; it did none of it")
+                raise ProtocolError("a coordinator grants, says wait, passed or over; it said none of it")
             if reply.wait.step is not None:
                 return reply.wait.step
 
-    def _grant_request(self, number: int, num_samples: int, gradient_scale: float) -> GrantRequest:
+    def _grant_request(
+        self, number: int, num_samples: int, gradient_scale: float, batch: BatchNumber | None = None
+    ) -> GrantRequest:
         return GrantRequest(
             step=self.open,
             num_samples=num_samples,
             generation=self.run.manifest.generation,
             gradient_scale=gradient_scale,
             number=number,
+            batch=batch,
         )
 
     async def send_metrics(self, lease: int, metrics: Metrics) -> None:
@@ -298,6 +329,7 @@ class StepClient:
         *,
         withdrawn: bool = False,
         begun: bool = False,
+        dropped: bool = False,
         close: bool = False,
         total_weight: float | None = None,
         logs: Sequence[Logged] = (),
@@ -318,6 +350,7 @@ class StepClient:
             generation=self.run.manifest.generation,
             first=self._journal.place(self.open, lease) if lease is not None else 0,
             begun=begun,
+            dropped=dropped,
             logs=list(logs),
             noted=self.events.report(),
             version=self.version,

@@ -105,7 +105,8 @@ class Closer:
             squared_norm = await self._average(sums, closed, reselected, late=late)
         hyperparameters = await self._lead_asks(step)
         self._moves.take_loads(sums.loads)
-        record = self._plain(closing, squared_norm, hyperparameters)
+        position = None if step.window is None else step.window.end
+        record = replaced(self._plain(closing, squared_norm, hyperparameters), position=position)
         newcomers: Sequence[Candidate] = ()
         if not late:
             newcomers = await self._gate.newcomers(closing)

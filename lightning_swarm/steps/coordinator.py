@@ -81,7 +81,14 @@ class Coordinator:
         self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
         self._snapshots = SnapshotOrders(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
         self._watch = TrainerWatch(
-            transport, run, self.books, events=events, spawn=self._spawn, on_change=self._on_change, limits=limits
+            transport,
+            run,
+            self.books,
+            events=events,
+            spawn=self._spawn,
+            on_change=self._on_change,
+            owes=lambda trainer: self.trainers.places.owes(self.books.open, trainer),
+            limits=limits,
         )
         self.trainers = Trainers(
             transport,
@@ -198,7 +205,9 @@ class Coordinator:
         if not step.ready or books.finishing or books.due is not None:
             return
         if self._may_be_late(step):
-            self._spawn(self._guarded(self._decide_due(books.postpone(self.trainers.places.opened(step.step + 1)))))
+            self._spawn(
+                self._guarded(self._decide_due(books.postpone(self.trainers.places.opened(books.following(step)))))
+            )
         else:
             books.finishing = True
             self._spawn(self._guarded(self._finish(step)))
@@ -228,7 +237,7 @@ class Coordinator:
             books.finishing = False  # it takes batches again
         else:
             books.end(self._outcome(step, record))
-            books.open = self.trainers.places.opened(step.step + 1)
+            books.open = self.trainers.places.opened(books.following(step))
         await self.trainers.changes.notify()  # who waits for the record, or has a place again
 
     async def _decide_due(self, step: OpenStep) -> None:

@@ -13,6 +13,7 @@ from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import Message
 from lightning_swarm.types.batches import BatchDone, Grant, GrantRequest, Lease, Logged, ReportReply
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.data import BatchNumber, EpochPlan
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Entry:
     completed: list[Receipt] | None = None
     armed: list[Receipt] | None = None
     withdrawn: bool = False
+    dropped: bool = False  # by its own `training_step`
     logs: Sequence[Logged] = ()
     metrics: Message | None = None
 
@@ -36,6 +38,8 @@ class Journal:
         self._closed: dict[int, float | None] = {}  # the steps that this trainer asked to close, and their windows
         self._begun = False
         self._decided = -1  # the newest step whose record is known
+        self._plans: dict[int, EpochPlan] = {}  # of the lead, by epoch
+        self._position: BatchNumber | None = None  # where the generation began
 
     def granted(self, grant: Grant, request: GrantRequest) -> None:
         """A batch has its place."""
@@ -43,6 +47,18 @@ class Journal:
         for entry in self._entries.values():  # a trainer has one batch in hand: what is unfinished was struck
             entry.withdrawn |= entry.completed is None
         self._entries[grant.step, grant.lease] = Entry(grant, request)
+
+    def planned(self, plan: EpochPlan, position: BatchNumber, over: BatchNumber | None) -> None:
+        """At the lead: an epoch has its order.
+
+        Args:
+            plan: Of the epoch.
+            position: Where the generation began.
+            over: The first batch that the newest record does not count, if one came.
+        """
+        self._position = position
+        begin = over or position
+        self._plans = {epoch: one for epoch, one in self._plans.items() if epoch >= begin[0]} | {plan.epoch: plan}
 
     def measured(self, step: int, lease: int, metrics: Message) -> None:
         """What the batch added to metrics."""
@@ -57,16 +73,17 @@ class Journal:
     def done(self, request: BatchDone) -> None:
         """The batch is through or withdrawn, or this trainer asks to close the step."""
         if request.lease is not None and request.withdrawn:
-            self.withdrawn(request.step, request.lease)
+            self.withdrawn(request.step, request.lease, dropped=request.dropped)
         elif request.lease is not None and (entry := self._entries.get((request.step, request.lease))):
             entry.completed, entry.logs = request.completed, request.logs
         if request.close:
             self._closed[request.step] = request.total_weight
 
-    def withdrawn(self, step: int, lease: int) -> None:
+    def withdrawn(self, step: int, lease: int, *, dropped: bool = False) -> None:
         """It does not count, and its place stays empty."""
         if entry := self._entries.get((step, lease)):
             entry.withdrawn, entry.logs, entry.metrics = True, (), None
+            entry.dropped |= dropped
 
     def reopened(self, step: int) -> None:
         """A step that this trainer asked to close takes batches again."""
@@ -113,12 +130,19 @@ class Journal:
                 completed=entry.completed,
                 armed=entry.armed,
                 withdrawn=entry.withdrawn,
+                dropped=entry.dropped,
                 logs=list(entry.logs),
                 has_metrics=entry.metrics is not None,
             )
             for entry in self._entries.values()
         ]
-        return ReportReply(begun=self._begun, leases=leases, closed=sorted(self._closed.items()))
+        return ReportReply(
+            begun=self._begun,
+            leases=leases,
+            closed=sorted(self._closed.items()),
+            plans=list(self._plans.values()),
+            position=self._position,
+        )
 
     def metrics(self, step: int, lease: int) -> Message:
         """What `measured` was told."""

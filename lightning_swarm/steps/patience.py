@@ -56,15 +56,28 @@ class Changes:
         async with self._condition:
             self._condition.notify_all()
 
-    async def until(self, reached: Callable[[], bool]) -> bool:
-        """Wait for as long as a caller may be held; whether it was reached. Raises what the step failed with."""
+    async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
+        """Wait for as long as a caller may be held; whether it was reached. Raises what the step failed with.
+
+        Args:
+            reached: Looked at when something changes.
+            look_again_s: After so many seconds it is looked at though nothing changed.
+        """
         try:
-            async with asyncio.timeout(self._hold_s), self._condition:
-                await self._condition.wait_for(lambda: reached() or self.failure is not None)
+            async with asyncio.timeout(self._hold_s):
+                if look_again_s is not None and look_again_s < self._hold_s:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(look_again_s):
+                            await self._until(reached)
+                await self._until(reached)
         except TimeoutError:
             return False
         self.check()
         return True
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        async with self._condition:
+            await self._condition.wait_for(lambda: reached() or self.failure is not None)
 
     async def next(self, *, until_s: float) -> None:
         """Wait for the next change, or that time on the loop's clock."""

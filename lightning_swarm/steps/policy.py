@@ -14,8 +14,10 @@ import msgspec
 
 from lightning_swarm.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.steps.windows import Order, Window
 from lightning_swarm.types.batches import MAX_LOGS, Lease, Logged
-from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.calls import PLACES, Receipt
+from lightning_swarm.types.data import BatchNumber
 
 CLIP_EPSILON = 1e-6
 """Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -32,6 +34,7 @@ class _Batch:
     logs: tuple[Logged, ...] = ()
     metrics: Message | None = None
     armed: tuple[Receipt, ...] | None = None  # its microbatches, when its servers can complete it by themselves
+    batch: BatchNumber | None = None  # where an epoch's order is shared
 
 
 @dataclass
@@ -41,10 +44,12 @@ class OpenStep:
     Args:
         step: Its number.
         target_batch_size: Samples that close the step; None: the lead closes it.
+        window: The batches that it takes; None: those that come first.
     """
 
     step: int
     target_batch_size: int | None
+    window: Window | None = None
     _batches: dict[int, _Batch] = field(default_factory=dict)
     _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
     _first_lease: int = 0
@@ -55,6 +60,29 @@ class OpenStep:
     _window: float | None = None
     _struck: set[int] = field(default_factory=set)  # leases
     _given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
+    _num_again: int = 0  # batches that were granted again
+    # Where batches have numbers: those that were granted before, and those that shall count nowhere.
+    _tried: set[BatchNumber] = field(default_factory=set)
+    _dropped: set[BatchNumber] = field(default_factory=set)
+
+    def check_numbered(self) -> None:
+        """Refuse an order of batches where they come as they like.
+
+        Raises:
+            ProtocolError: Says which step it is.
+        """
+        if self.target_batch_size is None or any(one.batch is None for one in self._batches.values()):
+            raise ProtocolError(f"step {self.step} takes batches as they come, got their order")
+
+    def plan(self, order: Order, begin: BatchNumber) -> None:
+        """Take certain batches, from `begin` on.
+
+        Raises:
+            ProtocolError: It takes those that come.
+        """
+        self.check_numbered()
+        assert self.target_batch_size is not None
+        self.window = Window(order, begin, self.target_batch_size, self._dropped)
 
     @property
     def num_granted(self) -> int:
@@ -69,8 +97,25 @@ class OpenStep:
     @property
     def closing(self) -> bool:
         """Whether nothing more is granted."""
-        full = self.target_batch_size is not None and self.num_granted >= self.target_batch_size
-        return full or self.close_asked or self.sealed
+        return self._is_full() or self.close_asked or self.sealed
+
+    def _is_full(self, without: Collection[int] = ()) -> bool:
+        if self.window is not None:
+            return bool(self._batches) and self.window.whole and not self.free and not without
+        left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in without)
+        return self.target_batch_size is not None and left >= self.target_batch_size
+
+    @property
+    def free(self) -> list[BatchNumber]:
+        """Of the step's batches, those that nobody has, in order."""
+        had = {one.batch for one in self._batches.values()}
+        return [] if self.window is None else [number for number in self.window.numbers if number not in had]
+
+    @property
+    def batches_through(self) -> set[BatchNumber]:
+        """Of the step's batches, those that are."""
+        through = [one.batch for one in self._batches.values() if one.completed is not None]
+        return {number for number in through if number is not None}
 
     @property
     def ready(self) -> bool:
@@ -97,22 +142,49 @@ class OpenStep:
         self._batches[lease] = _Batch(trainer, first, num_samples, weight, number)
         return first, weight
 
-    def granted(self, trainer: PeerId, number: int) -> tuple[int, int, float] | None:
-        """Lease, position and weight of a trainer's batch, if it has its place already."""
+    def hand_out(
+        self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float = 1.0, number: int = 0
+    ) -> tuple[int, float]:
+        """Likewise, for a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
+        assert self.window is not None
+        size, first = self.window.order.size(batch), self.window.place(batch)
+        if batch in self._tried or self._next_first > 0:
+            # Servers may have been told to give up what goes by that name; random draws go by the place alone.
+            self._num_again += 1
+            first += ((self._first_lease >> 32 << 6) + self._num_again) * PLACES
+        self._tried.add(batch)
+        self.gradient_scale = gradient_scale
+        self._batches[lease] = _Batch(trainer, first, size, float(size), number, batch=batch)
+        return first, float(size)
+
+    def granted(self, trainer: PeerId, number: int) -> int | None:
+        """The lease of a trainer's batch, if it has its place already."""
         for lease, batch in self._batches.items():
             if number and (batch.trainer, batch.number) == (trainer, number):
-                return lease, batch.first, batch.weight
+                return lease
         return None
 
     def gave_up(self, trainer: PeerId, number: int) -> bool:
         """Whether a trainer's batch had a place that it has no more."""
         return (trainer, number) in self._given_up
 
+    def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
+        """Position and weight of a batch that has a place; where batches have numbers, its own and its samples."""
+        batch = self._batches[lease]
+        return batch.first, batch.weight, batch.batch, batch.num_samples if batch.batch is not None else 0
+
     def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
         """Enter a batch as its trainer reports it to a new coordinator. One whose place is taken counts nowhere."""
         grant, request = lease.grant, lease.request
         end = grant.first + request.num_samples
-        self.skip_to(end)
+        if grant.batch is None:
+            self.skip_to(end)
+        else:
+            self._tried.add(grant.batch)
+            if lease.dropped:
+                self._dropped.add(grant.batch)
+            if any(one.batch == grant.batch for one in self._batches.values()):
+                return
         if lease.withdrawn:
             self._given_up.add((trainer, request.number))
         if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
@@ -121,6 +193,7 @@ class OpenStep:
             return
         self.gradient_scale = request.gradient_scale
         batch = _Batch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)
+        batch.batch = grant.batch
         batch.logs = tuple(lease.logs)
         if lease.completed is not None:
             batch.completed = tuple(lease.completed)
@@ -168,11 +241,20 @@ class OpenStep:
             )
         batch.metrics = metrics
 
-    def withdraw(self, lease: int, trainer: PeerId) -> int:
-        """The batch will not come. Returns its place; what was added of it anywhere is named by nobody."""
+    def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
+        """The batch will not come. Returns its place; what was added of it anywhere is named by nobody.
+
+        Args:
+            lease: Its own.
+            trainer: Who says so.
+            dropped: Nobody shall bring it again.
+        """
         if (lease, trainer) in self._withdrawn:
             return self._withdrawn[lease, trainer]  # told twice
-        first = self._leased(lease, trainer).first
+        batch = self._leased(lease, trainer)
+        first = batch.first
+        if dropped and batch.batch is not None:
+            self._dropped.add(batch.batch)
         self.strike([first])
         self._withdrawn[lease, trainer] = first
         return first
@@ -219,8 +301,7 @@ class OpenStep:
 
         Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
         """
-        left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in firsts)
-        full = self.target_batch_size is not None and left >= self.target_batch_size
+        full = self._is_full(without=firsts)
         return full or self.sealed or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
 
     def reopen(self) -> None:

@@ -13,6 +13,7 @@ from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import REPORT, REPORT_METRICS, WATCH
 from lightning_swarm.steps.books import Books, Outcome
 from lightning_swarm.steps.policy import OpenStep, fold
+from lightning_swarm.steps.windows import Order
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest
 from lightning_swarm.types.runs import Selection, Term, WatchReply, WatchRequest
@@ -122,6 +123,12 @@ def rebuild(
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
     steps = [OpenStep(one, run.manifest.target_batch_size) for one in run.open_steps]
+    order = Order()
+    for plan in lead.plans if lead is not None else ():
+        order.add(plan)
+    position = run.position or (None if lead is None else lead.position)
+    if position is not None:
+        steps[0].plan(order, position)
     for step in steps:
         for trainer, lease in sorted(everything, key=lambda item: item[1].grant.first):
             if lease.grant.step == step.step:
@@ -140,6 +147,7 @@ def rebuild(
         due=due,
         begun=run.version > run.manifest.first_step or (lead is not None and lead.begun),
         outcome=_outcome(run, everything, metrics),
+        order=order,
     )
 
 

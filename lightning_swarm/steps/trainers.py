@@ -21,12 +21,14 @@ from lightning_swarm.steps import (
     DONE,
     GRANT,
     METRICS,
+    PLAN,
     QUIT,
     RECORD,
     REGISTER,
     RENEW,
     SELECT,
     TAKE_METRICS,
+    TAKE_PLAN,
 )
 from lightning_swarm.steps.books import Books
 from lightning_swarm.steps.patience import Changes, LeadWatch
@@ -53,6 +55,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
     Wait,
 )
+from lightning_swarm.types.data import PlanRequest, TakePlanReply, TakePlanRequest
 from lightning_swarm.types.steps import SettleRequest
 from lightning_swarm.types.wire import decode, encode
 
@@ -103,13 +106,15 @@ class Trainers:
         self._told = Told()  # to the lead
         self.changes = Changes(limits.call_timeout)
         self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
-        self.places = Places(run, first_lease, self._on_grant)
+        self.places = Places(run, first_lease, self._on_grant, watch.gone)
 
     def answer(self) -> None:
         """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
         transport, max_bytes = self._transport, self._limits.max_metric_bytes
         self.lead.heard()
         transport.handle_call(SELECT, self._handle_select)
+        transport.handle_call(PLAN, self._handle_plan)
+        transport.handle_call(TAKE_PLAN, self._handle_take_plan)
         transport.handle_call(GRANT, self._handle_grant)
         transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes)
         transport.handle_call(ARMED, self._handle_armed)
@@ -150,6 +155,32 @@ class Trainers:
             self._books.reselected = request.selection
         return b""
 
+    async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:
+        if caller != self._run.manifest.lead:
+            raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
+        self._hear(caller)
+        request = decode(body, PlanRequest)
+        self._run.check_generation(request.generation)
+        self._books.plan(request.plan, request.position)
+        await self.changes.notify()
+        return b""
+
+    async def _handle_take_plan(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, TakePlanRequest)
+        self._run.check_generation(request.generation)
+        books = self._books
+
+        def passed() -> bool:
+            return books.open.window is not None and request.epoch < books.open.window.begin[0]
+
+        await self.changes.until(lambda: books.order.plan(request.epoch) is not None or passed())
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
+        if not books.begun:
+            self.lead.check()
+        plan = books.order.plan(request.epoch)
+        return encode(TakePlanReply(plan=plan, passed=plan is None and passed()))
+
     async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
         self._hear(caller)
         request = decode(body, GrantRequest)
@@ -164,12 +195,21 @@ class Trainers:
         elif not books.begun and not await self.changes.until(lambda: books.begun):
             self.lead.check()
             return encode(GrantReply(wait=Wait(step=None)))
+        if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
+            return encode(GrantReply(wait=Wait(step=None)))  # who coordinates now has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.places.ask(books.open, caller, request)
+            if reply.wait is not None:
+                self._look_for_others(books.open)
         if is_lead and reply.grant is not None and books.due is not None:
             await self.lead.permit(books.due.step, version=books.due.step)  # it trains, so it does not validate
         return encode(reply)
+
+    def _look_for_others(self, step: OpenStep) -> None:
+        """Somebody waits: whoever should have brought a batch by now is asked whether it is there."""
+        for trainer in self.places.owed_by(step):
+            self._watch.watch(trainer)
 
     def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
         if step.closing:
@@ -236,6 +276,9 @@ class Trainers:
                 raise ProtocolError(
                     f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
                 )
+        if caller == self._run.manifest.lead and request.report.position is not None:
+            for plan in request.report.plans:
+                self._books.plan(plan, self._run.position or request.report.position)
         timeout = self._limits.call_timeout
         metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
         if step is not self._books.open or self._books.finishing:
@@ -311,10 +354,11 @@ class Trainers:
     def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
         if request.lease is None:
             return
+        self.places.batch_ended(trainer)
         if not request.withdrawn:
             step.complete(request.lease, trainer, request.completed, request.logs)
             return
-        first = step.withdraw(request.lease, trainer)
+        first = step.withdraw(request.lease, trainer, dropped=request.dropped)
         if request.begun:
             self._watch.fence(step, [first])
 
@@ -350,9 +394,14 @@ class Trainers:
             return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
 
         def takes_batches() -> bool:
-            return request.step == books.open.step and not books.open.closing
+            if request.step != books.open.step:
+                return False
+            if self.places.is_idle(caller):
+                return self.places.would_answer(books.open, caller)
+            return not books.open.closing
 
-        await self.changes.until(lambda: is_over() or takes_batches())
+        patience_s = self.places.patience_s(caller)
+        await self.changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
         self._run.check_generation(request.generation)  # it may have changed meanwhile
         if is_over():
             if is_lead and not await self._let_record_come():
@@ -454,6 +503,7 @@ class Trainers:
     def _hear(self, caller: PeerId) -> None:
         """Whoever may ask is answered with what went wrong, if something did."""
         self._run.check_trainer(caller)
+        self._watch.gone.discard(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
         self.changes.check()

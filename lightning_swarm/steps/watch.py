@@ -44,7 +44,11 @@ class TrainerWatch:
         events: Of the coordinator.
         spawn: Runs work in a task that has an owner.
         on_change: Called after a batch of a step was struck, or completed without its trainer.
+        owes: Whether others wait for a batch that a trainer would bring.
         limits: Bounds.
+
+    Attributes:
+        gone: Trainers that were not found when they were looked for, and not heard of since.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class TrainerWatch:
         events: EventLog,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_change: Callable[[OpenStep], Awaitable[None]],
+        owes: Callable[[PeerId], bool],
         limits: Limits,
     ) -> None:
         self._transport = transport
@@ -64,18 +69,21 @@ class TrainerWatch:
         self._events = events
         self._spawn = spawn
         self._on_change = on_change
+        self._owes = owes
         self._interval_s = limits.silence_timeout / 5  # for which a trainer that has a place is left alone
         self._timeout = limits.call_timeout  # for which servers may take to complete a batch
         self._watched: set[PeerId] = set()
+        self.gone: set[PeerId] = set()
         self._completing: set[tuple[int, int]] = set()  # steps and places of armed batches
 
     def go_back(self) -> None:
         """The run entered its next generation, and the tasks of the old one are over."""
         self._watched.clear()
+        self.gone.clear()
         self._completing.clear()
 
     def watch(self, trainer: PeerId) -> None:
-        """It has a place in the open step."""
+        """It has a place in the open step, or should have one."""
         if trainer not in self._watched:
             self._watched.add(trainer)
             self._spawn(self._watch(trainer))
@@ -85,7 +93,7 @@ class TrainerWatch:
         try:
             while True:
                 await asyncio.sleep(self._interval_s)
-                if not self._books.open.under_way(trainer):
+                if not self._books.open.under_way(trainer) and not self._owes(trainer):
                     return
                 if len(self._run.trainers) < 2:
                     continue  # nobody would take its places, so everything waits for it
@@ -95,9 +103,12 @@ class TrainerWatch:
                     if there:  # else it is gone still, while servers complete what it left behind
                         self._events.note("gone", peer=trainer, step=self._books.open.step, reason=str(error))
                     there = False
+                    self.gone.add(trainer)
                     await self.give_up(self._books.open, trainer, str(error))
+                    await self._on_change(self._books.open)  # others may bring what it owes
                 else:
                     there = True
+                    self.gone.discard(trainer)
         finally:
             self._watched.discard(trainer)
 

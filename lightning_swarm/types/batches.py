@@ -8,6 +8,7 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.data import MAX_PLANS, BatchNumber, EpochPlan
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.runs import Seats, Selection, Term
 from lightning_swarm.types.steps import Record
@@ -30,6 +31,8 @@ class GrantRequest(Wire, frozen=True):
     generation: Count  # of the run, as the trainer knows it
     gradient_scale: Positive = 1.0  # what it multiplies its losses by; one for all batches of a step
     number: Count = 0  # of the trainer's batch, from 1: asked twice, it is granted once; 0: not told
+    # Where an epoch's order is shared: which batch it is; or the end of an epoch, to hear whether all is through.
+    batch: BatchNumber | None = None
 
 
 class Grant(Wire, frozen=True):
@@ -41,6 +44,9 @@ class Grant(Wire, frozen=True):
     attempt: int
     first: int
     weight: Positive
+    # Where an epoch's order is shared: for which batch. If not for the one that was asked for, it is brought besides.
+    batch: BatchNumber | None = None
+    samples: Count = 0  # of that
 
 
 class Wait(Wire, frozen=True):
@@ -50,11 +56,12 @@ class Wait(Wire, frozen=True):
 
 
 class GrantReply(Wire, frozen=True):
-    """Exactly one of the three."""
+    """Exactly one of the four."""
 
     grant: Grant | None = None
     wait: Wait | None = None
     over: bool = False  # the run's last step is decided: no place will ever come
+    passed: bool = False  # the batch is in other hands, or counts; at the end of an epoch: all of it is through
 
 
 MAX_LOGS = 256
@@ -134,6 +141,7 @@ class BatchDone(Wire, frozen=True):
     noted: Noted  # by the trainer, so far
     first: Count = 0  # the batch's place
     begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
+    dropped: bool = False  # withdrawn by its own `training_step`: nobody shall bring it again
     version: Count = 0  # that the trainer knows
     # For the lead, if the batch counts.
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
@@ -204,6 +212,7 @@ class Lease(Wire, frozen=True):
     completed: list[Receipt] | None = None  # None: it is under way
     armed: list[Receipt] | None = None  # as in `BatchArmed`
     withdrawn: bool = False
+    dropped: bool = False  # as in `BatchDone`
     logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
     has_metrics: bool = False
 
@@ -214,6 +223,9 @@ class ReportReply(Wire, frozen=True):
     begun: bool  # it was granted a place since the run began, or went back
     leases: list[Lease]
     closed: list[tuple[Count, Positive | None]]  # steps that it asked to close, and their windows
+    # From the lead, where epochs have an order that is shared: those that are not over, and where the generation began.
+    plans: Annotated[list[EpochPlan], msgspec.Meta(max_length=MAX_PLANS)] = msgspec.field(default_factory=list)
+    position: BatchNumber | None = None
 
 
 class RegisterRequest(Wire, frozen=True):

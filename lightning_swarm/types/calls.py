@@ -12,6 +12,9 @@ from lightning_swarm.types.wire import Count, Positive, Wire
 MAX_MICROBATCHES: Final = 1 << 19
 """Of a batch."""
 
+PLACES: Final = 1 << 26
+"""Samples of a step. A batch that is granted again has another `first`, by a multiple of it."""
+
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
 Direction = Literal["forward", "backward"]
 TicketName = Annotated[str, msgspec.Meta(max_length=512)]

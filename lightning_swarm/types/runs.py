@@ -8,6 +8,7 @@ import msgspec
 
 from lightning_swarm.config import MAX_RANK, AveragingName, CodecName, Rebalancing
 from lightning_swarm.network import PeerId
+from lightning_swarm.types.data import BatchNumber
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
 MAX_FORMER_LEADS: Final = 16
@@ -104,6 +105,7 @@ class RunView(Wire, frozen=True):
     version: Count  # records before it are applied; the step that is open
     seats: Seats
     term: Term  # of who coordinates
+    position: BatchNumber | None = None  # the first batch of that step, as in `Record`; of a first one it is not said
 
 
 class BrokenOff(Wire, frozen=True):

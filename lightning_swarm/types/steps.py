@@ -8,6 +8,7 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.types.calls import Receipt
+from lightning_swarm.types.data import BatchNumber
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.many import Receipts, Run, to_ranges
 from lightning_swarm.types.runs import Member, Selection, Term
@@ -210,6 +211,7 @@ class Record(Wire, frozen=True):
     next_voters: list[Member] | None  # None: as they are
     departures: list[Departure]  # those of this roster that move
     snapshot: SnapshotOrder | None  # of the version after it
+    position: BatchNumber | None = None  # the first batch of the next step; None: trainers bring what they like
 
     @property
     def step(self) -> int:

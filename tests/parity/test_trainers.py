@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, StepError
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
-from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, train
+from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, shuffled, train
 from tests.parity.trainers import assert_exact as assert_exact_curve
 
 
@@ -74,7 +74,7 @@ def test_each_record_has_the_hyperparameters_of_its_step_where_trainers_take_tur
 
 def test_what_stands_around_a_list_of_blocks_is_averaged_among_the_trainers() -> None:
     seen = train(
-        2, lambda seen: NanoGPT(), data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        2, lambda seen: NanoGPT(), data=lambda: shuffled(sentences()),
         swarm={"pipeline": "transformer.h"},
     )  # fmt: skip
     assert_exact_curve(seen, NanoGPT, sentences(), num_trainers=2)
@@ -164,15 +164,15 @@ def test_the_lead_sees_every_step_and_validates_weights_that_stand_still(tmp_pat
         val_check_interval=1,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=1,
-        max_steps=5,
+        max_steps=4,  # within an epoch: the order of the next one is the lead's to draw
         enable_checkpointing=True,
     )
     assert_exact(seen, num_trainers=2)
     assert set(seen.validated) == {0}
     files = sorted(path.name for path in (tmp_path / "0").iterdir())
-    assert files == [f"step={step}.ckpt" for step in range(1, 6)]
+    assert files == [f"step={step}.ckpt" for step in range(1, 5)]
     assert not (tmp_path / "1").exists()
-    last = torch.load(tmp_path / "0" / "step=5.ckpt", weights_only=False)["state_dict"]
+    last = torch.load(tmp_path / "0" / "step=4.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(tensor, last[name]) for name, tensor in seen.modules[0].state_dict().items())
 
 
@@ -205,7 +205,7 @@ class WithdrawsLast(Watching):
         loss = super().training_step(batch, batch_idx)
         strategy: Any = self.trainer.strategy
         if strategy.is_global_zero:
-            if batch_idx == 5:
+            if batch_idx == 1:
                 self.seen.wait_for(lambda: bool(self.seen.withdrawn))
             return loss
         lead: Any = self.seen.trainers[0].strategy
@@ -217,20 +217,17 @@ class WithdrawsLast(Watching):
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_the_leads_last_batch_counts_though_another_withdraws_the_one_beside_it() -> None:
-    """With 24 samples of the lead and 4 of the other the step is open, with the lead's last 2 it is full."""
+    """Others come in its place, and nobody brings it again; what the other leaves behind the lead brings besides."""
     seen = train(2, WithdrawsLast, max_steps=-1, max_epochs=1, swarm={"target_batch_size": 30})
-    assert [record.closing.num_samples for record in seen.records] == [26]
-    assert seen.trainers[0].global_step == 1
+    assert [record.closing.num_samples for record in seen.records] == [32, 16]
+    assert len(seen.withdrawn) == 1
+    assert seen.trainers[0].global_step == 2
 
 
-def test_the_leads_last_epoch_is_the_runs() -> None:
-    """Its last batch closes the last step, with what others have in it."""
+def test_the_last_step_is_that_of_the_last_batch() -> None:
     seen = train(3, max_steps=-1, max_epochs=2, swarm={"target_batch_size": 10})
     assert seen.trainers[0].current_epoch == 2
-    counted = {place for places in seen.steps for place in places}
-    of_the_lead = {place for place, (rank, _) in seen.batches.items() if rank == 0}
-    assert len(of_the_lead) == 2 * 5
-    assert of_the_lead <= counted
+    assert [record.closing.num_samples for record in seen.records] == [12] * 8 + [8]
 
 
 def test_who_has_no_data_left_serves_to_the_end() -> None:
@@ -243,7 +240,7 @@ def test_who_has_no_data_left_serves_to_the_end() -> None:
     seen = train(2, Short, max_steps=12)
     assert_exact(seen, num_trainers=2)
     assert len(seen.records) == 12
-    assert sum(rank == 1 for rank, _ in seen.batches.values()) == 7
+    assert 0 < sum(rank == 1 for rank, _ in seen.batches.values()) <= 7
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -292,27 +289,26 @@ def test_a_batch_without_a_loss_counts_nowhere() -> None:
 # ---------------------------------------------------------------------- data
 
 
-def test_trainers_share_a_dataset_as_ddp_would() -> None:
-    seen = train(2, data=lambda: DataLoader(numbered(digits()), batch_size=4, shuffle=True), max_steps=-1, max_epochs=1)
-    first, second = ({number for rank, ids in seen.batches.values() if rank == one for number in ids} for one in (0, 1))
-    assert len(first) == 26
-    assert not first & second
-    sampler = torch.utils.data.DistributedSampler(numbered(digits()), num_replicas=2, rank=0, shuffle=True, seed=0)
-    assert first == set(sampler)
-    samplers = [trainer.train_dataloader.sampler for trainer in seen.trainers.values()]  # type: ignore[union-attr]
-    assert [(one.num_replicas, one.rank, one.shuffle) for one in samplers] == [(2, 0, True), (2, 1, True)]
-
-
-def test_each_epoch_is_drawn_anew() -> None:
+def test_each_epoch_is_drawn_anew_and_shared() -> None:
     seen = train(2, max_steps=-1, max_epochs=2, swarm={"target_batch_size": 4})
-    own = [ids for _, (rank, ids) in sorted(seen.batches.items()) if rank == 0]
-    epochs = [[number for ids in part for number in ids] for part in (own[:7], own[7:])]
-    assert len(epochs[0]) == len(epochs[1]) == 26
-    assert set(epochs[0]) != set(epochs[1])
+    for rank in range(2):
+        own = [ids for _, (of, ids) in sorted(seen.batches.items()) if of == rank]
+        assert len(own) > 10, "lanes are of equal length"
+    epochs = [
+        [number for ids in part for number in ids]
+        for part in ([*seen_in_order(seen)][:13], [*seen_in_order(seen)][13:])
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(52))
+    assert epochs[0] != epochs[1]
+
+
+def seen_in_order(seen: Seen) -> list[list[int]]:
+    return [seen.batches[place][1] for places in seen.steps for place in places]
 
 
 def test_without_sharing_every_trainer_draws_for_itself() -> None:
-    seen = train(2, use_distributed_sampler=False, max_steps=3)
+    draws = DataLoader(numbered(digits()), batch_size=4, shuffle=True)
+    seen = train(2, data=lambda: draws, use_distributed_sampler=False, max_steps=3)
     firsts = {rank: ids for (_, _), (rank, ids) in sorted(seen.batches.items(), reverse=True)}
     assert set(firsts) == {0, 1}
     assert firsts[0] != firsts[1]

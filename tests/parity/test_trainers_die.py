@@ -15,7 +15,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 from typing_extensions import override
 
@@ -28,7 +27,7 @@ from lightning_swarm.steps import ARMED, DONE, GRANT, RECORD
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, digits, sentences
-from tests.parity.trainers import Seen, numbered, place_of, train
+from tests.parity.trainers import Seen, place_of, shuffled, train
 
 LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=2.0)
 VICTIM, RANK = PeerId("peer-3"), 3
@@ -237,6 +236,7 @@ def run(
         raises=False,
         max_steps=num_steps,
         log_every_n_steps=1,
+        use_distributed_sampler=False,  # each has data of its own: nobody else brings what is struck
         each={"logger": lambda: next(loggers)},
         # Who is in the run at its end shall be left to the faults: a peer that moves is in no stage for a while.
         swarm={"limits": LIMITS, "target_batch_size": target_batch_size, "rebalancing": "none"},
@@ -385,7 +385,7 @@ def test_a_trainer_with_layers_of_its_own_ends_alone_when_it_was_left_out() -> N
     seen = train(
         4,
         Freezing,
-        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        data=lambda: shuffled(sentences()),
         callbacks=lambda rank: [lead] if rank == 0 else [],
         raises=False,
         max_steps=50,  # time to notice: after the run is over it would end in peace

@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import pytest
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from lightning_swarm.config import Limits
 from lightning_swarm.network import PeerId
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences
-from tests.parity.trainers import Seen, ThreadStrategy, numbered, train
+from tests.parity.trainers import Seen, ThreadStrategy, shuffled, train
 
 LIMITS = Limits(
     call_timeout=10.0,
@@ -121,7 +120,8 @@ def run(
         callbacks=lambda rank: [*(others or {}).get(rank, []), *([killing] if rank == 0 else [])],
         raises=False,
         swarm=swarm,
-        **{"max_steps": NUM_STEPS, **options},
+        # By default each has data of its own, of which it keeps the place.
+        **{"max_steps": NUM_STEPS, "apart": True, **options},
     )
     gone = {*gone, *(int(peer.removeprefix("peer-")) for peer in seen.killed if peer.startswith("peer-"))}
     unexpected = {rank: error for rank, error in seen.errors.items() if rank not in gone}
@@ -251,7 +251,7 @@ def test_what_is_on_the_trainers_goes_back_with_them() -> None:
         3,
         killing,
         lambda _: make(),
-        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        data=lambda: shuffled(sentences()),
         swarm={"pipeline": "transformer.h"},
     )
     assert len(seen.went_back) == 1

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
@@ -159,6 +160,18 @@ def numbered(data: TensorDataset) -> TensorDataset:
     return TensorDataset(*data.tensors, torch.arange(len(data)))
 
 
+def shuffled(data: TensorDataset, *, num_workers: int = 0) -> DataLoader[Any]:
+    """Drawn from a generator of its own: those of the process are all trainers', which are threads here."""
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(numbered(data), batch_size=4, shuffle=True, generator=generator, num_workers=num_workers)
+
+
+def parted(loader: DataLoader[Any], num_trainers: int, rank: int) -> DataLoader[Any]:
+    """What the process of that rank reads in `ddp`."""
+    sampler: DistributedSampler[Any] = DistributedSampler(loader.dataset, num_trainers, rank)
+    return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
+
+
 class Shared(Runtime):
     """One loop of several peers."""
 
@@ -284,11 +297,13 @@ def train(
     num_trainers: int,
     make_module: Callable[[Seen], Any] = lambda seen: DigitsMLP(),
     *,
-    data: Callable[[], DataLoader[Any]] = lambda: DataLoader(numbered(digits()), batch_size=4, shuffle=True),
+    data: Callable[[], DataLoader[Any]] = lambda: shuffled(digits()),
     validation: Callable[[], DataLoader[Any]] | None = None,
     callbacks: Callable[[int], list[L.Callback]] = lambda rank: [],
     each: dict[str, Callable[[], Any]] | None = None,
     raises: bool = True,
+    ckpt_path: Path | None = None,
+    apart: bool = False,
     swarm: dict[str, Any] | None = None,
     **options: Any,
 ) -> Seen:
@@ -302,6 +317,8 @@ def train(
         callbacks: Of the trainer of that rank.
         each: Arguments of the Trainer that no two may have in common: what makes them.
         raises: False: errors are left in the result.
+        ckpt_path: To go on from.
+        apart: Each has a part of the data of its own.
         swarm: Arguments of the strategy.
         options: Of the Trainer.
     """
@@ -311,7 +328,8 @@ def train(
     def one(rank: int) -> None:
         try:
             trainer = seen.trainers[rank]
-            trainer.fit(seen.modules[rank], data(), validation() if validation else None)
+            loader = parted(data(), num_trainers, rank) if apart else data()
+            trainer.fit(seen.modules[rank], loader, validation() if validation else None, ckpt_path=ckpt_path)
         except BaseException as error:  # noqa: BLE001 - a thread has nobody above it
             seen.errors[rank] = error
 

@@ -56,6 +56,7 @@ from lightning_swarm.steps import (
     LISTEN,
     MEET,
     METRICS,
+    PLAN,
     PREPARE,
     PROPOSE,
     PULL,
@@ -69,6 +70,7 @@ from lightning_swarm.steps import (
     SETTLE,
     TAKE_METRICS,
     TAKE_OVER,
+    TAKE_PLAN,
     VIEW,
     WATCH,
 )
@@ -90,6 +92,7 @@ from lightning_swarm.types.batches import (
     SelectRequest,
 )
 from lightning_swarm.types.calls import CancelRequest, Receipt
+from lightning_swarm.types.data import EpochPlan, PlanRequest, RandomNumbers, TakePlanRequest
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.joining import (
     DrainRequest,
@@ -166,7 +169,8 @@ class Sample:
 
     def prepared(self, make_swarm: MakeSwarm) -> Swarm:
         """A batch of one microbatch was granted; its forward is through; then as `phase` says."""
-        swarm = make_swarm("a", "b", admit=self.phase not in ("new", "admitted"))
+        target = 4 if self.method in (PLAN, TAKE_PLAN) else None
+        swarm = make_swarm("a", "b", admit=self.phase not in ("new", "admitted"), target_batch_size=target)
         if self.phase == "admitted":
             swarm.run(swarm.trainer.call(B, ADMIT, encode(swarm.manifest), timeout=1.0))
         if self.phase in ("new", "admitted"):
@@ -205,6 +209,18 @@ class Sample:
 
 def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
     return lambda swarm: Message(encode(record(swarm)))
+
+
+EPOCH_PLAN = EpochPlan(
+    epoch=0,
+    begin=0,
+    sizes=[(2, 4), (1, 1)],
+    digest=bytes(32),
+    random=RandomNumbers(
+        torch=b"1", python=b"2", python_gauss=None, numpy=b"3", numpy_place=0, numpy_gauss=None, own=[b"4"]
+    ),
+    last=False,
+)
 
 
 def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
@@ -443,6 +459,14 @@ SAMPLES = [
         target=A,
         phase="idle",
     ),
+    Sample(
+        CALL,
+        PLAN,
+        plain(lambda _: PlanRequest(generation=0, plan=EPOCH_PLAN, position=(0, 0))),
+        target=A,
+        phase="idle",
+    ),
+    Sample(CALL, TAKE_PLAN, plain(lambda _: TakePlanRequest(generation=0, epoch=0)), target=A, phase="idle"),
     Sample(CALL, SETTLE, plain(settling), caller=A, phase="idle"),
     Sample(
         CALL, FENCE, plain(lambda _: FenceRequest(generation=0, step=0, attempt=0, batches=[0])), caller=A, phase="open"
@@ -581,6 +605,11 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "before",
         "decided",
         "number",
+        "batch",
+        "samples",
+        "dropped",
+        "plans",
+        "position",
     }
     for path, value in paths(fields):
         if not {"structure", "hyperparameters"}.isdisjoint(path):

@@ -1,0 +1,339 @@
+"""What a trainer knows of the data that all trainers of its run bring together."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Final
+
+import torch
+from lightning.pytorch import Trainer
+from msgspec.structs import replace as replaced
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from typing_extensions import TypeIs
+
+from lightning_swarm.data import random_numbers
+from lightning_swarm.data.listing import Listing
+from lightning_swarm.data.loader import LaneSampler, SharedLoader
+from lightning_swarm.errors import ConfigError, RunOver
+from lightning_swarm.framework import framework_of
+from lightning_swarm.session import Session
+from lightning_swarm.steps.windows import next_in_lane
+from lightning_swarm.types.data import BatchNumber, EpochPlan
+from lightning_swarm.types.wire import decode, encode
+
+STATE: Final = "swarm_data"
+"""Under which a fit loop's state has the place in the data."""
+
+
+class SharedData:
+    """One trainer's, in one run. Without a loader that is shared it does nothing.
+
+    Args:
+        trainer: Whose.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._session: Session | None = None
+        self._origin: DataLoader[Any] | None = None
+        self._loader: SharedLoader | None = None
+        self._plans: dict[int, EpochPlan] = {}
+        self._listings: dict[int, Listing] = {}
+        self._start: BatchNumber | None = None  # of this generation of the run
+        self._restored: dict[int, EpochPlan] = {}
+        self._restored_position: BatchNumber | None = None
+        self.number: BatchNumber | None = None  # of the batch in hand
+        self._num_left = 0  # batches of the lane after it
+
+    # ------------------------------------------------------------------ a run begins and ends
+
+    def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
+        """What takes the loader's place.
+
+        Args:
+            loader: The user's.
+            alone: Makes what is read where it turns out that it is one of several loaders.
+        """
+        self._origin = loader
+        lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
+        # Made anew it would need its class's own arguments, and its user's batch sampler would be another one.
+        made = copy.copy(loader)
+        vars(made).update(batch_sampler=lane, _iterator=None)
+        self._loader = SharedLoader(made, self._given, lambda: alone() if self._is_one_of_several else None)
+        return self._loader
+
+    def open(self, session: Session) -> None:
+        """The run has begun; its loop's state is still to be restored."""
+        self._session = session
+        fit_loop = self._trainer.fit_loop
+        self._save, self._load = fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint
+        self._begin = fit_loop.epoch_loop.on_run_start
+        fit_loop.on_save_checkpoint = self._saved  # type: ignore[method-assign]
+        fit_loop.on_load_checkpoint = self._loaded  # type: ignore[method-assign]
+        fit_loop.epoch_loop.on_run_start = self._epoch_begins  # type: ignore[method-assign]
+        self._reset = fit_loop.epoch_loop.reset
+        fit_loop.epoch_loop.reset = self._quietly_reset  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Leave the loop as it was."""
+        fit_loop = self._trainer.fit_loop
+        for loop in (fit_loop, fit_loop.epoch_loop):
+            for name in ("on_save_checkpoint", "on_load_checkpoint", "on_run_start", "reset"):
+                vars(loop).pop(name, None)
+
+    @property
+    def shares(self) -> bool:
+        """Whether batches have numbers."""
+        return self._loader is not None and not self._is_one_of_several
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        combined = self._trainer.fit_loop._combined_loader
+        return combined is not None and len(combined.flattened) > 1
+
+    # ------------------------------------------------------------------ the batch in hand, and others
+
+    def size(self, number: BatchNumber) -> int:
+        """Samples of a batch: the indices that its sampler gives."""
+        return len(self._indices(number))
+
+    @property
+    def end(self) -> BatchNumber | None:
+        """The end of the epoch, if the batch in hand is the last one of this trainer's lane."""
+        if self.number is None or self._num_left:
+            return None
+        epoch, _ = self.number
+        return epoch, self._plans[epoch].num_batches
+
+    def read(self, number: BatchNumber) -> Any:
+        """A batch that no loader here has read, as Lightning would hand it to `training_step`."""
+        assert self._loader is not None
+        trainer, module = self._trainer, self._trainer.lightning_module
+        batch = self._loader.fetch(self._indices(number))
+        combined = trainer.fit_loop._combined_loader
+        assert combined is not None
+        batch = tree_unflatten([batch], combined._spec)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return framework_of(trainer).call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _indices(self, number: BatchNumber) -> list[Any]:
+        epoch, index = number
+        self._planned(epoch)
+        return self._listings[epoch][index]
+
+    # ------------------------------------------------------------------ the lane
+
+    def _lane(self) -> Iterator[tuple[BatchNumber, list[Any], int]]:
+        """This trainer's part of the epoch, and how much follows each batch. What comes next is settled one ahead."""
+        epoch = self._trainer.current_epoch
+        plan = self._planned(epoch)
+        assert self._session is not None
+        upcoming = (
+            None if plan is None else next_in_lane(plan.begin, plan.begin, self._session.lanes, self._session.own)
+        )
+        while plan is not None and upcoming is not None and upcoming < plan.num_batches:
+            index, upcoming = upcoming, self._after(plan, upcoming)
+            num_left = len(range(upcoming, plan.num_batches, len(self._session.lanes)))
+            yield (epoch, index), self._listings[epoch][index], num_left
+
+    def _after(self, plan: EpochPlan, index: int) -> int:
+        """The next batch of the lane, whoever trains by now, and without those that count already."""
+        assert self._session is not None
+        position = self._session.run.position or (0, 0)
+        begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
+        if position[0] > plan.epoch:
+            begin = plan.num_batches
+        return next_in_lane(plan.begin, begin, self._session.lanes, self._session.own)
+
+    def _lane_length(self) -> int:
+        """Of a whole epoch, which Lightning limits by itself where the limit is a share."""
+        assert self._origin is not None
+        limit = self._trainer.limit_train_batches
+        length = len(self._origin) if isinstance(limit, float) else self._num_batches()
+        return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
+
+    def _num_batches(self) -> int:
+        """Of an epoch of all trainers."""
+        assert self._origin is not None
+        length, limit = len(self._origin), self._trainer.limit_train_batches
+        return int(length * limit) if isinstance(limit, float) else min(length, limit)
+
+    def _given(self, number: BatchNumber, num_left: int) -> None:
+        """A batch is in hand: by what follows it Lightning knows its epoch's last one."""
+        self.number, self._num_left = number, num_left
+        fit_loop = self._trainer.fit_loop
+        fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
+        if fit_loop._data_fetcher is not None:
+            fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
+
+    def _quietly_reset(self) -> None:
+        with warnings.catch_warnings():
+            if self.shares:  # that this loader cannot go on in the middle of an epoch: but the run's data can
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            self._reset()
+
+    def _epoch_begins(self, data_fetcher: Any) -> None:
+        """One that goes on may have as many batches behind it as this trainer would read of a whole one."""
+        if self.shares and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            self._trainer.fit_loop.max_batches = float("inf")  # known with the first batch
+        self._begin(data_fetcher)
+
+    # ------------------------------------------------------------------ plans
+
+    def _planned(self, epoch: int) -> EpochPlan | None:
+        """The order of an epoch, listed here. None: all of it is through."""
+        if epoch not in self._plans:
+            assert self._session is not None
+            if self._session.is_lead:
+                self._draw(epoch)
+            else:
+                try:
+                    plan = self._session.take_plan(epoch)
+                except RunOver:
+                    self._trainer.should_stop = True
+                    return None
+                if plan is None:
+                    return None
+                self._take(plan)
+        return self._plans[epoch]
+
+    def _draw(self, epoch: int) -> None:
+        """At the lead: list an epoch that begins or goes on, and tell the others."""
+        if self._start is None:
+            self._start = self._first_position(epoch)
+            for older in range(self._start[0], epoch):  # its rest is in no update of the weights that are gone on from
+                self._tell(self._again(older))
+        self._tell(self._again(epoch) if epoch in self._restored else self._listed(epoch))
+
+    def _first_position(self, epoch: int) -> BatchNumber:
+        """With which batch this generation of the run begins."""
+        if self._restored_position is not None:
+            at, index = self._restored_position
+            if index >= self._restored[at].num_batches:
+                at, index = at + 1, 0
+            return at, index
+        progress: Any = self._trainer.fit_loop.epoch_progress.current
+        if self._trainer.fit_loop.restarting and progress.ready > progress.processed:
+            return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self._num_batches())
+        return epoch, 0
+
+    def _listed(self, epoch: int) -> EpochPlan:
+        """As a DataLoader would draw it now."""
+        assert self._origin is not None
+        random = random_numbers.take(random_numbers.own_generators(self._origin))
+        listing = self._listings[epoch] = self._list(epoch)
+        max_epochs = self._trainer.fit_loop.max_epochs
+        return EpochPlan(
+            epoch=epoch,
+            begin=self._begin_of(epoch, len(listing)),
+            sizes=listing.sizes,
+            digest=listing.digest,
+            random=random,
+            last=max_epochs not in (None, -1) and epoch + 1 >= max_epochs,
+        )
+
+    def _again(self, epoch: int) -> EpochPlan:
+        """As it was drawn before the checkpoint."""
+        plan = self._restored[epoch]
+        self._take(plan, "those that were listed before the checkpoint was written")
+        max_epochs = self._trainer.fit_loop.max_epochs
+        last = max_epochs not in (None, -1) and epoch + 1 >= max_epochs
+        return replaced(plan, begin=self._begin_of(epoch, plan.num_batches), last=last)
+
+    def _begin_of(self, epoch: int, num_batches: int) -> int:
+        assert self._start is not None
+        at, index = self._start
+        return index if at == epoch else num_batches if at > epoch else 0
+
+    def _tell(self, plan: EpochPlan) -> None:
+        assert self._session is not None
+        assert self._start is not None
+        self._plans[plan.epoch] = plan
+        self._session.plan(plan, self._start)
+        self._forget()
+
+    def _take(self, plan: EpochPlan, others: str = "those of the lead") -> None:
+        """List what somebody else drew.
+
+        Raises:
+            ConfigError: It comes to something else here.
+        """
+        assert self._origin is not None
+        with random_numbers.drawing_from(plan.random, random_numbers.own_generators(self._origin)):
+            listing = self._list(plan.epoch)
+        if (listing.digest, listing.sizes) != (plan.digest, plan.sizes):
+            sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
+            raise ConfigError(
+                "trainers bring the batches of one order, which each lists with the same random numbers: the "
+                f"{len(listing)} batches of {type(sampler).__name__} in epoch {plan.epoch} are not {others}, of which "
+                f"there are {plan.num_batches}. Use the same dataset, batch size and sampler, and let the sampler draw "
+                "from the generators of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
+            )
+        self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
+        self._forget()
+
+    def _list(self, epoch: int) -> Listing:
+        assert self._origin is not None
+        batches: Any = self._origin.batch_sampler
+        for sampler in {id(one): one for one in (batches, getattr(batches, "sampler", None))}.values():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+        num_batches = self._num_batches()
+        return Listing(batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin))
+
+    def _forget(self) -> None:
+        """What no batch is of any more."""
+        position = self.position
+        first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
+        over = [epoch for epoch in self._plans if epoch < first]
+        for epoch in over:
+            del self._plans[epoch], self._listings[epoch]
+
+    # ------------------------------------------------------------------ the place in the data
+
+    @property
+    def position(self) -> BatchNumber | None:
+        """The first batch that the weights of this version know nothing of."""
+        assert self._session is not None
+        return self._session.run.position or self._start
+
+    def _saved(self) -> dict[str, Any]:
+        state = self._save()
+        if self.shares and self.position is not None:
+            plans = [torch.frombuffer(bytearray(encode(one)), dtype=torch.uint8) for one in self._plans.values()]
+            state[STATE] = {"plans": plans, "position": list(self.position)}
+        return state
+
+    def _loaded(self, state_dict: dict[str, Any]) -> None:
+        found = state_dict.get(STATE)
+        if found is not None:
+            plans = [decode(one.numpy().tobytes(), EpochPlan) for one in found["plans"]]
+            epoch, index = found["position"]
+            self._restored = {one.epoch: one for one in plans}
+            self._restored_position = (epoch, index) if epoch in self._restored else None
+        self._load(state_dict)
+
+
+def at_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
+    """Have a checkpoint's run go on with another batch than the one that was next when it was taken."""
+    found = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
+    if found is not None and position is not None:
+        found["position"] = list(position)
+
+
+def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:
+    """Whether batches can be numbered: those of a map-style dataset, whose sampler says how many there are."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return (
+        loader.batch_sampler is not None
+        and isinstance(loader.batch_sampler, Sized)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and bool(trainer._accelerator_connector.use_distributed_sampler)
+        and "dataloader_iter" not in inspect.signature(trainer.lightning_module.training_step).parameters
+    )

@@ -1,0 +1,290 @@
+"""Trainers bring the batches of one order: each sample once an epoch, in the same steps, whoever there is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from typing_extensions import override
+
+from lightning_swarm.config import Limits
+from lightning_swarm.errors import ConfigError
+from lightning_swarm.network import PeerId
+from tests.parity.harness import QUIET
+from tests.parity.models import DigitsMLP, digits
+from tests.parity.test_trainers_go_back import LIMITS as BACK
+from tests.parity.test_trainers_go_back import Killing
+from tests.parity.trainers import Seen, default_dtype, numbered, place_of, shuffled, train
+
+QUICK = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)
+
+NUM_SAMPLES = 52
+
+
+class Weights(L.Callback):
+    """Of the lead, after each step."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, dict[str, Tensor]] = {}
+
+    @override
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.found[trainer.global_step] = {name: tensor.clone() for name, tensor in state.items()}
+
+
+def curve(seen: Seen) -> list[list[tuple[list[int], float]]]:
+    """The batches of each step and their losses, in the order of their places."""
+    return [
+        [(seen.batches[place][1], seen.losses[place]) for place in sorted(places, key=of_step)] for places in seen.steps
+    ]
+
+
+def of_step(place: tuple[int, int]) -> int:
+    return place[1] % (1 << 26)
+
+
+def assert_same(seen: Seen, reference: Seen) -> None:
+    assert [[ids for ids, _ in step] for step in curve(seen)] == [[ids for ids, _ in step] for step in curve(reference)]
+    for step, other in zip(curve(seen), curve(reference), strict=True):
+        assert [loss for _, loss in step] == pytest.approx([loss for _, loss in other], rel=1e-10)
+    for name, tensor in reference.weights.items():
+        torch.testing.assert_close(seen.weights[name], tensor, rtol=0.0, atol=1e-10)
+
+
+def counted(seen: Seen) -> list[int]:
+    return [number for places in seen.steps for place in places for number in seen.batches[place][1]]
+
+
+def assert_each_once(seen: Seen, num_epochs: int) -> None:
+    samples = counted(seen)
+    for epoch in range(num_epochs):
+        assert sorted(samples[epoch * NUM_SAMPLES : (epoch + 1) * NUM_SAMPLES]) == list(range(NUM_SAMPLES))
+    assert len(samples) == num_epochs * NUM_SAMPLES
+
+
+def run(num_trainers: int, **options: Any) -> Seen:
+    return train(num_trainers, **{"max_steps": -1, "max_epochs": 3, **options})
+
+
+ALONE = Weights()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Seen:
+    return run(1, callbacks=lambda rank: [ALONE])
+
+
+def test_one_trainer_reads_what_a_plain_one_reads(alone: Seen) -> None:
+    loader = shuffled(digits())
+    # Lightning asks no loader for more than it has.
+    plain = [batch[-1].tolist() for _ in range(3) for batch in islice(loader, 13)]
+    assert [ids for step in curve(alone) for ids, _ in step] == plain
+    assert_each_once(alone, 3)
+
+
+@pytest.mark.parametrize("num_trainers", [2, 4])
+def test_steps_are_the_same_whoever_brings_them(alone: Seen, num_trainers: int) -> None:
+    weights = Weights()
+    seen = run(num_trainers, callbacks=lambda rank: [weights] if rank == 0 else [])
+    assert_same(seen, alone)
+    assert_each_once(seen, 3)
+    assert {rank for rank, _ in seen.batches.values()} == set(range(num_trainers))
+    steps = [step for step in weights.found if step in ALONE.found]
+    assert len(steps) >= 10
+    for step in steps:
+        for name, tensor in ALONE.found[step].items():
+            torch.testing.assert_close(weights.found[step][name], tensor, rtol=0.0, atol=1e-10)
+
+
+class Dying(DigitsMLP):
+    """The second trainer dies in its third batch."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and batch_idx == 2:
+            self.seen.kill("peer-1")
+        return loss
+
+
+@pytest.mark.parametrize("num_trainers", [2, 3])
+def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trainers: int) -> None:
+    seen = run(num_trainers, make_module=Dying, raises=False, swarm={"limits": QUICK})
+    assert seen.killed == ["peer-1"]
+    assert 0 not in seen.errors
+    assert_same(seen, alone)
+    assert_each_once(seen, 3)
+
+
+# ---------------------------------------------------------------------- a checkpoint in mid-epoch
+
+
+ANOTHER_CALLBACK = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+
+@ANOTHER_CALLBACK
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3)])
+def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    options = {"enable_checkpointing": True, "max_steps": 6}
+    begun = run(before, callbacks=lambda rank: [saving] if rank == 0 else [], **options)
+    path = tmp_path / "step=6.ckpt"
+    seen = run(after, ckpt_path=path)
+    assert len(begun.steps) == 6
+    begun.steps += seen.steps
+    begun.batches |= {place: one for place, one in seen.batches.items() if place[0] >= 6}
+    begun.losses |= {place: one for place, one in seen.losses.items() if place[0] >= 6}
+    begun.weights = seen.weights
+    assert_same(begun, alone)
+    assert_each_once(begun, 3)
+
+
+@ANOTHER_CALLBACK
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_such_a_file_loads_in_a_plain_trainer(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    run(2, callbacks=lambda rank: [saving] if rank == 0 else [], enable_checkpointing=True, max_steps=2)
+    with default_dtype(torch.float64):
+        plain = L.Trainer(**QUIET, max_epochs=1)
+        plain.fit(DigitsMLP(), DataLoader(digits(), 4), ckpt_path=tmp_path / "step=2.ckpt")
+    assert plain.current_epoch == 1
+
+
+# ---------------------------------------------------------------------- whatever samples
+
+
+class Backwards(Sampler[list[int]]):
+    """A batch sampler of nobody's class, with batches of several sizes, which another epoch draws otherwise."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        for begin in range(48, -1, -4):
+            yield list(range(begin, min(begin + 2 + (begin + self.epoch) % 3, 52)))
+
+    def __len__(self) -> int:
+        return 13
+
+
+class Logical(Sampler[int]):
+    """Draws from the generators of the process, as samplers do."""
+
+    @override
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(7).sample(range(52), 26))
+
+    def __len__(self) -> int:
+        return 26
+
+
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "in order": lambda: DataLoader(numbered(digits()), 5),
+    "the last one dropped": lambda: DataLoader(numbered(digits()), 5, drop_last=True),
+    "workers": lambda: shuffled(digits(), num_workers=1),
+    "batch sampler": lambda: DataLoader(numbered(digits()), batch_sampler=Backwards()),
+    "weighted": lambda: DataLoader(
+        numbered(digits()), 4, sampler=WeightedRandomSampler([1.0] * 52, 20, generator=torch.Generator().manual_seed(1))
+    ),
+    "sampler": lambda: DataLoader(numbered(digits()), 4, sampler=Logical()),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_any_sampler_is_shared(name: str) -> None:
+    plain = [batch[-1].tolist() for batch in LOADERS[name]()]
+    seen = run(2, data=LOADERS[name], max_epochs=1)
+    assert [ids for step in curve(seen) for ids, _ in step] == plain
+    assert {rank for rank, _ in seen.batches.values()} == {0, 1}
+
+
+@pytest.mark.parametrize(("limit", "number"), [(5, 5), (0.5, 6)])
+def test_an_epoch_is_limited_for_all_together(limit: float, number: int) -> None:
+    seen = run(2, limit_train_batches=limit, max_epochs=2)
+    assert len([place for places in seen.steps for place in places]) == 2 * number
+    assert len(set(counted(seen)[: 4 * number])) == 4 * number
+
+
+def test_a_sampler_that_gives_others_something_else_is_named() -> None:
+    orders = iter([list(range(52)), list(range(51, -1, -1))])
+
+    def data() -> DataLoader[Any]:
+        order: Any = next(orders)
+        return DataLoader(numbered(digits()), 4, sampler=order)
+
+    seen = run(2, data=data, raises=False)
+    assert isinstance(seen.errors[1], ConfigError)
+    assert "the 13 batches of list in epoch 0 are not those of the lead" in str(seen.errors[1])
+    assert "trainer peer-1 ended" in str(seen.errors[0])
+
+
+# ---------------------------------------------------------------------- frozen, and going back
+
+
+class Freezing(DigitsMLP):
+    """The second trainer is frozen in its third batch, until the others have gone on."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+        self.ran: list[tuple[int, int]] = []
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.trainer.global_rank == 1 and self.trainer.current_epoch == 0 and batch_idx == 1:
+            self.ran.append(place_of(self))
+            if len(self.ran) == 1:
+                self.act(lambda: self.seen.network.freeze(PeerId("peer-1")))
+                self.seen.wait_for(lambda: len(self.seen.records) > 3)
+                self.act(lambda: self.seen.network.thaw(PeerId("peer-1")))
+        return super().training_step(batch, batch_idx)
+
+    def act(self, action: Callable[[], None]) -> None:
+        async def act() -> None:
+            action()
+
+        self.seen.runtime.run(act())
+
+
+def test_what_a_frozen_trainer_held_is_brought_by_others_and_not_again(alone: Seen) -> None:
+    seen = run(4, make_module=Freezing, swarm={"limits": QUICK, "rebalancing": "none"})
+    module = seen.modules[1]
+    assert isinstance(module, Freezing)
+    assert len(module.ran) == 1, "somebody else brought it, so it has not run again"
+    assert module.ran[0] not in [place for places in seen.steps for place in places]
+    assert_same(seen, alone)
+    assert_each_once(seen, 3)
+
+
+def test_a_run_that_goes_back_reads_on_where_its_weights_are(alone: Seen) -> None:
+    killing = Killing([4], [["peer-1"]])
+    seen = train(
+        3,
+        callbacks=lambda rank: [killing] if rank == 0 else [],
+        raises=False,
+        max_steps=-1,
+        max_epochs=3,
+        swarm={"limits": BACK},
+    )
+    assert len(seen.went_back) == 1
+    assert set(seen.errors) == {1}
+    assert_same(seen, alone)
+    assert_each_once(seen, 3)
