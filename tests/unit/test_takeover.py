@@ -38,6 +38,7 @@ from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.replays import Replayer, batch_of
 from tests.unit.swarm import LEAD, Swarm, key, plain_steps, rows
+from tests.unit.test_shared_order import plan
 
 A, B, C, D, E = map(PeerId, "abcde")
 OTHER = PeerId("other")
@@ -674,3 +675,43 @@ def test_a_coordinator_that_is_admitted_last_is_waited_for(
     took_over = [name for name, server in swarm.servers.items() if server.events.counts["takeover"]]
     assert took_over == found
     assert [name for name, server in swarm.servers.items() if server.admission.coordinator] == (found or [A])
+
+
+def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> None:
+    """The coordinator dies within a step: the order, who has which batch, and what was dropped are known on."""
+    network = MemoryNetwork(latency_s=0.001)
+    limits = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, stage_timeout=3600.0)
+    swarm = make_swarm("a b c", "d b c", network=network, limits=limits, trainers=f"{LEAD} other", target_batch_size=4)
+    other = swarm.client(network.transport(OTHER))
+    swarm.run(swarm.steps.plan(plan(0, (2, 9)), (0, 0)))
+
+    async def bring(client: StepClient, index: int) -> None:
+        grant = await client.ask(client.number_batch(), 2, 1.0, (0, index))
+        assert isinstance(grant, Grant)
+        assert grant.batch == (0, index)
+        k = key(grant.first, step=grant.step)
+        await swarm.through(k, rows(index), route=[B, C], weight=grant.weight)
+        await client.done(grant.lease, [k.receipt])
+
+    async def step(first: int, second: int) -> Record:
+        await bring(swarm.steps, first)
+        await bring(other, second)
+        record = await swarm.record(swarm.steps.version)
+        assert await other.record(record.step) == record
+        return record
+
+    assert swarm.run(step(0, 1)).position == (0, 2)
+    swarm.run(bring(swarm.steps, 2))
+    dropped = swarm.run(other.ask(other.number_batch(), 2, 1.0, (0, 3)))
+    assert isinstance(dropped, Grant)
+    swarm.run(other.done(dropped.lease, [], withdrawn=True, dropped=True))
+    network.kill(A)
+    assert swarm.run(other.ask(other.number_batch(), 2, 1.0, (0, 2))) is None, "the lead has it"
+    assert swarm.run(other.ask(other.number_batch(), 2, 1.0, (0, 3))) is None, "it was dropped"
+    swarm.run(bring(other, 4))
+    record = swarm.run(swarm.record(1))
+    assert swarm.run(other.record(1)) == record
+    assert swarm.steps.run.coordinator != A
+    assert len(batches_of(record)) == 2
+    assert record.position == (0, 5)
+    assert swarm.run(step(5, 6)).position == (0, 7)
