@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from lightning_swarm import hello, membership, preemption, starting, survey, survivors
+from lightning_swarm import entering, hello, membership, preemption, starting, survey, survivors
 from lightning_swarm.config import Preemption, SwarmConfig
 from lightning_swarm.environment import talks_to_neighbours
-from lightning_swarm.errors import DeadlineExceeded, RunOver
+from lightning_swarm.errors import DeadlineExceeded, RunOver, SwarmError
 from lightning_swarm.events import EventLog
 from lightning_swarm.heirs import PackLoop
 from lightning_swarm.lead import Lead
@@ -36,11 +36,12 @@ from lightning_swarm.server.snapshots import Ordered
 from lightning_swarm.server.staying import Stay
 from lightning_swarm.session import Session
 from lightning_swarm.starting import RunSpec
+from lightning_swarm.steps import enlisting
 from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.training import Training
 from lightning_swarm.types.reports import CarriedReport, LinkReport, PeerReport
-from lightning_swarm.types.runs import Member
+from lightning_swarm.types.runs import Member, RunView
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,14 @@ class Peer:
         self._remaining: asyncio.Task[None] | None = None  # its server comes back whenever a record leaves it out
         self._tasks = TaskOwner()
         self.lead = Lead(runtime, transport, directory, config, is_over=self._is_over)
-        self._training = Training(transport, self._tickets, config, self.events, rng)
+        self._training = Training(
+            transport,
+            self._tickets,
+            config,
+            self.events,
+            rng,
+            connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
+        )
         self._beside: survivors.Beside | None = None  # another trainer leads
         self._announced = False  # its server, so that it may be found
         self._closed = False
@@ -195,6 +203,78 @@ class Peer:
         await self._tasks.start()
         self._tasks.spawn(preemption.watch(cloud, on_notice))
 
+    # ------------------------------------------------------------------ a trainer that comes to a run under way
+
+    def find_run(self) -> RunView | None:
+        """The run to train in; None: this peer begins it. Others may want to begin it, too: exactly one does.
+
+        Raises:
+            ConfigError: The run's settings are others than this peer's.
+            DeadlineExceeded: Another one was to begin it, and did not.
+        """
+        view = self.runtime.run(entering.Claim(self.transport, self._directory, self._config).settle())
+        if view is not None:
+            entering.check(view, self._config)
+        return view
+
+    def train_in(self, seen: RunView, model: Model, server: Model | None, device: torch.device) -> tuple[Session, int]:
+        """Open a trainer's session in a run under way, from one of its next steps on.
+
+        Args:
+            seen: The run.
+            model: This peer's copy.
+            server: What its server computes with, which joins a stage meanwhile; None: it holds none.
+            device: Where the trainer's tensors live.
+
+        Returns:
+            The session, and the epoch of the lead's loop.
+
+        Raises:
+            ConfigError: This peer's model is not the run's, or the run takes no trainers.
+            RunOver: It ended before it let this one in.
+        """
+        model.check(seen.manifest)
+        if server is not None:
+            self.serve(server, trains=True)
+        else:
+            self.runtime.run(self._start_server(model))  # unannounced: it hears of the run's end, and holds no stage
+        assert self.server is not None
+        admission, limits = self.server.admission, self._config.limits
+        run = admission.trains_in = RunState.seen(seen, seen.version)
+        beside = self._beside = survivors.Beside(self.transport, admission, limits=limits)
+        runtime = self._until_over(admission, admission.released, grace_s=limits.leave_timeout)
+        if server is not None:
+            self.runtime.run(self._remain(run))
+        view, epoch = runtime.run(
+            enlisting.enter(
+                self.transport,
+                run,
+                timeout=limits.call_timeout,
+                patience_s=limits.stage_timeout,
+                alone_s=limits.lead_timeout,
+            )
+        )
+        run = admission.trains_in = RunState.seen(view, view.version)
+        beside.begin(run)
+        return self._open_beside(run, model, device, runtime), epoch
+
+    def _open_beside(self, run: RunState, model: Model, device: torch.device, runtime: Runtime) -> Session:
+        ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
+        stages = model.cut(ranges)
+        return self._training.open(
+            run, stages, model.blocks, self._around(stages[-1], run), device=device, runtime=runtime
+        )
+
+    def leave_in_order(self) -> None:
+        """Have the run let this peer's server go, if it is in one; for as long as that may take."""
+        self.leave()
+        with contextlib.suppress(RunOver, SwarmError):
+            self.runtime.run(self._until_let_go())
+
+    async def _until_let_go(self) -> None:
+        if self._remaining is not None:
+            await asyncio.wait({self._remaining}, timeout=self._config.limits.drain_timeout)
+
     # ------------------------------------------------------------------ another trainer than the starter
 
     def await_prepared(self, launch_id: str) -> None:
@@ -221,11 +301,7 @@ class Peer:
         runtime = self._until_over(admission, admission.released, grace_s=limits.leave_timeout)
         run = runtime.run(self._begun(beside, admission, timeout=limits.lead_timeout))
         self.runtime.run(self._remain(run))
-        ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
-        stages = model.cut(ranges)
-        return self._training.open(
-            run, stages, model.blocks, self._around(stages[-1], run), device=device, runtime=runtime
-        )
+        return self._open_beside(run, model, device, runtime)
 
     async def _begun(self, beside: survivors.Beside, admission: Admission, *, timeout: float) -> RunState:
         """The run, once it has begun."""

@@ -19,6 +19,7 @@
         ├── DeadlineExceeded the answer did not come in time
         ├── Busy             the peer's queue is full: no fault, no ban, go elsewhere
         ├── NotMember        the peer has no part (any more) in what it was asked for (a ProtocolError, too)
+        ├── NotEnlisted      the peer does not train in the run (any more, or yet) (a ProtocolError, too)
         ├── Damaged          a message whose checksum is wrong (a ProtocolError, too): the link is to blame
         ├── TicketGone       the peer no longer holds (or never held) the tensor
         │   └── GradientGone likewise, for the gradient that a backward was to begin with
@@ -96,6 +97,10 @@ class NotMember(PeerError, ProtocolError):
     """The peer has no part in what it was asked for: it was not admitted, was restarted, left or was left out."""
 
 
+class NotEnlisted(PeerError, ProtocolError):
+    """Who asks does not train in the run: it never enlisted, or fell silent, or the record that lets it in is late."""
+
+
 class Damaged(PeerError, ProtocolError):
     """A message was damaged on its way, as its checksum says. It changed nothing, and may be sent again."""
 
@@ -138,6 +143,7 @@ _BY_NAME: dict[str, type[SwarmError]] = {
         DeadlineExceeded,
         Busy,
         NotMember,
+        NotEnlisted,
         Damaged,
         TicketGone,
         GradientGone,

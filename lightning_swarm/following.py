@@ -38,6 +38,26 @@ def follow_schedule(trainer: Trainer) -> None:
     ]
 
 
+def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
+    """Have a fit that is about to begin count on where the run is, schedulers of its steps included.
+
+    Its own optimizer never steps; the records bring what it steps with elsewhere.
+    """
+    fit_loop = trainer.fit_loop
+    for progress in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+        vars(progress).update(dict.fromkeys(("ready", "started", "processed", "completed"), epoch))
+    epoch_loop = fit_loop.epoch_loop
+    optimizer_step = epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    optimizer_step.total.ready = optimizer_step.total.completed = step
+    epoch_loop._batches_that_stepped = step
+    for optimizer in trainer.optimizers:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it did, elsewhere
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            for _ in range(step // config.frequency):
+                config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
+
+
 def reseed(rank: int) -> None:
     """Other random numbers than those of the trainers that were started with the same seed."""
     seed = (torch.initial_seed() + rank) % (1 << 63)

@@ -60,6 +60,9 @@ class Launched(Protocol):
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead."""
 
+    def enter(self, trainer: Trainer) -> bool:
+        """Whether this process trains in a run that is under way. It begins one otherwise."""
+
     def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
         """Be ready to go on from a checkpoint after an error. None: there is none."""
 
@@ -114,8 +117,13 @@ class SwarmLauncher(_Launcher):
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer, handed)
         if self.local_rank:
-            self._follow(trainer, function, args, kwargs)
-        self._start_peers(trainer)
+            self._follow(lambda: self._start_peers(trainer), trainer, function, args, kwargs)
+        if self._start_peers(trainer):
+            call = inspect.signature(function).bind(*args, **kwargs)
+            if call.arguments.get("ckpt_path") is not None:
+                _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
+                call.arguments["ckpt_path"] = None
+            self._follow(lambda: None, trainer, function, call.args, call.kwargs)
         # Whatever happens in it, Lightning tears the strategy down.
         return run_through(self._strategy, trainer, function, args, kwargs)
 
@@ -142,12 +150,17 @@ class SwarmLauncher(_Launcher):
         return self._end_with(serve)
 
     def _follow(
-        self, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        self,
+        start: Callable[[], object],
+        trainer: Trainer,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> NoReturn:
-        """Train as a child. What comes after `fit` in the script is for the lead."""
+        """Train beside the lead. What comes after `fit` in the script is for the lead."""
 
         def follow() -> None:
-            self._start_peers(trainer)
+            start()
             self._strategy.follow(trainer)
             try:
                 run_through(self._strategy, trainer, function, args, kwargs)
@@ -169,7 +182,7 @@ class SwarmLauncher(_Launcher):
         except KeyboardInterrupt:
             code = 130  # as a shell has it
         except SystemExit as told:  # by a second signal
-            code = told.code if isinstance(told.code, int) else 1
+            code = told.code if isinstance(told.code, int) else int(told.code is not None)
         except SwarmError as error:
             # In the place of the interpreter's own last word, which no configuration of logs can silence either.
             print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
@@ -187,11 +200,15 @@ class SwarmLauncher(_Launcher):
     def _leave(self, reason: str) -> None:
         """At a server: leave the run, and have this machine's other servers leave it."""
         _log.warning("%s: leaving. Once more, and it ends at once.", reason)
+        self.let_children_leave()
+        if self._strategy.peer is not None:
+            self._strategy.peer.leave()
+
+    def let_children_leave(self) -> None:
+        """Have this machine's other servers leave the run, which goes on."""
         self._leaves = True
         for child in self._children:
             child.terminate()
-        if self._strategy.peer is not None:
-            self._strategy.peer.leave()
 
     def _heed(self, reason: str) -> None:
         """A cloud says that this machine is to go."""
@@ -260,9 +277,9 @@ class SwarmLauncher(_Launcher):
             with contextlib.suppress(OSError):
                 child.stdin.close()
 
-    def _start_peers(self, trainer: Trainer) -> None:
-        """This process's peer and, if it is the machine's first, the others."""
-        first = self.local_rank == 0
+    def _start_peers(self, trainer: Trainer) -> bool:
+        """This process's peer and, if it is the machine's first, the others. Whether it is to train beside a lead."""
+        first, enters = self.local_rank == 0, False
         command = program.of_child() if first and self._num_peers > 1 else []
         if self._num_peers > 1:
             self._num_threads = _share_cores(self._num_peers)
@@ -271,12 +288,14 @@ class SwarmLauncher(_Launcher):
             if self._strategy.config.only_serves:
                 peer.check_run_id()
             addresses = peer.runtime.run(peer.transport.addresses())
+            enters = self._strategy.enter(trainer)
             # What only evaluates lets nobody in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
                 rank_zero_info(program.invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
             self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._heed)
+        return enters
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)

@@ -80,7 +80,7 @@ class SwarmOptimization:
         module = trainer.lightning_module
         self._logs = SharedLogs(module, results, SharedMetrics(module, results, max_bytes=max_bytes))
         if session.is_lead:
-            session.step_with(lambda: hyperparameters(trainer.optimizers[0]))
+            session.step_with(lambda: hyperparameters(trainer.optimizers[0]), lambda: trainer.current_epoch)
 
     def take_over(self) -> None:
         """Take the place of the optimizer's steps."""
@@ -195,7 +195,7 @@ class SwarmOptimization:
         self._end_step(optimizer, closing=closing)
         if self._lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
-        if self._session.num_trainers == 1 and not self._session.delays:
+        if not self._session.is_shared and not self._session.delays:
             self._through.clear()  # it has all batches of a step, on its device: too much to keep for a double fault
         return {} if result.loss is None else result.asdict()
 
@@ -496,7 +496,7 @@ class SwarmOptimization:
         selection = read_selection(self.trainer.lightning_module, optimizer)
         if selection == self._session.selection:
             return
-        if self._session.num_trainers > 1:
+        if self._session.is_shared:
             raise ConfigError(
                 "what trains is settled when a run of several trainers begins, for they are not at the same batch: it "
                 "has changed. Freeze parameters and add groups before `fit`, or use `role='auto'`."

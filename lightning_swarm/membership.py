@@ -66,6 +66,24 @@ async def announce_run(directory: Directory, run_id: str, coordinator: PeerId) -
         _log.warning("Nobody will find this run in order to join it: %s", error)
 
 
+async def claim(directory: Directory, transport: Transport, run_id: str, *, timeout: float) -> None:
+    """Say that this program would begin a run."""
+    addresses = list(await transport.addresses())
+    value = encode(Announcement(boot_id=0, addresses=addresses, trains=True))
+    await _publish(directory, f"{run_id}.starters", value, timeout=timeout)
+
+
+async def claimed(directory: Directory, transport: Transport, run_id: str) -> list[PeerId]:
+    """Who said so and can be reached."""
+    found = {}
+    for peer, value in (await directory.read(f"{run_id}.starters")).items():
+        try:
+            found[peer] = decode(value, Announcement)
+        except ProtocolError as error:
+            _log.warning("Left out what %s says of a run that it would begin: %s", peer, error)
+    return sorted(await _connect(transport, found))
+
+
 async def find_runs(directory: Directory, transport: Transport, run_id: str) -> list[PeerId]:
     """Coordinators of runs that were announced and may be under way. All servers are made reachable from here."""
     found = []

@@ -153,11 +153,11 @@ class ResumingHooks(_Strategy):
             return
         rules.check_in_memory(module, "weights are loaded in the middle of a run")
         load = functools.partial(super().load_model_state_dict, checkpoint, strict)
-        if self._session.num_trainers > 1:
+        if self._session.is_shared:
             raise ConfigError(
                 "weights are loaded in the middle of a run where one trainer is all there is, for others would go on "
-                f"from newer ones; this run has {self._session.num_trainers}. Load them before `fit`; look for a "
-                "learning rate with one trainer, and set what it finds."
+                f"from newer ones; this run has {self._session.num_trainers}, and may have more. Load them before "
+                "`fit`; look for a learning rate with `role='auto'`, and set what it finds."
             )
         assert self._weights is not None
         self._way_back.weights_replaced()

@@ -135,6 +135,17 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             )
 
 
+def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
+    """Whether others may come to train in a run that this program begins: then nothing may keep several from it."""
+    if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.deterministic:
+        return False
+    try:
+        check_trainers(trainer, config)
+    except ConfigError:
+        return False
+    return True
+
+
 def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
     """Refuse to put layers into a model of which a callback has made a copy by now, or which a checkpoint has not.
 
@@ -196,7 +207,7 @@ def _of_tuner(callback: object) -> str:
 
 def check_alone(session: Session, name: str) -> None:
     """Refuse a collective operation in a batch: the others are in batches of their own."""
-    if session.num_trainers > 1 and session.pipeline.batch is not None:
+    if session.is_shared and session.pipeline.batch is not None:
         refuse_collective(name)
 
 

@@ -6,7 +6,15 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from lightning_swarm.errors import LeaseRevoked, NotCoordinator, NotMember, ProtocolError, Replaced, StepError
+from lightning_swarm.errors import (
+    LeaseRevoked,
+    NotCoordinator,
+    NotEnlisted,
+    NotMember,
+    ProtocolError,
+    Replaced,
+    StepError,
+)
 from lightning_swarm.network import PeerId
 from lightning_swarm.ties import Ties
 from lightning_swarm.types.data import BatchNumber
@@ -27,6 +35,7 @@ class RunState:
         manifest: Record 0.
 
     Attributes:
+        trainers: Who may ask for places, computations and state: the lead, then the others in the order they came in.
         term: The highest by which somebody has come to coordinate, as far as it is known here.
         ties: Which parameters several stages hold.
         seats_before: Who was in the run before the newest record.
@@ -40,6 +49,7 @@ class RunState:
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
+        self.trainers = list(manifest.trainers)
         self.seats_before = self.seats
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
         self._counted: dict[int, tuple[range, ...]] = {}  # the places of the batches that the last records count
@@ -58,9 +68,9 @@ class RunState:
         return run
 
     @property
-    def trainers(self) -> list[PeerId]:
-        """Who may ask for places, computations and state."""
-        return self.manifest.trainers
+    def is_shared(self) -> bool:
+        """Whether several may train in it, now or later: what must hold for that holds from the beginning."""
+        return self.manifest.open_to_trainers or len(self.manifest.trainers) > 1
 
     @property
     def position(self) -> BatchNumber | None:
@@ -74,7 +84,7 @@ class RunState:
     @property
     def seats(self) -> Seats:
         """Who is in the run."""
-        return Seats(rosters=self.rosters, voters=self.voters)
+        return Seats(rosters=self.rosters, voters=self.voters, trainers=self.trainers)
 
     def seats_at(self, version: int) -> Seats:
         """Who is in the run at the open step, or at the one before it."""
@@ -82,13 +92,16 @@ class RunState:
 
     def sit(self, seats: Seats) -> None:
         """Know who is in the run, without the records that made it so."""
-        self.rosters, self.voters = seats.rosters, seats.voters
+        self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
 
     def after(self, record: Record) -> Seats:
         """Who is in the run after a record of the open step."""
         voters = self.voters if record.next_voters is None else record.next_voters
+        trainers = self.trainers
+        if record.enlisted or record.retired:
+            trainers = [*(one for one in trainers if one not in record.retired), *record.enlisted]
         if not record.left and not record.newcomers:
-            return Seats(rosters=self.rosters, voters=voters)
+            return Seats(rosters=self.rosters, voters=voters, trainers=trainers)
         left = {(one.stage_index, one.member) for one in record.left}
         rosters = [
             [
@@ -97,7 +110,7 @@ class RunState:
             ]
             for index, roster in enumerate(self.rosters)
         ]
-        return Seats(rosters=rosters, voters=voters)
+        return Seats(rosters=rosters, voters=voters, trainers=trainers)
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
         """For each stage, the members that take part in a round."""
@@ -177,6 +190,7 @@ class RunState:
         manifest = self.manifest
         former = [one for one in (*(manifest.former_leads or ()), manifest.lead) if one != heir][-MAX_FORMER_LEADS:]
         self.manifest = structs.replace(manifest, lead=heir, trainers=[heir], former_leads=former)
+        self.trainers = [heir]
 
     def check_generation(self, generation: int) -> None:
         """Refuse what belongs to another generation of the run.
@@ -207,8 +221,13 @@ class RunState:
         """Refuse rosters of another number of stages than the run has, or with an empty one, or with somebody twice.
 
         Raises:
-            ProtocolError: Says how many are in each.
+            ProtocolError: Says how many are in each; or that the lead is not among the trainers.
         """
+        if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
+            raise ProtocolError(
+                f"the lead {self.manifest.lead} must be among the trainers, and nobody twice; they begin with "
+                f"{seats.trainers[:_MAX_NAMED]}"
+            )
         sizes = [len(set(roster)) for roster in seats.rosters]
         if len(sizes) != len(self.rosters) or not all(sizes) or sizes != list(map(len, seats.rosters)):
             raise ProtocolError(
@@ -260,13 +279,13 @@ class RunState:
         """Refuse a caller that does not train in this run.
 
         Raises:
-            ProtocolError: It may not ask for places, computations or state.
+            NotEnlisted: It may not ask for places, computations or state.
             Replaced: It led the run once.
         """
         if caller in (self.manifest.former_leads or ()) and caller not in self.trainers:
             raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
-            raise ProtocolError(
+            raise NotEnlisted(
                 f"{caller} is none of the {len(self.trainers)} trainers of run {self.manifest.run_id!r}, of which "
                 f"the first are {self.trainers[:_MAX_NAMED]}"
             )

@@ -71,7 +71,6 @@ class Session:
         self._stages = manifest.stages
         self.selection = manifest.selection
         self.is_lead = is_lead
-        self.num_trainers = len(manifest.trainers)
         pipeline.generation, pipeline.version = manifest.generation, steps.version
         pipeline.first_trained = first_trained(self.selection, self._stages)
 
@@ -81,6 +80,16 @@ class Session:
         return self._steps.version
 
     @property
+    def num_trainers(self) -> int:
+        """How many train in the run now, as far as this trainer knows; it does before it has a place beside them."""
+        return len(self.run.trainers)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may train in the run, now or later."""
+        return self.run.is_shared
+
+    @property
     def delays(self) -> bool:
         """Whether a step's record comes while the next one takes batches."""
         return self.run.manifest.delay_optimizer_step
@@ -88,7 +97,7 @@ class Session:
     @property
     def is_alone(self) -> bool:
         """Whether no other trainer has batches in this run, nor ever will."""
-        return self.num_trainers == 1
+        return not self.is_shared
 
     @property
     def open_step(self) -> int:
@@ -108,9 +117,9 @@ class Session:
         """The newest one that this trainer waited for."""
         return self._steps.newest
 
-    def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]]) -> None:
-        """At the lead: what to call for the hyperparameters of the step that it waits for."""
-        self._steps.hyperparameters = hyperparameters
+    def step_with(self, hyperparameters: Callable[[], list[dict[str, Any]]], epoch: Callable[[], int]) -> None:
+        """At the lead: what to call for the hyperparameters of the step that it waits for, and for its epoch."""
+        self._steps.hyperparameters, self._steps.epoch = hyperparameters, epoch
 
     def select(self, selection: Selection) -> None:
         """Tell the swarm what trains from the open step on. Nothing may be granted in it yet."""
@@ -343,7 +352,7 @@ class Session:
 
     def renew(self) -> None:
         """At the lead: the others go on waiting while this trainer validates or saves."""
-        if self.is_lead and self.num_trainers > 1:
+        if self.is_lead and self.is_shared:
             self._runtime.run(self._steps.renew())
 
     def check(self, error: PeerError | StepError) -> None:
@@ -357,6 +366,14 @@ class Session:
     def quit(self, reason: str) -> None:
         """Not at the lead: tell that this trainer's loop ended by an error."""
         self._runtime.run(self._steps.quit(reason))
+
+    def retire(self, reason: str) -> None:
+        """Not at the lead: bring no more batches; returns when a record has let this trainer go.
+
+        Raises:
+            RunOver: The run ended meanwhile.
+        """
+        self._runtime.run(self._steps.retire(reason))
 
     def _taken(self) -> BatchInHand:
         batch, self.pipeline.batch = self._in_hand(), None

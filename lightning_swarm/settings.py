@@ -38,6 +38,7 @@ def run_spec(
     *,
     num_servers: int,
     num_trainers: int,
+    open_to_trainers: bool,
     first_step: int,
 ) -> RunSpec:
     """What the Trainer asks for, together with what it does not know: the arguments, each as in `RunSpec`."""
@@ -47,6 +48,7 @@ def run_spec(
         ranges=ranges,
         num_servers=num_servers,
         num_trainers=num_trainers,
+        open_to_trainers=open_to_trainers and selection is not None,
         seed=torch.initial_seed() % (1 << 62),
         gradient_clip_norm=clip_at if by_norm else None,
         gradient_clip_value=None if by_norm else clip_at,

@@ -34,6 +34,7 @@ class RunSpec:
         selection: Which parameters train at first; None: it only evaluates.
         max_steps: No step opens beyond it; None: the trainer ends the run.
         total_steps: For schedules that servers build.
+        open_to_trainers: Others may come to train, too.
         optimizer: Of which kind every peer must build it; see `server.model.kind_of`.
         generation: Later than all that the servers were in with the lead.
         former_leads: Of older generations of the run.
@@ -49,6 +50,7 @@ class RunSpec:
     selection: Selection | None
     max_steps: int | None
     total_steps: int | None
+    open_to_trainers: bool = False
     optimizer: str | None = None
     generation: int = 0
     former_leads: Sequence[PeerId] = ()
@@ -111,6 +113,7 @@ def manifest(
     servers = sorted(servers, key=lambda member: member.peer_id != me.peer_id)
     trainers = [me, *(member for member in others if member != me)]
     rosters = membership.assign(len(spec.ranges), servers)
+    stages = model.describe(spec.ranges, [*rosters, trainers])
     return Manifest(
         protocol_version=PROTOCOL_VERSION,
         run_id=config.run_id,
@@ -133,6 +136,8 @@ def manifest(
         max_steps=spec.max_steps,
         total_steps=spec.total_steps,
         optimizer=spec.optimizer,
-        stages=model.describe(spec.ranges, [*rosters, trainers]),
+        stages=stages,
+        # Layers on the trainers are held by those that the run began with.
+        open_to_trainers=spec.open_to_trainers and not stages[-1].on_trainers,
         former_leads=list(spec.former_leads) or UNSET,
     )

@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -33,7 +33,7 @@ from lightning_swarm.config import (
     SwarmConfig,
 )
 from lightning_swarm.data import SharedData, can_share
-from lightning_swarm.errors import ConfigError, LeftOut, PeerError, StepError, SwarmError
+from lightning_swarm.errors import ConfigError, LeftOut, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.framework import LIGHTNING, Framework
 from lightning_swarm.home import Home, writes_weights
 from lightning_swarm.launcher import SwarmLauncher
@@ -48,7 +48,7 @@ from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
-from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.runs import RunView, Selection
 from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -181,6 +181,9 @@ class SwarmHooks(ResumingHooks):
         self._interception: Interception | None = None
         self._restore_dtype: Callable[[], None] = lambda: None
         self.num_trainers = 1  # that are started together, on this machine
+        self._rank_before = 0  # of this process, for Lightning
+        self._is_shared = False  # others train in the run, or may come to
+        self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._looping = False  # in the training loop, not where it makes its loaders
         self._home: Home | None = None
@@ -217,13 +220,13 @@ class SwarmHooks(ResumingHooks):
 
     @property
     def global_rank(self) -> int:
-        """As `local_rank`: the peers of other machines are not counted."""
-        return self.local_rank
+        """As `local_rank`; beyond those who trained before, where this process came to a run under way."""
+        return self.local_rank + (len(self._comes_to.seats.trainers) if self._comes_to is not None else 0)
 
     @property
     @override
     def is_global_zero(self) -> bool:
-        return self.local_rank == 0
+        return self.local_rank == 0 and self._comes_to is None
 
     @property
     @override
@@ -283,7 +286,7 @@ class SwarmHooks(ResumingHooks):
         """Lightning asks whether `sync_dist=True` means something. The lead alone validates."""
         module = self.lightning_module
         # Where it makes loaders it asks, too, and would share the data in a way of its own.
-        return self._looping and self.num_trainers > 1 and module is not None and bool(module.trainer.training)
+        return self._looping and self._is_shared and module is not None and bool(module.trainer.training)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -307,7 +310,8 @@ class SwarmHooks(ResumingHooks):
     def _shares_data(self) -> bool:
         """Whether others may train along."""
         config = self.config
-        return config.role == "both" and config.target_batch_size is not None and not config.delay_optimizer_step
+        together = config.role == "both" and config.target_batch_size is not None and not config.delay_optimizer_step
+        return together or self._is_shared
 
     def _data_of(self, trainer: Trainer) -> SharedData:
         """Of this run, or of the one that it is about to begin."""
@@ -338,6 +342,7 @@ class SwarmHooks(ResumingHooks):
         self.num_trainers = len(self._devices) if together else 1
         if self.num_trainers > 1:
             rules.check_trainers(trainer, self.config)
+        self._is_shared = self.num_trainers > 1 or rules.may_be_shared(trainer, self.config)
         rules.check_data(trainer, module, handed)
         rules.check_ckpt_path(handed.get("ckpt_path"))
         is_overridden = self.framework.is_overridden
@@ -379,8 +384,24 @@ class SwarmHooks(ResumingHooks):
             raise
 
     def follow(self, trainer: Trainer) -> None:
-        """Become a trainer beside the lead, which another process of this machine is."""
+        """Become a trainer beside the lead, which another process is."""
         following.follow(trainer)
+
+    def enter(self, trainer: Trainer) -> bool:
+        """Whether this process trains in a run that is under way. It begins one otherwise."""
+        assert self.peer is not None
+        may_train = self.config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
+        if not may_train or not self.config.initial_peers or self.local_rank:
+            return False
+        view = self.peer.find_run()
+        if view is None:
+            return False
+        rules.check_trainers(trainer, self.config)
+        rank_zero_info(f"Training in run {self.config.run_id!r}, which is at step {view.version}, beside its lead.")
+        self._comes_to, self._is_shared, self.num_trainers = view, True, 1
+        ranks = vars(rank_zero_only)  # Lightning's own, for what is said and logged once
+        self._rank_before, ranks["rank"] = ranks["rank"], self.global_rank
+        return True
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -388,7 +409,7 @@ class SwarmHooks(ResumingHooks):
         module = self.lightning_module
         assert module is not None
         blocks = find_blocks(module, self.config.pipeline)
-        self._ranges = choose_ranges(
+        self._ranges = self._ranges_of_the_run() or choose_ranges(
             blocks,
             self._num_stages,
             self.config.split,
@@ -402,9 +423,17 @@ class SwarmHooks(ResumingHooks):
         self._origin.fill_outside(module, blocks, self.root_device)
         return super()._setup_model(model)
 
+    def _ranges_of_the_run(self) -> list[range]:
+        """Where the run under way is cut, in which this process is to train; none: it begins one."""
+        stages = self._comes_to.manifest.stages if self._comes_to is not None else ()
+        return [range(one.first_block, one.end_block) for one in stages if not one.on_trainers]
+
     @override
     def setup(self, trainer: Trainer) -> None:
-        if not self.is_global_zero:
+        if self._comes_to is not None:
+            assert self.peer is not None
+            following.reseed(self.peer.boot_id)
+        elif not self.is_global_zero:
             following.reseed(self.local_rank)
         assert self.lightning_module is not None
         rules.check_on_meta(trainer, self.lightning_module, self.config)
@@ -445,8 +474,13 @@ class SwarmHooks(ResumingHooks):
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         assert self.peer is not None
-        if self.num_trainers > 1:
+        if self._is_shared:
             self._restore_dtype = following.settle_dtype(self.precision_plugin)
+        if self._comes_to is not None and not self._way_back.goes_on:
+            server = self._for_server(trainer, model) if self.config.role == "both" else None
+            session, epoch = self.peer.train_in(self._comes_to, model, server, self.root_device)
+            following.begin_at(trainer, step=session.version, epoch=epoch)
+            return session
         if not self.is_global_zero:
             return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
         launcher = self._launcher
@@ -462,6 +496,7 @@ class SwarmHooks(ResumingHooks):
             selection,
             num_servers=self._num_servers,
             num_trainers=self.num_trainers if serves else 0,
+            open_to_trainers=rules.may_be_shared(trainer, self.config),
             # Lightning restores its own counter only after this.
             first_step=trainer.global_step if self._restored_step is None else self._restored_step,
         )
@@ -470,7 +505,7 @@ class SwarmHooks(ResumingHooks):
     def _for_server(self, trainer: Trainer, model: Model) -> Model:
         """What this trainer's own server computes with."""
         assert self.lightning_module is not None
-        if self.num_trainers > 1 or is_on_meta(self.lightning_module):
+        if self._is_shared or is_on_meta(self.lightning_module):
             # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
             return self._model_of(following.twin(self.lightning_module), keep=not is_on_meta(self.lightning_module))
         if writes_weights(trainer):  # into the module, and its stages' weights are no part of that
@@ -576,7 +611,9 @@ class SwarmHooks(ResumingHooks):
     def on_train_end(self) -> None:
         if not self.is_global_zero:
             assert self.peer is not None
-            self.peer.wait_until_dismissed()  # whose own data has come to its end goes on serving
+            self._retire("its loop has come to its end")
+            if self._comes_to is None or self.config.role == "both":
+                self.peer.wait_until_dismissed()  # whose own data has come to its end goes on serving
             return
         if self._loop is not None:
             self._loop.finish()
@@ -589,6 +626,12 @@ class SwarmHooks(ResumingHooks):
                 self._loop.pending_samples,
             )
 
+    def _retire(self, reason: str) -> None:
+        """Where this process came to a run under way: the others go on without it."""
+        if self._comes_to is not None and self._session is not None:
+            with contextlib.suppress(RunOver):
+                self._session.retire(reason)
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
@@ -598,6 +641,13 @@ class SwarmHooks(ResumingHooks):
             exception.add_note(f"{error!r}: {' '.join(error.__notes__)}")
         if isinstance(exception, StepError | PeerError) and self._loop is not None:
             exception.add_note(settings.how_to_go_on(self._loop.trainer))
+        if self._comes_to is not None:
+            if self.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
+                self._retire(f"{type(exception).__name__}: {exception}")
+                if isinstance(self._launcher, SwarmLauncher):
+                    self._launcher.let_children_leave()
+                self.peer.leave_in_order()
+            return
         if not self.is_global_zero:
             if self._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
                 with contextlib.suppress(SwarmError):  # the run may be over
@@ -689,7 +739,9 @@ class SwarmHooks(ResumingHooks):
         self._way_back.end()
         self._compiler = None
         peer, self.peer = self.peer, None
-        began = peer is not None and peer.lead.run is not None
+        began = peer is not None and (peer.lead.run is not None or self._comes_to is not None)
+        if self._comes_to is not None:
+            self._comes_to, vars(rank_zero_only)["rank"] = None, self._rank_before
         try:
             if peer is not None:
                 try:

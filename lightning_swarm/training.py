@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -21,12 +21,18 @@ from lightning_swarm.pipeline.replaying import Replayer
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.session import Session
-from lightning_swarm.steps.client import StepClient
+from lightning_swarm.steps.client import OnRecord, StepClient
 from lightning_swarm.steps.role import Role
 from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types.runs import Member
+from lightning_swarm.types.steps import Record
 
 _MICROBATCHES_PER_STAGE = 4
 """Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
+
+
+_NUMBER_BITS = 40
+"""One that is started again has its old name perhaps, and shall not be given its old places."""
 
 
 class Training:
@@ -38,16 +44,24 @@ class Training:
         config: The user's settings.
         events: What it sees is noted there.
         rng: Wires pipelines.
+        connect: Makes the run's servers reachable.
     """
 
     def __init__(
-        self, transport: Transport, tickets: TicketStore, config: SwarmConfig, events: EventLog, rng: random.Random
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        config: SwarmConfig,
+        events: EventLog,
+        rng: random.Random,
+        connect: Callable[[], Awaitable[None]],
     ) -> None:
         self._transport = transport
         self._tickets = tickets
         self._config = config
         self._events = events
         self._rng = rng
+        self._connect = connect
         self._copies = Copies(config.limits.cache_bytes)
         self._role = Role(transport, (), {}, idle="trains in no run")  # its calls are those of one run
 
@@ -88,17 +102,29 @@ class Training:
             ),
         )
         is_lead = self._transport.peer_id == run.manifest.lead
+        came_later = self._transport.peer_id not in run.manifest.trainers
         steps = StepClient(
             self._role,
             run,
             timeout=limits.call_timeout,
             patience_s=limits.stage_timeout,
-            on_record=link.follow,
+            on_record=self._meeting_all(run, link) if came_later else link.follow,
             events=self._events,
-            alone_s=limits.lead_timeout if is_lead else None,
+            alone_s=limits.lead_timeout if is_lead or came_later else None,
+            first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
         link.check = steps.renew
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+
+    def _meeting_all(self, run: RunState, link: Link) -> OnRecord:
+        """For a trainer that may hold no stage, and pass over the records that say where newcomers are reached."""
+
+        async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
+            if {member.peer_id for roster in members for member in roster} - {*run.servers}:
+                await self._connect()
+            await link.follow(record, members)
+
+        return follow
 
     def _link(self, run: RunState) -> Link:
         """Routes to every stage that servers hold."""

@@ -133,9 +133,7 @@ class SharedData:
         epoch = self._trainer.current_epoch
         plan = self._planned(epoch)
         assert self._session is not None
-        upcoming = (
-            None if plan is None else next_in_lane(plan.begin, plan.begin, self._session.lanes, self._session.own)
-        )
+        upcoming = None if plan is None else self._after(plan, plan.begin - 1)
         while plan is not None and upcoming is not None and upcoming < plan.num_batches:
             index, upcoming = upcoming, self._after(plan, upcoming)
             num_left = len(range(upcoming, plan.num_batches, len(self._session.lanes)))

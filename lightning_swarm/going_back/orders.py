@@ -60,7 +60,7 @@ class Orders:
         newest = self._newest
         if newest is not None and newest.version == version and not through:
             return True
-        if self._session.num_trainers == 1 or self._interval_s is None:
+        if not self._session.is_shared or self._interval_s is None:
             return False
         # Others may fill the next steps before this trainer asks for a place again.
         return (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from lightning_swarm.clock import now_s
-from lightning_swarm.errors import PeerError, SwarmError, Unreachable
+from lightning_swarm.errors import NotEnlisted, PeerError, SwarmError, Unreachable
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.pipeline.copies import Copies
@@ -80,15 +80,17 @@ class Link:
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
         """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
 
-        A trainer that passes over records finds in the roster who joined by them. The lead passes over none; every
-        other one serves, too, and a server met all of them before they came in.
+        A trainer that passes over records finds in the roster who joined by them. The lead passes over none; one that
+        serves, too, met all of them before they came in; of others `Training` sees to it.
         """
         await self.copies.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in members]
         self._hear(rosters, step=record.step + 1)
         again = self._due_again(rosters)
         await gather(
-            self._meet(one) for one in (again | {one.member.peer_id: one for one in record.newcomers}).values()
+            self._meet(one)
+            for peer, one in (again | {one.member.peer_id: one for one in record.newcomers}).items()
+            if peer != self.transport.peer_id
         )
         present = {peer for roster in rosters for peer in roster}
         self._silent = {peer: error for peer, error in self._silent.items() if peer in present}
@@ -140,10 +142,20 @@ class Link:
         """A small call where there are no tensors, a stream where there are.
 
         Peers answer as soon as they have it. Who lives and does not answer did not get it.
+
+        Raises:
+            SwarmError: The peer did not take it.
         """
         message = Message(encode(request), tuple(tensors))
         timeout = min(self.timeout, _ACCEPT_TIMEOUT_S + message.num_tensor_bytes / _SLOWEST_BYTES_PER_S)
-        if not tensors:
+        try:
+            return await self._send(peer, method, message, timeout=timeout)
+        except NotEnlisted:  # the run went on without this trainer, or the peer has not heard that it came (back)
+            await self.check()
+            return await self._send(peer, method, message, timeout=timeout)
+
+    async def _send(self, peer: PeerId, method: str, message: Message, *, timeout: float) -> bytes:
+        if not message.tensors:
             return await self.transport.call(peer, method, message.body, timeout=timeout)
         return (await self.transport.stream(peer, method, message, timeout=timeout, max_bytes=0)).body
 

@@ -68,6 +68,7 @@ class Admission:
         self._run: RunState | None = None
         self._asked: PeerId | None = None  # the coordinator of a run that this server wants to join
         self._former: tuple[PeerId, ...] = ()  # leads of runs that it was in before: they end it, too
+        self.trains_in: RunState | None = None  # that this peer came to as a trainer; its server may not be in it
         self.loaded: set[int] = set()  # stages that have their initial weights
         self.moves = asyncio.Event()  # the newest record let it go, to join
         self.target: int | None = None  # this stage
@@ -129,6 +130,8 @@ class Admission:
 
     def led_by(self, peer: PeerId) -> bool:
         """Whether `peer` coordinates the run that this server is in, or wants to join."""
+        if self.trains_in is not None and peer == self.trains_in.coordinator:
+            return True
         return peer == (self._run.coordinator if self._run is not None else self._asked)
 
     def serves_with(self, peer: PeerId) -> bool:
@@ -277,6 +280,8 @@ class Admission:
             enders: Collection[PeerId] = (self._run.manifest.lead, self._run.coordinator)
         else:
             enders = {*self._former, *(self._hosts if self._asked is None else (self._asked,))}
+        if self.trains_in is not None:
+            enders = {*enders, self.trains_in.manifest.lead, self.trains_in.coordinator}
         if caller not in enders:
             raise ProtocolError(f"this peer is ended by one of {sorted(set(enders))}, not by {caller}")
         if body:

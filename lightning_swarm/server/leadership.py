@@ -152,7 +152,7 @@ class Leadership:
         await self._tasks.close()
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is not None:
-            await coordinator.close()
+            await coordinator.close(over=self._over.is_set())
 
     # ------------------------------------------------------------------ what others say
 

@@ -6,8 +6,9 @@ coordinates knows; `trainers.py` answers trainers by it, `places.py` says who ge
 step takes, `coordinator.py` is the role as a whole. `closing.py` ends steps, `sums.py` brings the servers' sums to what
 a step counts, `ledgers.py` reads what they hold, `planning.py` says how, `replays.py` has computed again what is
 missing, and `attendance.py` knows who takes part; `voting.py` is how records are decided, `proposer.py` decides them,
-`told.py` knows of which events the lead was told. `gate.py` hears who joins and who leaves, `rosters.py` says who holds
-a stage then. At a trainer, `client.py` asks for places and records, and `coordinator_calls.py` finds who answers.
+`told.py` knows of which events the lead was told. `gate.py` hears which servers join and leave, `enrolment.py` which
+trainers; `rosters.py` says who is in then. At a trainer, `client.py` asks for places and records, `enlisting.py` for a
+part in the run; `coordinator_calls.py` finds who answers.
 """
 
 SELECT = "step.select"
@@ -24,6 +25,8 @@ RECORD = "step.record"
 TAKE_METRICS = "step.take_metrics"
 RENEW = "step.renew"
 QUIT = "step.quit"
+ENLIST = "run.enlist"
+RETIRE = "run.retire"
 RECEIPTS = "step.receipts"
 FREEZE = "step.freeze"
 FENCE = "step.fence"
@@ -49,5 +52,8 @@ BREAK_OFF = "run.break_off"
 HELD = "snapshot.held"
 INHERIT = "run.inherit"
 
-ROLE_CALLS = (SELECT, PLAN, TAKE_PLAN, GRANT, BEGIN, DONE, RECORD, RENEW, QUIT, JOIN, READY, DRAIN, ARMED, REGISTER)
+ROLE_CALLS = (
+    *(SELECT, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER, QUIT),
+    *(JOIN, READY, DRAIN, ENLIST, RETIRE),
+)
 """What only the coordinator answers."""

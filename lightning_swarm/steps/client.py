@@ -11,12 +11,13 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec.structs import replace as replaced
 from torch import Tensor
 
-from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver
+from lightning_swarm.errors import LeaseRevoked, NotEnlisted, ProtocolError, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -35,6 +36,7 @@ from lightning_swarm.steps import (
     SELECT,
     TAKE_METRICS,
     TAKE_PLAN,
+    enlisting,
 )
 from lightning_swarm.steps.coordinator_calls import CoordinatorCalls
 from lightning_swarm.steps.journal import Entry, Journal
@@ -64,9 +66,13 @@ from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
 """What a batch added to metrics: each one's states, and the tensors of all of them."""
+
+OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]]
+"""Takes note of a record and of the rosters after it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,9 @@ class StepClient:
         patience_s: Seconds to look for one that answers.
         on_record: Takes note of a record and of the rosters after it, before anything is sent for the next step.
         events: Of this trainer. Who coordinates is told how many; the lead is told here of all peers'.
-        alone_s: At the lead: seconds without an answer of any other peer, when the others have ended the run.
+        alone_s: Seconds without an answer of any other peer, when the others have ended the run; None: it goes on
+            without this trainer.
+        first_number: Of its batches: another one in each life of a trainer that may come back.
 
     Attributes:
         events: Of this trainer, and at the lead what it was told of others'.
@@ -121,6 +129,7 @@ class StepClient:
         lost: Leases of batches that were through, and that their steps do not count all the same. Whoever runs them
             again takes them from here.
         hyperparameters: At the lead: tells with which ones to step.
+        epoch: At the lead: tells which one its loop is in.
     """
 
     def __init__(
@@ -130,10 +139,12 @@ class StepClient:
         *,
         timeout: float,
         patience_s: float,
-        on_record: Callable[[Record, Sequence[Sequence[Member]]], Awaitable[None]],
+        on_record: OnRecord,
         events: EventLog,
         alone_s: float | None = None,
+        first_number: int = 1,
     ) -> None:
+        self._peer_id = transport.peer_id
         self._coordinator = CoordinatorCalls(
             transport,
             run,
@@ -143,7 +154,7 @@ class StepClient:
             alone_s=alone_s,
         )
         self._journal = Journal()
-        self._numbers = itertools.count(1)  # of batches
+        self._numbers = itertools.count(first_number)  # of batches
         self._kept: tuple[Grant, GrantRequest] | None = None  # the place of a batch that is to come
         self.ended: bool | None = None
         self._on_record = on_record
@@ -157,6 +168,7 @@ class StepClient:
         self.heard: list[Heard] = []
         self.lost: list[int] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
+        self.epoch: Callable[[], int] = int
         transport.handle_call(REPORT, self._handle_report)
         transport.handle_stream(REPORT_METRICS, self._handle_report_metrics, max_bytes=0)
 
@@ -196,7 +208,7 @@ class StepClient:
         """The order of an epoch, when the lead has told it. None: all of it is through by now."""
         while True:
             request = TakePlanRequest(generation=self.run.manifest.generation, epoch=epoch)
-            reply = decode(await self._coordinator.call(TAKE_PLAN, encode(request)), TakePlanReply)
+            reply = decode(await self._call(TAKE_PLAN, encode(request)), TakePlanReply)
             if reply.plan is not None or reply.passed:
                 return reply.plan
 
@@ -262,7 +274,7 @@ class StepClient:
             return kept
         while True:
             request = self._grant_request(number, num_samples, gradient_scale, batch)
-            reply = decode(await self._coordinator.call(GRANT, encode(request)), GrantReply)
+            reply = decode(await self._call(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
                 self._journal.granted(reply.grant, request)
@@ -295,7 +307,7 @@ class StepClient:
         head = BatchMetrics(generation=generation, step=self.open, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
         self._journal.measured(self.open, lease, message)
-        await self._coordinator.stream(METRICS, message, max_bytes=0)
+        await self._enlisted(partial(self._coordinator.stream, METRICS, message, max_bytes=0))
 
     async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
         """What one batch added, if who coordinates has it: it may have come to do so since that was said."""
@@ -320,7 +332,7 @@ class StepClient:
             logs=list(logs),
         )
         self._journal.armed(self.open, lease, receipts, logs)
-        await self._coordinator.call(ARMED, encode(request))
+        await self._call(ARMED, encode(request))
 
     async def done(
         self,
@@ -371,7 +383,7 @@ class StepClient:
 
     async def _say_done(self, request: BatchDone) -> bool:
         try:
-            reply = decode(await self._coordinator.call(DONE, encode(request)), BatchDoneReply)
+            reply = decode(await self._call(DONE, encode(request)), BatchDoneReply)
         except LeaseRevoked:
             if request.lease is not None:
                 self._journal.withdrawn(request.step, request.lease)
@@ -421,7 +433,7 @@ class StepClient:
     async def _until(self, step: int, *, decided: bool) -> bool:
         while True:
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
-            answer = await self._coordinator.call(RECORD, encode(self._record_request(step, decided=decided)))
+            answer = await self._call(RECORD, encode(self._record_request(step, decided=decided)))
             over = await self._hear(step, decode(answer, RecordReply), decided=decided)
             if over is not None:
                 return over
@@ -453,6 +465,7 @@ class StepClient:
             hyperparameters=self._stepped_with.get(step),
             before=self._stepped_with.get(step - 1),
             decided=decided,
+            epoch=self.epoch(),
         )
 
     async def _learn(self, record: Record, reply: RecordReply) -> None:
@@ -508,11 +521,33 @@ class StepClient:
         Raises:
             StepError: What the open step failed with, if it did.
         """
-        await self._coordinator.call(RENEW, b"")
+        await self._call(RENEW, b"")
 
     async def quit(self, reason: str) -> None:
         """This trainer's loop ended by an error."""
         await self._coordinator.call(QUIT, encode(Quit(reason=reason[:2000])))
+
+    async def retire(self, reason: str) -> None:
+        """Not at the lead: this trainer brings no more batches. Returns when a record has let it go."""
+        await enlisting.retire(self._coordinator, reason)
+
+    async def _call(self, method: str, body: bytes) -> bytes:
+        """Ask whoever coordinates, as one who trains in the run."""
+        return await self._enlisted(partial(self._coordinator.call, method, body))
+
+    async def _enlisted(self, exchange: Callable[[], Awaitable[_T]]) -> _T:
+        """Repeat a call if the run went on without this trainer, which was not heard of: it enlists again.
+
+        Records that it missed come as to any other who was busy elsewhere, and so does what became of its batches.
+        """
+        while True:
+            try:
+                return await exchange()
+            except NotEnlisted:
+                if not self.run.manifest.open_to_trainers:
+                    raise
+                generation = self.run.manifest.generation
+                await enlisting.enlist(self._coordinator, self._peer_id, generation=generation)
 
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         """A new coordinator asks for this trainer's part of its books."""

@@ -19,6 +19,7 @@ from lightning_swarm.events import EventLog
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.run_state import RunState
+from lightning_swarm.steps.enrolment import Enrolment
 from lightning_swarm.steps.gate import Gate
 from lightning_swarm.steps.moves import Moves
 from lightning_swarm.steps.planning import choose_blamed
@@ -43,6 +44,7 @@ class Closer:
         proposer: Has the records decided.
         snapshots: When the servers take some.
         moves: Who is to serve another stage.
+        enrolment: Who trains from the next record on.
         lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
         fence: Has servers give up what is under way of batches that are struck.
         limits: Bounds.
@@ -57,6 +59,7 @@ class Closer:
         proposer: Proposer,
         snapshots: SnapshotOrders,
         moves: Moves,
+        enrolment: Enrolment,
         *,
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
         fence: Callable[[OpenStep, Sequence[int]], None],
@@ -69,6 +72,7 @@ class Closer:
         self._proposer = proposer
         self._snapshots = snapshots
         self._moves = moves
+        self._enrolment = enrolment
         self._lead_asks = lead_asks
         self._fence = fence
         self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
@@ -119,6 +123,7 @@ class Closer:
             return record
         self._someone_gone = False
         self._gate.let_in(newcomers)
+        self._enrolment.let_in(record)
         self._moves.note(record)
         return record
 
@@ -141,6 +146,8 @@ class Closer:
             next_voters=None,
             departures=[],
             snapshot=None,
+            enlisted=[],
+            retired=[],
         )
 
     async def _changed(
@@ -158,6 +165,7 @@ class Closer:
         snapshot = await self._snapshots.order(record.step, next_roster)
         hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
         voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
+        enlisted, retired = self._enrolment.changes()
         return replaced(
             record,
             selection=reselected,
@@ -171,6 +179,8 @@ class Closer:
             next_voters=None if voters == self._run.voters else voters,
             departures=[one for one in movers if one.member not in staying],
             snapshot=snapshot,
+            enlisted=enlisted,
+            retired=retired,
         )
 
     def go_back(self) -> None:

@@ -108,6 +108,7 @@ class Coordinator:
             proposer,
             self._snapshots,
             Moves(run, self.gate, self._balance, events, step_aside=step_aside),
+            self.trainers.enrolment,
             lead_asks=self.trainers.lead.asks_for,
             fence=self._watch.fence,
             limits=limits,
@@ -129,17 +130,28 @@ class Coordinator:
         if due is not None:
             self._spawn(self._guarded(self._decide_due(due)))
         self._finish_if_ready(step)
+        self._look_after()
+
+    def _look_after(self) -> None:
         self._spawn(self._end_without_lead())
+        self._spawn(self.trainers.enrolment.look_after())
 
     async def retire(self) -> None:
         """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
         await self.trainers.changes.end(self._not_any_more())
         await self._tasks.close()
 
-    async def close(self) -> None:
-        """Stop. Raises what a task raised."""
+    async def close(self, *, over: bool) -> None:
+        """Stop. Raises what a task raised.
+
+        Args:
+            over: The lead has ended the run, which may not know how to reach trainers that hold no stage.
+        """
+        only_train = {*self._run.trainers, *self.trainers.enrolment.waiting} - {*self._run.servers}
+        only_train -= {self._run.manifest.lead, self._transport.peer_id}
         try:
             await self.gate.close()
+            await dismiss(self._transport, only_train if over else (), timeout=self._limits.leave_timeout)
         finally:
             await self._tasks.close()
 
@@ -155,7 +167,7 @@ class Coordinator:
         self._closer.go_back()
         self._watch.go_back()
         await self.trainers.go_back()
-        self._spawn(self._end_without_lead())
+        self._look_after()
 
     async def _end_without_lead(self) -> None:
         """Have another peer lead, if the lead is gone; else end the run for all.
@@ -177,7 +189,8 @@ class Coordinator:
             if self._run.manifest.lead == own:  # it takes the run over itself
                 return
         await self.trainers.fail(reason)
-        others = {*self._run.servers, *self._run.trainers, *self.gate.waiting} - {own}
+        others = {*self._run.servers, *self._run.trainers, *self.gate.waiting, *self.trainers.enrolment.waiting}
+        others.discard(own)
         await dismiss(self._transport, others, broken_off=reason, timeout=timeout)
         await dismiss(self._transport, [own], broken_off=reason, timeout=timeout)  # last: with it ends this role
 

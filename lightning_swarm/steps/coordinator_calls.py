@@ -7,13 +7,14 @@ again at whoever the servers follow: all calls may be made twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from lightning_swarm.clock import now_s
-from lightning_swarm.errors import NotCoordinator, PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import NotCoordinator, NotEnlisted, PeerError, ProtocolError, StepError, SwarmError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
 from lightning_swarm.steps import REGISTER
@@ -63,6 +64,7 @@ class CoordinatorCalls:
         """Ask whoever coordinates.
 
         Raises:
+            NotEnlisted: The run goes on without this trainer.
             PeerError: Nobody that does answered in time.
             StepError: The others have ended the run.
             SwarmError: The answer.
@@ -113,7 +115,7 @@ class CoordinatorCalls:
             try:
                 return await self._under_one_term(self._known_at(coordinator, exchange))
             except PeerError as error:
-                if self._transport.closed:
+                if self._transport.closed or isinstance(error, NotEnlisted):
                     raise
                 if now_s() >= deadline_s:
                     raise type(error)(
@@ -125,9 +127,10 @@ class CoordinatorCalls:
                     heard_s = now_s()
                 elif self._alone_s is not None and now_s() >= heard_s + self._alone_s:
                     raise StepError(
-                        f"the run is over, for this peer leads it and has heard of no other one for {self._alone_s:g} "
-                        "s: after as long they end it, if they live. Start it again with `ckpt_path`, and its peers "
-                        "with it. Raise `Limits.lead_timeout` to be waited for longer."
+                        f"the run is over for this peer, which has heard of no other one for {self._alone_s:g} s: "
+                        "after as long they end it without the lead, if they live. Start the lead again with "
+                        "`ckpt_path`, and its peers with it; another trainer by itself, if the run goes on. Raise "
+                        "`Limits.lead_timeout` to be waited for longer."
                     ) from error
 
     async def _known_at(self, coordinator: PeerId, exchange: Callable[[PeerId], Coroutine[Any, Any, _T]]) -> _T:
@@ -136,7 +139,8 @@ class CoordinatorCalls:
         if self._registered != term:
             generation, step = self._run.manifest.generation, self._run.version
             request = RegisterRequest(generation=generation, step=step, report=self._report())
-            await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._timeout)
+            with contextlib.suppress(NotEnlisted):  # what it had counts nowhere; or it is about to enlist
+                await self._transport.call(coordinator, REGISTER, encode(request), timeout=self._timeout)
             self._registered = term
         return await exchange(coordinator)
 

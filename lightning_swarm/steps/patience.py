@@ -108,6 +108,7 @@ class LeadWatch:
         self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
         self._permits: int | None = None  # the newest step whose record its loop is ready for
         self._knows = 0  # the version that it does
+        self.epoch: int | None = None  # of its loop, once it was told
         self.deciding: int | None = None  # the step whose record was let come, and is not there yet
 
     def heard(self) -> None:
@@ -176,14 +177,18 @@ class LeadWatch:
         """Its process is another one, which knows nothing of the run."""
         self._restarted = True
 
-    async def ask(self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int) -> None:
+    async def ask(
+        self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
+    ) -> None:
         """Its loop waits for the end of a step.
 
         Args:
             step: Which.
             stepped_with: Hyperparameters, of this step and perhaps of the one before.
             version: The newest that it knows.
+            epoch: That it is in.
         """
+        self.epoch = epoch
         self._stepped_with.update(stepped_with)
         await self.permit(step, version=version)
 

@@ -1,4 +1,4 @@
-"""Who holds which stage, and who votes, from one record to the next. Pure."""
+"""Who holds which stage, who votes and who trains, from one record to the next. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.rebalancing.shedding import Shed
-from lightning_swarm.types.runs import Member
+from lightning_swarm.types.runs import MAX_TRAINERS, Member
 from lightning_swarm.types.steps import Candidate
 
 MAX_VOTERS: Final = 7
@@ -59,6 +59,22 @@ def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collect
     """The stages of which `peer` has the only copy among those who are `staying`."""
     held = [{member.peer_id for member in roster} for roster in rosters]
     return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
+
+
+def trainer_changes(
+    trainers: Sequence[PeerId], *, lead: PeerId, going: Collection[PeerId], coming: Sequence[PeerId]
+) -> tuple[list[PeerId], list[PeerId]]:
+    """Who trains from the next step on that did not before, and who does no more.
+
+    Args:
+        trainers: Of this one.
+        lead: It stays, whatever becomes of it: only another run has another lead.
+        going: Who asked to be let go, or is gone.
+        coming: Who asked to train, the first to ask first; as many as there is room for.
+    """
+    retired = [one for one in trainers if one in going and one != lead]
+    room = MAX_TRAINERS - len(trainers) + len(retired)
+    return [one for one in coming if one not in trainers][:room], retired
 
 
 def choose_voters(

@@ -31,6 +31,7 @@ from lightning_swarm.steps import (
     TAKE_PLAN,
 )
 from lightning_swarm.steps.books import Books
+from lightning_swarm.steps.enrolment import Enrolment
 from lightning_swarm.steps.patience import Changes, LeadWatch
 from lightning_swarm.steps.places import Places
 from lightning_swarm.steps.policy import OpenStep
@@ -78,6 +79,7 @@ class Trainers:
         changes: What calls are held for.
         lead: The trainer that asks for the records.
         places: In the open step.
+        enrolment: Who trains from the next record on.
     """
 
     def __init__(
@@ -107,6 +109,9 @@ class Trainers:
         self.changes = Changes(limits.call_timeout)
         self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
         self.places = Places(run, first_lease, self._on_grant, watch.gone)
+        self.enrolment = Enrolment(
+            transport, run, books, watch, self.changes, epoch=lambda: self.lead.epoch, events=events, limits=limits
+        )
 
     def answer(self) -> None:
         """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
@@ -125,6 +130,7 @@ class Trainers:
         transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
         transport.handle_call(RENEW, self._handle_renew)
         transport.handle_call(QUIT, self._handle_quit)
+        self.enrolment.answer()
 
     async def go_back(self) -> None:
         """The run entered its next generation."""
@@ -417,7 +423,7 @@ class Trainers:
         stepped_with = {request.step: _check_stepped_with(request)}
         if request.before:
             stepped_with[request.step - 1] = request.before
-        await self.lead.ask(request.step, stepped_with, version=request.version)
+        await self.lead.ask(request.step, stepped_with, version=request.version, epoch=request.epoch)
 
     async def _let_record_come(self) -> bool:
         """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
@@ -504,6 +510,7 @@ class Trainers:
         """Whoever may ask is answered with what went wrong, if something did."""
         self._run.check_trainer(caller)
         self._watch.gone.discard(caller)
+        self.enrolment.hear(caller)
         if caller == self._run.manifest.lead:
             self.lead.heard()
         self.changes.check()

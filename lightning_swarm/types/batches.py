@@ -174,10 +174,11 @@ class RecordRequest(Wire, frozen=True):
     hyperparameters: list[dict[str, Any]] | None = None
     before: list[dict[str, Any]] | None = None  # likewise, in the step before, if its record is not known to the lead
     decided: bool = True
+    epoch: Count = 0  # of the lead's loop
 
 
 class Quit(Wire, frozen=True):
-    """A trainer's loop ended by an error; nothing more of it will come."""
+    """A trainer's loop ended, by an error perhaps; nothing more of it will come."""
 
     reason: Annotated[str, msgspec.Meta(max_length=2000)]
 

@@ -1,4 +1,4 @@
-"""How a server joins a run that is under way, and leaves one."""
+"""How a server, or a trainer, joins a run that is under way, and leaves one."""
 
 from __future__ import annotations
 
@@ -108,3 +108,29 @@ class DrainReply(Wire, frozen=True):
     """It is noted, and goes without saying again."""
 
     alone: list[Count]  # its stages that nobody else would hold: until somebody does, no record lets it go
+
+
+class EnlistRequest(Wire, frozen=True):
+    """Who asks would train from the next record on. The answer is held until that is decided, for a while."""
+
+    protocol_version: int
+    generation: Count | None  # that it was in; None: in none, so what one of this name has under way is void
+
+
+class EnlistReply(Wire, frozen=True):
+    """Who asked is a trainer of the run by now; without a view not yet, and it asks again."""
+
+    view: RunView | None = None
+    epoch: Count = 0  # of the lead's loop
+
+
+class RetireReply(Wire, frozen=True):
+    """Whether a record has let the trainer go by now; else one will, and it may ask again."""
+
+    retired: bool
+
+
+class ClaimReply(Wire, frozen=True):
+    """Of a program that would begin a run, too: whether it lets the one that asks begin it."""
+
+    gives_way: bool

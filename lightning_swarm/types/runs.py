@@ -12,6 +12,9 @@ from lightning_swarm.types.data import BatchNumber
 from lightning_swarm.types.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
 
 MAX_FORMER_LEADS: Final = 16
+MAX_TRAINERS: Final = 1024
+"""Of one run at a time: each asks the coordinator several times a step."""
+
 _MAX_NUMBER = 1 << 30  # leases and places begin at a multiple of it
 
 Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
@@ -19,6 +22,13 @@ Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
 
 NO_TERM: Final[Term] = (0, "", 0)
 """Lower than all."""
+
+
+Trainers = Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_TRAINERS)]
+"""The lead and others: who may ask for places, computations and state."""
+
+SomeTrainers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_TRAINERS)]
+"""Any of them."""
 
 
 class Member(Wire, frozen=True):
@@ -69,7 +79,7 @@ class Manifest(Wire, frozen=True):
     generation: int
     seed: int
     lead: PeerId
-    trainers: list[PeerId]  # the lead and others: who may ask for places, computations and state
+    trainers: Trainers  # at first
     coordinator: PeerId
     voters: list[Member]
     target_batch_size: NumSamples | None
@@ -84,6 +94,7 @@ class Manifest(Wire, frozen=True):
     deterministic: bool = False  # what gradients add up to does not depend on who adds up which of them
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
+    open_to_trainers: bool = False  # others may come to train beside the lead
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
     # Its class, and what can be set of it; None: no peer has one, or the starter does not say.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
@@ -96,6 +107,7 @@ class Seats(Wire, frozen=True):
 
     rosters: list[list[Member]]
     voters: list[Member]
+    trainers: Trainers
 
 
 class RunView(Wire, frozen=True):

@@ -11,7 +11,7 @@ from lightning_swarm.types.calls import Receipt
 from lightning_swarm.types.data import BatchNumber
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.many import Receipts, Run, to_ranges
-from lightning_swarm.types.runs import Member, Selection, Term
+from lightning_swarm.types.runs import Member, Selection, SomeTrainers, Term
 from lightning_swarm.types.snapshots import SnapshotOrder
 from lightning_swarm.types.wire import Addresses, Count, NotNegative, Positive, Wire
 
@@ -211,6 +211,8 @@ class Record(Wire, frozen=True):
     next_voters: list[Member] | None  # None: as they are
     departures: list[Departure]  # those of this roster that move
     snapshot: SnapshotOrder | None  # of the version after it
+    enlisted: SomeTrainers  # new trainers, behind the others
+    retired: SomeTrainers  # who trains no more
     position: BatchNumber | None = None  # the first batch of the next step; None: trainers bring what they like
 
     @property

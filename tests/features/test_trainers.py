@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
@@ -15,6 +16,7 @@ from lightning_swarm.metrics import SharedLogs
 from tests.features.both import approx
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.parity.models import DigitsMLP, digits
+from tests.parity.test_trainers_come import come
 from tests.parity.trainers import Seen, assert_exact, place_of, train
 
 
@@ -24,6 +26,33 @@ from tests.parity.trainers import Seen, assert_exact, place_of, train
 def test_both() -> None:
     seen = train(2)
     assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
+
+
+@feature(
+    "`SwarmStrategy(role='both', target_batch_size=..., initial_peers=...)`, a run under way",
+    WORKS,
+    "one more trainer from the next step on; also `role='trainer'`",
+)
+def test_one_more_while_the_run_is_under_way() -> None:
+    """What both log is put together."""
+
+    class Logs(DigitsMLP):
+        @override
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.log("samples", float(len(batch[0])), sync_dist=True, reduce_fx="sum", on_epoch=False, on_step=True)
+            return super().training_step(batch, batch_idx)
+
+    logged: list[float] = []
+
+    class Reads(L.Callback):
+        @override
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.strategy._loop.stepped:  # type: ignore[attr-defined]
+                logged.append(float(trainer.callback_metrics["samples"]))
+
+    seen, _ = come(lambda seen: Logs(), callbacks=lambda rank: [Reads()] if rank == 0 else [])
+    assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
+    assert logged == [float(record.closing.num_samples) for record in seen.records]
 
 
 @feature(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from tests.held import batches_of
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer, make_schedule
 
+SOMEBODY = "127.0.0.1:31337/12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 LIMITS = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0)
 Place = tuple[int, int]
 """A batch's step, and the position of its first sample there."""
@@ -194,8 +195,11 @@ class Shared(Runtime):
 class ThreadStrategy(SwarmStrategy):
     """`SwarmStrategy` of one trainer of several in this process."""
 
-    def __init__(self, rank: int, network: MemoryNetwork, seen: Seen, **kwargs: Any) -> None:
-        super().__init__(role="both", **kwargs)
+    def __init__(self, rank: int, network: MemoryNetwork, seen: Seen, *, comes: bool = False, **kwargs: Any) -> None:
+        if comes:
+            kwargs["initial_peers"] = SOMEBODY
+        super().__init__(**{"role": "both", **kwargs})
+        self.comes = comes
         self._rank = rank
         self._network = network
         self._seen = seen
@@ -203,7 +207,7 @@ class ThreadStrategy(SwarmStrategy):
     @property
     @override
     def local_rank(self) -> int:
-        return self._rank
+        return 0 if self.comes else self._rank
 
     @property
     def generation(self) -> int:
@@ -284,6 +288,8 @@ class _ThreadLauncher(_Launcher):
         assert trainer is not None
         self._strategy.check(trainer, arguments_of(function, args, kwargs))
         self._strategy.make_peer()
+        if self._strategy.comes:
+            assert self._strategy.enter(trainer)
         if not self._strategy.is_global_zero:
             self._strategy.follow(trainer)
         return run_through(self._strategy, trainer, function, args, kwargs)
@@ -304,7 +310,9 @@ def train(
     raises: bool = True,
     ckpt_path: Path | None = None,
     apart: bool = False,
+    come: Mapping[int, Callable[[Seen], None]] | None = None,
     swarm: dict[str, Any] | None = None,
+    roles: Mapping[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> Seen:
     """Train; raises what a trainer raised, the lead's first.
@@ -319,15 +327,21 @@ def train(
         raises: False: errors are left in the result.
         ckpt_path: To go on from.
         apart: Each has a part of the data of its own.
+        come: By rank, those that are started by themselves while the run is under way, and what each waits for. They
+            read all of the data.
         swarm: Arguments of the strategy.
+        roles: Of that of some rank.
         options: Of the Trainer.
     """
     arguments = {"num_stages": 2, "target_batch_size": 12, "microbatch_size": 3, "limits": LIMITS, **(swarm or {})}
+    come = come or {}
     seen = Seen(network=MemoryNetwork(silence_s=arguments["limits"].silence_timeout))
 
     def one(rank: int) -> None:
         try:
             trainer = seen.trainers[rank]
+            if rank in come:
+                come[rank](seen)
             loader = parted(data(), num_trainers, rank) if apart else data()
             trainer.fit(seen.modules[rank], loader, validation() if validation else None, ckpt_path=ckpt_path)
         except BaseException as error:  # noqa: BLE001 - a thread has nobody above it
@@ -336,7 +350,8 @@ def train(
     # The default dtype belongs to the process, and trainers in threads would take turns in setting it.
     with default_dtype(torch.float64):
         for rank in range(num_trainers):
-            strategy = ThreadStrategy(rank, seen.network, seen, **arguments)
+            own = {**arguments, **(roles or {}).get(rank, {})}
+            strategy = ThreadStrategy(rank, seen.network, seen, comes=rank in come, **own)
             seen.trainers[rank] = L.Trainer(
                 **{
                     **QUIET,
@@ -345,7 +360,7 @@ def train(
                     **options,
                     **{k: make() for k, make in (each or {}).items()},
                 },
-                devices=num_trainers,
+                devices=num_trainers - len(come),
                 strategy=strategy,
                 callbacks=callbacks(rank),
             )

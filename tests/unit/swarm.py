@@ -95,6 +95,7 @@ class Swarm:
         hosts: Whom the servers were told to join.
         voters: Names of servers; none: the coordinator alone.
         trainers: Names, the lead's first; none: the lead, two more, and all servers.
+        open_to_trainers: Others may come.
         module: One block for each stage; None: `make_module`'s.
         encoding: By which tensors travel.
         delays: Each step but the first computes on the weights before the newest ones.
@@ -117,6 +118,7 @@ class Swarm:
         hosts: Sequence[PeerId] = (),
         voters: str = "",
         trainers: str = "",
+        open_to_trainers: bool = False,
         module: nn.Module | None = None,
     ) -> None:
         self.loop = VirtualLoop()
@@ -163,6 +165,7 @@ class Swarm:
             total_steps=None,
             encoding=encoding,
             delay_optimizer_step=delays,
+            open_to_trainers=open_to_trainers,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(
                 self.ranges, [[self.members[name] for name in r] for r in [*self.rosters, self.around]]
@@ -343,6 +346,8 @@ class Swarm:
                 )
                 state["newest record"] = (books.outcome.record, books.outcome.logs, sorted(books.outcome.metrics))
                 state["misses"] = copy.deepcopy(coordinator.gate._misses)
+                enrolment = coordinator.trainers.enrolment
+                state["enrolment"] = (sorted(enrolment._asked_s), dict(enrolment._going))
                 state["leaving"] = coordinator.gate.leaving
                 state["gate"] = {
                     peer: (one.candidate, one.ready, one.refusal) for peer, one in coordinator.gate._waiting.items()

@@ -46,6 +46,7 @@ from lightning_swarm.steps import (
     BREAK_OFF,
     DONE,
     DRAIN,
+    ENLIST,
     FENCE,
     FREEZE,
     GRANT,
@@ -66,6 +67,7 @@ from lightning_swarm.steps import (
     RECORD,
     REGISTER,
     RENEW,
+    RETIRE,
     SELECT,
     SETTLE,
     TAKE_METRICS,
@@ -96,6 +98,7 @@ from lightning_swarm.types.data import EpochPlan, PlanRequest, RandomNumbers, Ta
 from lightning_swarm.types.events import Noted
 from lightning_swarm.types.joining import (
     DrainRequest,
+    EnlistRequest,
     FollowRequest,
     JoinRequest,
     ListenRequest,
@@ -112,7 +115,6 @@ from lightning_swarm.types.runs import (
     PullRequest,
     ReleaseRequest,
     RestartRequest,
-    Seats,
     Selection,
     WatchRequest,
 )
@@ -169,8 +171,14 @@ class Sample:
 
     def prepared(self, make_swarm: MakeSwarm) -> Swarm:
         """A batch of one microbatch was granted; its forward is through; then as `phase` says."""
-        target = 4 if self.method in (PLAN, TAKE_PLAN) else None
-        swarm = make_swarm("a", "b", admit=self.phase not in ("new", "admitted"), target_batch_size=target)
+        swarm = make_swarm(
+            "a",
+            "b",
+            admit=self.phase not in ("new", "admitted"),
+            target_batch_size=4 if self.method in (PLAN, TAKE_PLAN) else None,
+            open_to_trainers=self.method in (ENLIST, RETIRE),
+            trainers=f"{LEAD} a b" if self.method in (ENLIST, RETIRE) else "",
+        )
         if self.phase == "admitted":
             swarm.run(swarm.trainer.call(B, ADMIT, encode(swarm.manifest), timeout=1.0))
         if self.phase in ("new", "admitted"):
@@ -185,7 +193,7 @@ class Sample:
                     swarm.run(asyncio.wait({task}))
                 body = encode(FollowRequest(stage_index=0, version=None, hold_s=0.0))
                 swarm.run(swarm.servers[C]._transport.stream(A, FOLLOW, Message(body), timeout=1.0))
-        elif self.method in (JOIN, MEET):
+        elif self.method in (JOIN, MEET, ENLIST):
             swarm.add_server(C)
         swarm.run(swarm.steps.grant(2))
         output = swarm.run(swarm.forward(key(), rows(1)))
@@ -248,6 +256,10 @@ def closing(swarm: Swarm) -> Closing:
     )
 
 
+def enlisting(swarm: Swarm) -> EnlistRequest:
+    return EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=None)
+
+
 def averaging(swarm: Swarm, stage: int) -> AverageRequest:
     return AverageRequest(closing=closing(swarm), named=[Named(stage_index=stage, receipts=pack(COUNTED))])
 
@@ -265,6 +277,8 @@ def record(swarm: Swarm) -> Record:
         next_voters=[swarm.members[A]],
         departures=[],
         snapshot=None,
+        enlisted=[],
+        retired=[],
     )
 
 
@@ -408,6 +422,8 @@ SAMPLES = [
         caller=A,
         phase="joining",
     ),
+    Sample(CALL, ENLIST, plain(enlisting), target=A, caller=C),
+    Sample(CALL, RETIRE, plain(lambda _: Quit(reason="done")), target=A, caller=B),
     Sample(CALL, DRAIN, plain(lambda _: DrainRequest(generation=0, boot_id=101)), target=A, caller=B),
     Sample(CALL, PING, lambda _: Message()),
     Sample(CALL, HELLO, lambda _: Message()),
@@ -601,6 +617,7 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "logs",
         "first",
         "begun",
+        "epoch",
         "hyperparameters",
         "before",
         "decided",
@@ -764,8 +781,8 @@ def test_weights_of_another_shape_or_dtype_are_refused(
 @every_sample
 def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
     """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
-    # For anyone, as yet; and any server may be the next stage's.
-    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, WATCH, JOIN, WAIT_METHOD, FETCH_METHOD):
+    # For anyone, as yet: any server may be the next stage's, any trainer the next one's.
+    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, WATCH, JOIN, ENLIST, WAIT_METHOD, FETCH_METHOD):
         return
     swarm = sample.prepared(make_swarm)
     stranger = swarm.network.transport("stranger")
@@ -820,7 +837,7 @@ def test_a_run_goes_back_with_no_rosters_that_cannot_be(
     sample = next(sample for sample in SAMPLES if sample.method == RESTART)
     swarm = sample.prepared(make_swarm)
     before = swarm.state()
-    asked = restarting(swarm, seats=Seats(rosters=rosters(swarm), voters=[swarm.members[A]]))
+    asked = restarting(swarm, seats=msgspec.structs.replace(swarm.steps.run.seats, rosters=rosters(swarm)))
     with pytest.raises(ProtocolError, match=r"at least one server|is not among those"):
         sample.send(swarm, Message(encode(asked)))
     assert swarm.state() == before

@@ -49,6 +49,8 @@ def record(step: int = 0, *, clip_factor: float = 1.0, generation: int = 0) -> R
         next_voters=None,
         departures=[],
         snapshot=None,
+        enlisted=[],
+        retired=[],
     )
 
 
