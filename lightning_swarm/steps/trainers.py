@@ -274,17 +274,18 @@ class Trainers:
         self._hear(caller)
         request = decode(body, RegisterRequest)
         self._run.check_generation(request.generation)
-        step = self._books.open
-        if request.step != step.step or self._books.finishing:
-            return b""  # a step whose record is on its way does without it
         for lease in request.report.leases:
             if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
                 raise ProtocolError(
                     f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
                 )
+        step = self._books.open
         if caller == self._run.manifest.lead and request.report.position is not None:
-            for plan in request.report.plans:
+            for plan in request.report.plans:  # though the lead may have missed a record: it tells them once
                 self._books.plan(plan, self._run.position or request.report.position)
+            await self.changes.notify()
+        if request.step != step.step or self._books.finishing:
+            return b""  # a step whose record is on its way does without it
         timeout = self._limits.call_timeout
         metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
         if step is not self._books.open or self._books.finishing:

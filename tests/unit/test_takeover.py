@@ -715,3 +715,37 @@ def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> N
     assert len(batches_of(record)) == 2
     assert record.position == (0, 5)
     assert swarm.run(step(5, 6)).position == (0, 7)
+
+
+def test_a_lead_that_missed_a_record_and_the_takeover_tells_the_order_of_batches(make_swarm: MakeSwarm) -> None:
+    network = MemoryNetwork(latency_s=0.001)
+    limits = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, stage_timeout=3600.0)
+    swarm = make_swarm("a b c", "d b c", network=network, limits=limits, trainers=f"{LEAD} other", target_batch_size=4)
+    other = swarm.client(network.transport(OTHER))
+    swarm.run(swarm.steps.plan(plan(0, (2, 9)), (0, 0)))
+
+    async def ask(client: StepClient, index: int) -> Grant:
+        grant = await client.ask(client.number_batch(), 2, 1.0, (0, index))
+        assert isinstance(grant, Grant)
+        return grant
+
+    async def go() -> None:
+        for client, index in ((swarm.steps, 0), (other, 1)):
+            grant = await ask(client, index)
+            k = key(grant.first, step=grant.step)
+            await swarm.through(k, rows(index), route=[B, C], weight=grant.weight)
+            await client.done(grant.lease, [k.receipt])
+        assert await swarm.record(0) == await other.record(0)
+        network.freeze(LEAD)
+        network.kill(A)
+        await other.renew()
+        network.thaw(LEAD)
+        coordinator = other.run.coordinator
+        assert coordinator != A
+        books = swarm.servers[coordinator].admission.coordinator.books
+        assert not books.order.plans, "the lead has not answered"
+        request = RegisterRequest(generation=0, step=0, report=swarm.steps._journal.report())
+        await swarm.trainer.call(coordinator, REGISTER, encode(request), timeout=30.0)
+        assert (await ask(other, 2)).step == 1
+
+    swarm.run(go())
