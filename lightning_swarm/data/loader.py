@@ -82,7 +82,8 @@ class SharedLoader:
 
     def __len__(self) -> int:
         """Of a whole epoch's lane."""
-        return len(self.lane)
+        instead = self._instead()
+        return len(self.lane) if instead is None else len(instead)
 
     def __iter__(self) -> Iterator[Any]:
         """Read the lane."""

@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -63,6 +64,7 @@ class SharedData:
         # Made anew it would need its class's own arguments, and its user's batch sampler would be another one.
         made = copy.copy(loader)
         vars(made).update(batch_sampler=lane, _iterator=None)
+        alone = cache(alone)
         self._loader = SharedLoader(made, self._given, lambda: alone() if self._is_one_of_several else None)
         return self._loader
 
@@ -164,8 +166,11 @@ class SharedData:
     def _given(self, number: BatchNumber, num_left: int) -> None:
         """A batch is in hand: by what follows it Lightning knows its epoch's last one."""
         self.number, self._num_left = number, num_left
-        fit_loop = self._trainer.fit_loop
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
         fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
+            # A share of the epoch's batches, all of them by default: else an epoch might end without validation.
+            trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
         if fit_loop._data_fetcher is not None:
             fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
 

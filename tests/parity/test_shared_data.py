@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from typing_extensions import override
@@ -72,8 +73,8 @@ def assert_each_once(seen: Seen, num_epochs: int) -> None:
     assert len(samples) == num_epochs * NUM_SAMPLES
 
 
-def run(num_trainers: int, **options: Any) -> Seen:
-    return train(num_trainers, **{"max_steps": -1, "max_epochs": 3, **options})
+def run(num_trainers: int, make_module: Callable[[Seen], Any] = lambda seen: DigitsMLP(), **options: Any) -> Seen:
+    return train(num_trainers, make_module, **{"max_steps": -1, "max_epochs": 3, **options})
 
 
 ALONE = Weights()
@@ -106,12 +107,24 @@ def test_steps_are_the_same_whoever_brings_them(alone: Seen, num_trainers: int) 
             torch.testing.assert_close(weights.found[step][name], tensor, rtol=0.0, atol=1e-10)
 
 
-class Dying(DigitsMLP):
-    """The second trainer dies in its third batch."""
+class Validated(DigitsMLP):
+    """Notes the epochs at whose end the lead validated."""
 
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self.seen = seen
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.validated.append(self.trainer.current_epoch)
+
+
+def validation() -> DataLoader[Any]:
+    return DataLoader(digits(), 52)
+
+
+class Dying(Validated):
+    """The second trainer dies in its third batch."""
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
@@ -123,9 +136,10 @@ class Dying(DigitsMLP):
 
 @pytest.mark.parametrize("num_trainers", [2, 3])
 def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trainers: int) -> None:
-    seen = run(num_trainers, make_module=Dying, raises=False, swarm={"limits": QUICK})
+    seen = run(num_trainers, make_module=Dying, validation=validation, raises=False, swarm={"limits": QUICK})
     assert seen.killed == ["peer-1"]
     assert 0 not in seen.errors
+    assert seen.validated == [0, 1, 2], "each epoch is validated, with however few batches of the lead it ends"
     assert_same(seen, alone)
     assert_each_once(seen, 3)
 
@@ -143,7 +157,8 @@ def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_p
     options = {"enable_checkpointing": True, "max_steps": 6}
     begun = run(before, callbacks=lambda rank: [saving] if rank == 0 else [], **options)
     path = tmp_path / "step=6.ckpt"
-    seen = run(after, ckpt_path=path)
+    seen = run(after, Validated, validation=validation, ckpt_path=path)
+    assert seen.validated == [1, 2]
     assert len(begun.steps) == 6
     begun.steps += seen.steps
     begun.batches |= {place: one for place, one in seen.batches.items() if place[0] >= 6}
@@ -221,6 +236,27 @@ def test_an_epoch_is_limited_for_all_together(limit: float, number: int) -> None
     seen = run(2, limit_train_batches=limit, max_epochs=2)
     assert len([place for places in seen.steps for place in places]) == 2 * number
     assert len(set(counted(seen)[: 4 * number])) == 4 * number
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_of_several_loaders_each_has_its_own_length(num_trainers: int) -> None:
+    """They are not shared, though each could be."""
+    read: list[int] = []
+
+    class Both(DigitsMLP):
+        @override
+        def training_step(self, batch: list[list[Tensor]], batch_idx: int) -> Any:
+            *tensors, numbers = batch[0]
+            read.extend(numbers.tolist())
+            return super().training_step(tensors, batch_idx)
+
+    def data() -> Any:
+        other: Any = torch.arange(NUM_SAMPLES)
+        return CombinedLoader([DataLoader(numbered(digits()), 4), DataLoader(other, 13)], "max_size_cycle")
+
+    run(num_trainers, lambda seen: Both(), data=data, max_epochs=1, swarm={"target_batch_size": 4})
+    assert sorted(read) == list(range(NUM_SAMPLES))
 
 
 def test_a_sampler_that_gives_others_something_else_is_named() -> None:
