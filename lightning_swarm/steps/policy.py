@@ -296,6 +296,15 @@ class OpenStep:
         self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
         return {batch.first: batch.trainer for batch in struck.values()}
 
+    def strike_others(self) -> None:
+        """Batches of the step after this one are here because one was dropped. If nobody says so any more, they go.
+
+        They are in the window of the next step, and would count twice.
+        """
+        if self.window is not None and self.window.whole:
+            own = set(self.window.numbers)
+            self.strike([one.first for one in self._batches.values() if one.batch not in own])
+
     def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
         """Whether the step would still grant nothing if these were struck.
 

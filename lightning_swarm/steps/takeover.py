@@ -133,6 +133,7 @@ def rebuild(
         for trainer, lease in sorted(everything, key=lambda item: item[1].grant.first):
             if lease.grant.step == step.step:
                 step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+        step.strike_others()
         step.take_over(first_lease(run.term))
         if not complete:
             step.skip_to(number << 32)

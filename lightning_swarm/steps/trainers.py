@@ -294,6 +294,7 @@ class Trainers:
             if lease.grant.step == step.step:
                 step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
                 self._watch.watch(caller)
+        step.strike_others()
         closed = dict(request.report.closed)
         if step.step in closed and caller == self._run.manifest.lead:
             self._close(step, closed[step.step])

@@ -336,3 +336,24 @@ def test_a_new_coordinator_asks_the_lead_for_the_order(make_swarm: MakeSwarm) ->
     assert alone.open.window is None, "it waits for the lead to register"
     alone.plan(plan(0, (2, 4)), (0, 0))
     assert alone.open.free == [(0, 0), (0, 2)], "whatever the lead had: of two leases of a batch one counts"
+
+
+def test_a_batch_in_the_place_of_one_that_was_dropped_does_not_count_twice(make_swarm: MakeSwarm) -> None:
+    """Who dropped it is gone when another peer comes to coordinate."""
+    from lightning_swarm.steps.takeover import rebuild
+
+    swarm, other = planned(make_swarm)
+    swarm.run(bring(swarm, swarm.steps, (0, 0)))
+    dropped = swarm.run(other.ask(1, 2, 1.0, (0, 1)))
+    assert isinstance(dropped, Grant)
+    swarm.run(other.done(dropped.lease, [], withdrawn=True, dropped=True))
+    swarm.run(bring(swarm, swarm.steps, (0, 2), 2))
+    report = swarm.steps._journal.report()
+    assert [lease.grant.batch for lease in report.leases] == [(0, 0), (0, 2)]
+    step = rebuild(swarm.steps.run, {LEAD: report}, {}, complete=False).open
+    assert step.window is not None
+    assert (step.window.numbers, step.window.end) == ([(0, 0), (0, 1)], (0, 2))
+    assert step.free == [(0, 1)]
+    assert step.batches_through == {(0, 0)}, "the next step takes the other one"
+    heard = rebuild(swarm.steps.run, {LEAD: report, OTHER: other._journal.report()}, {}, complete=True).open
+    assert heard.batches_through == {(0, 0), (0, 2)}
