@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,14 @@ class WatchedStrategy(SwarmStrategy):
         self.out = out
 
     @override
-    def serve(self, trainer: L.Trainer, datamodule: L.LightningDataModule | None) -> None:
+    def serve(
+        self, trainer: L.Trainer, datamodule: L.LightningDataModule | None, handed: Mapping[str, Any] | None = None
+    ) -> str | None:
         peer = self.peer
         assert peer is not None
-        super().serve(trainer, datamodule)
+        path = super().serve(trainer, datamodule, handed)
         self.write_traffic(peer)
+        return path
 
     @override
     def leave(self) -> None:
