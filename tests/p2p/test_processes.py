@@ -80,8 +80,9 @@ def test_curve_equals_the_plain_trainers(
         assert joiner.survivors() == []
         assert [path.name for path in (tmp_path / "joiner").iterdir()] == ["traffic-0.json"], "it trained nothing"
         newcomer = json.loads((tmp_path / "joiner" / "traffic-0.json").read_text())["peer_id"]
-        assert [len(stage) for stage in seen["stages"]] == [2, 1, 1, 1]
-        assert newcomer in seen["stages"][0]
+        # Which one, measured rates decide.
+        assert sorted(len(stage) for stage in seen["stages"]) == [1, 1, 1, 2]
+        assert newcomer in max(seen["stages"], key=len)
     assert run.wait() == 0, "".join(run.output)
     assert run.survivors() == []
     result = json.loads((tmp_path / "result.json").read_text())

@@ -342,7 +342,10 @@ def test_a_batch_that_was_through_runs_again_if_it_is_lost(method: str, target_b
     def fault(seen: Seen) -> None:
         lose_what_is_through(seen, method, PeerId("peer-2"))
 
-    seen, lead = run("before forward", fault, num_records=2, target_batch_size=target_batch_size)
+    for _ in range(3):  # whether the victim has to wait with something through is up to the threads
+        seen, lead = run("before forward", fault, num_records=2, target_batch_size=target_batch_size)
+        if hasattr(seen, "said"):
+            break
     assert seen.said  # type: ignore[attr-defined]
     assert set(seen.errors) == {2}
     numbers = [seen.numbers[place] for place, (rank, _) in seen.batches.items() if rank == RANK]
