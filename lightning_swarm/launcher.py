@@ -119,11 +119,10 @@ class SwarmLauncher(_Launcher):
         if self.local_rank:
             self._follow(lambda: self._start_peers(trainer), trainer, function, args, kwargs)
         if self._start_peers(trainer):
-            call = inspect.signature(function).bind(*args, **kwargs)
-            if call.arguments.get("ckpt_path") is not None:
+            if handed.get("ckpt_path") is not None:
                 _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
-                call.arguments["ckpt_path"] = None
-            self._follow(lambda: None, trainer, function, call.args, call.kwargs)
+                args, kwargs = on_from(None, function, args, kwargs)
+            self._follow(lambda: None, trainer, function, args, kwargs)
         # Whatever happens in it, Lightning tears the strategy down.
         return run_through(self._strategy, trainer, function, args, kwargs)
 
@@ -353,9 +352,9 @@ def lead_on(
 
 
 def on_from(
-    path: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    path: str | None, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """What to call a Trainer's function with, so that it goes on from a checkpoint."""
+    """What to call a Trainer's function with, so that it goes on from a checkpoint; None: from none."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.arguments["ckpt_path"] = path
     return call.args, call.kwargs

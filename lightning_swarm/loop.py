@@ -206,7 +206,7 @@ class SwarmOptimization:
         step = self._session.open_step
         last = self._is_last_batch()
         close = self._must_close(last, batch.num_samples)
-        alone = self._session.is_alone and not self._data.shares
+        alone = not (self._session.is_shared or self._data.shares)
         ends = alone and self._ends_step(close=close or self._fills(batch.num_samples), last=last)
         ahead = self._ahead(batch, ends=ends) if alone else None
         finish = partial(self._session.finish_batch, logs, metrics, close=close, window=self._window, ahead=ahead)

@@ -205,14 +205,5 @@ _LEAVES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "seconds": _seconds,
     "awaited": lambda name: Awaited(None if name is None else _text(name)),
 }
-_FROM_SEQUENCE: Final[Mapping[str, Callable[[list[Any]], Any]]] = {
-    "list": list,
-    "tuple": tuple,
-    "set": set,
-    "size": torch.Size,
-}
-_FROM_DICT: Final[Mapping[str, Callable[[dict[Any, Any]], Any]]] = {
-    "dict": dict,
-    "ordered": OrderedDict,
-    "counter": Counter,
-}
+_FROM_SEQUENCE: Final[Mapping[str, Callable[[list[Any]], Any]]] = {tag: kind for kind, tag in _SEQUENCES.items()}
+_FROM_DICT: Final[Mapping[str, Callable[[dict[Any, Any]], Any]]] = {tag: kind for kind, tag in _DICTS.items()}

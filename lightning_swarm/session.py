@@ -95,11 +95,6 @@ class Session:
         return self.run.manifest.delay_optimizer_step
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other trainer has batches in this run, nor ever will."""
-        return not self.is_shared
-
-    @property
     def open_step(self) -> int:
         """The step of the next batch, as far as this trainer knows. Where steps are delayed, records are one behind."""
         return self._steps.open
@@ -166,7 +161,7 @@ class Session:
         if self.around is not None:
             self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
         self.pipeline.batch = BatchInHand(grant)
-        if self.is_alone and self._steps.open > self._steps.version:  # who has a place need not train yet
+        if not self.is_shared and self._steps.open > self._steps.version:  # who has a place need not train yet
             self.pipeline.batch.begin = partial(self._steps.begin, grant)
         return grant
 

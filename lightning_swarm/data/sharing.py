@@ -230,23 +230,24 @@ class SharedData:
         assert self._origin is not None
         random = random_numbers.take(random_numbers.own_generators(self._origin))
         listing = self._listings[epoch] = self._list(epoch)
-        max_epochs = self._trainer.fit_loop.max_epochs
         return EpochPlan(
             epoch=epoch,
             begin=self._begin_of(epoch, len(listing)),
             sizes=listing.sizes,
             digest=listing.digest,
             random=random,
-            last=max_epochs not in (None, -1) and epoch + 1 >= max_epochs,
+            last=self._is_last(epoch),
         )
 
     def _again(self, epoch: int) -> EpochPlan:
         """As it was drawn before the checkpoint."""
         plan = self._restored[epoch]
         self._take(plan, "those that were listed before the checkpoint was written")
+        return replaced(plan, begin=self._begin_of(epoch, plan.num_batches), last=self._is_last(epoch))
+
+    def _is_last(self, epoch: int) -> bool:
         max_epochs = self._trainer.fit_loop.max_epochs
-        last = max_epochs not in (None, -1) and epoch + 1 >= max_epochs
-        return replaced(plan, begin=self._begin_of(epoch, plan.num_batches), last=last)
+        return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
 
     def _begin_of(self, epoch: int, num_batches: int) -> int:
         assert self._start is not None

@@ -103,8 +103,8 @@ def unpack(value: Any, trainer: Trainer) -> LoopState:
         ProtocolError: It is no loop's state.
     """
     try:
-        came = _Travelling(**value)
-    except TypeError as error:
+        came = msgspec.convert(value, _Travelling)
+    except msgspec.ValidationError as error:
         raise ProtocolError(f"the state of a loop has other fields: {error}") from error
     return LoopState(
         checkpoint=came.checkpoint,

@@ -135,7 +135,7 @@ class WayBack:
     def _keep_elsewhere(self, peer: Peer, session: Session, states: LoopStates, orders: Orders) -> None:
         """Have others keep what the lead's loop is at. Not of several trainers: each has a state of its own."""
         between = states.find(session.version)
-        if session.is_lead and session.is_alone and between is not None and session.version in orders.versions:
+        if session.is_lead and not session.is_shared and between is not None and session.version in orders.versions:
             peer.keep_loop(session.version, partial(inheritance.pack, between.state, self._left_out))
 
     def _arrive(self, trainer: Trainer, loop: Loop, states: LoopStates) -> None:

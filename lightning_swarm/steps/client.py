@@ -144,7 +144,6 @@ class StepClient:
         alone_s: float | None = None,
         first_number: int = 1,
     ) -> None:
-        self._peer_id = transport.peer_id
         self._coordinator = CoordinatorCalls(
             transport,
             run,
@@ -547,7 +546,7 @@ class StepClient:
                 if not self.run.manifest.open_to_trainers:
                     raise
                 generation = self.run.manifest.generation
-                await enlisting.enlist(self._coordinator, self._peer_id, generation=generation)
+                await enlisting.enlist(self._coordinator, self.own, generation=generation)
 
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         """A new coordinator asks for this trainer's part of its books."""

@@ -62,28 +62,29 @@ class Order:
         """
         epoch, index = number
         plan = self._plans.get(epoch)
-        if plan is None or index >= plan.num_batches:
+        if plan is None or not self.there(number):
             raise ProtocolError(f"there is no batch {index} in epoch {epoch}, as far as its order is known")
         return plan.sizes[bisect_right(self._ends[epoch], index)][0]
 
     def settled(self, number: BatchNumber) -> BatchNumber:
         """The same place; the end of an epoch is the beginning of the next one, if that is known."""
         epoch, index = number
-        plan = self._plans.get(epoch)
-        while plan is not None and index >= plan.num_batches and epoch + 1 in self._plans:
+        while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
             epoch, index = epoch + 1, 0
-            plan = self._plans[epoch]
         return epoch, index
 
     def there(self, number: BatchNumber) -> bool:
         """Whether a batch is known."""
-        plan = self._plans.get(number[0])
-        return plan is not None and number[1] < plan.num_batches
+        return number[0] in self._plans and not self._is_beyond(number)
 
     def ends_at(self, number: BatchNumber) -> bool:
         """Whether no batch follows that place, ever."""
-        plan = self._plans.get(number[0])
-        return plan is not None and plan.last and number[1] >= plan.num_batches
+        return self._is_beyond(number) and self._plans[number[0]].last
+
+    def _is_beyond(self, number: BatchNumber) -> bool:
+        """Whether an epoch that is known has ended there."""
+        ends = self._ends.get(number[0])
+        return ends is not None and number[1] >= (ends[-1] if ends else 0)
 
 
 @dataclass
