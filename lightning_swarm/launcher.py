@@ -353,7 +353,7 @@ def lead_on(
 
 def on_from(
     path: str | None, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call a Trainer's function with, so that it goes on from a checkpoint; None: from none."""
     call = inspect.signature(function).bind(*args, **kwargs)
     call.arguments["ckpt_path"] = path

@@ -186,6 +186,7 @@ class SwarmHooks(ResumingHooks):
         self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._looping = False  # in the training loop, not where it makes its loaders
+        self._trains = False  # from a fit's setup to the end of its loop
         self._home: Home | None = None
         self._data: SharedData | None = None
         self._writes_files = False  # nobody brought a `CheckpointIO`
@@ -292,8 +293,6 @@ class SwarmHooks(ResumingHooks):
     def process_dataloader(self, dataloader: object) -> object:
         module = self.lightning_module
         assert module is not None
-        if module.trainer.training:
-            self._way_back.loader_made()
         if not module.trainer.training:
             return dataloader
 
@@ -302,9 +301,13 @@ class SwarmHooks(ResumingHooks):
                 return dataloader
             return following.share(module.trainer, dataloader, num_trainers=self.num_trainers)
 
+        made: object
         if self._shares_data and can_share(dataloader, module.trainer):
-            return self._data_of(module.trainer).share(dataloader, alone)
-        return alone()
+            made = self._data_of(module.trainer).share(dataloader, alone)
+        else:
+            made = alone()
+        self._way_back.loader_made(made)
+        return made
 
     @property
     def _shares_data(self) -> bool:
@@ -457,6 +460,7 @@ class SwarmHooks(ResumingHooks):
                 trainer, self._session, self.config.target_batch_size, max_metric_bytes=most, data=data
             )
             self._loop.take_over()
+            self._trains = True
             assert self.peer is not None
             interval_s = self.config.limits.snapshot_interval
             self._way_back.watch(trainer, self.peer, self._session, self._loop, snapshot_interval=interval_s)
@@ -609,11 +613,9 @@ class SwarmHooks(ResumingHooks):
 
     @override
     def on_train_end(self) -> None:
+        self._trains = False
         if not self.is_global_zero:
-            assert self.peer is not None
-            self._retire("its loop has come to its end")
-            if self._comes_to is None or self.config.role == "both":
-                self.peer.wait_until_dismissed()  # whose own data has come to its end goes on serving
+            self._serve_on()
             return
         if self._loop is not None:
             self._loop.finish()
@@ -626,6 +628,13 @@ class SwarmHooks(ResumingHooks):
                 self._loop.pending_samples,
             )
 
+    def _serve_on(self) -> None:
+        """Beside the lead: this trainer's own loop has come to its end."""
+        assert self.peer is not None
+        self._retire("its loop has come to its end")
+        if self._comes_to is None or self.config.role == "both":
+            self.peer.wait_until_dismissed()
+
     def _retire(self, reason: str) -> None:
         """Where this process came to a run under way: the others go on without it."""
         if self._comes_to is not None and self._session is not None:
@@ -635,6 +644,7 @@ class SwarmHooks(ResumingHooks):
     @override
     def on_exception(self, exception: BaseException) -> None:
         """An interrupted run leaves what it learned in the module, as on one machine, if the swarm can still say it."""
+        self._trains = False
         try:
             self._close_files()
         except Exception as error:  # noqa: BLE001 - Lightning would not tear down; the run has ended for another reason
@@ -692,6 +702,8 @@ class SwarmHooks(ResumingHooks):
     def teardown(self) -> None:
         try:
             try:
+                if self._trains and not self.is_global_zero:  # Lightning found nothing left to do in a checkpoint
+                    self._serve_on()
                 with staying_on_meta():
                     super().teardown()
             finally:

@@ -7,6 +7,7 @@ of the epoch ahead, with the workers that its DataLoader has (`loader.py`); who 
 """
 
 from lightning_swarm.data.loader import SharedLoader as SharedLoader
+from lightning_swarm.data.random_numbers import own_generators as own_generators
 from lightning_swarm.data.sharing import STATE as STATE
 from lightning_swarm.data.sharing import SharedData as SharedData
 from lightning_swarm.data.sharing import at_position as at_position

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.types.data import RandomNumbers
 
 
-def own_generators(loader: DataLoader[object]) -> list[torch.Generator]:
-    """Of a loader and its samplers, each once."""
+def own_generators(loader: Any) -> list[torch.Generator]:
+    """Of a DataLoader, or what takes its place, and its samplers: each once."""
     samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     found = [getattr(one, "generator", None) for one in (loader, *samplers)]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
@@ -43,11 +43,6 @@ def restore(numbers: RandomNumbers, own: Sequence[torch.Generator]) -> None:
     Raises:
         ProtocolError: It is not where generators of this machine can be.
     """
-    if len(numbers.own) != len(own):
-        raise ProtocolError(
-            f"the samplers here draw from {len(own)} generators of their own, those of the lead from "
-            f"{len(numbers.own)}. Give all trainers the same loaders and samplers."
-        )
     try:
         torch.set_rng_state(_as_tensor(numbers.torch))
         python = np.frombuffer(numbers.python, dtype="<u4").tolist()

@@ -9,20 +9,23 @@ from __future__ import annotations
 import logging
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
-from lightning_swarm.data import STATE
+from lightning_swarm.data import STATE, SharedLoader, own_generators
+from lightning_swarm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 RandomState = dict[str, Any]
 
+_WITH_SAMPLERS: Final = (DataLoader, SharedLoader)
 _READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # `training_step(self, dataloader_iter)`
 
 
@@ -70,6 +73,7 @@ class DataPlace:
         self._on_arrival = on_arrival
         self._first_made = made
         self._is_first = True  # of this object's epochs
+        self._generators: Sequence[torch.Generator] = ()  # of the loop's own loaders, unless they know their place
         self._made = self._first = random_state()
         self._num_before = 0  # batches of the epoch that this iterator did not give
         self._begin = self._loop.on_run_start
@@ -87,9 +91,12 @@ class DataPlace:
     @property
     def here(self) -> Place:
         """Between two batches."""
-        knows = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
-        num_batches = None if knows else self._loop.batch_progress.current.ready - self._num_before
-        return Place(made=self._made, first=self._first, now=random_state(), num_batches=num_batches)
+        num_batches = None if self._knows() else self._loop.batch_progress.current.ready - self._num_before
+        return Place(made=self._made, first=self._first, now=random_state(self._generators), num_batches=num_batches)
+
+    def _knows(self) -> bool:
+        """Whether the loaders know their place themselves."""
+        return bool({"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys())
 
     def _quietly_reset(self) -> None:
         if self._go_on is None:
@@ -103,14 +110,18 @@ class DataPlace:
     def _begun(self, data_fetcher: Any) -> None:
         """An epoch begins, or goes on."""
         place, self._go_on = self._go_on, None
+        combined = self._loop.trainer.fit_loop._combined_loader
+        assert combined is not None
+        self._generators = () if self._knows() else generators_of(combined.flattened)
+        first_made = self._first_made()
         if place is not None:
             self._is_first = False
             self._return_to(place, data_fetcher)
             return
-        iterator, made = data_fetcher.iterator, random_state()
+        iterator, made = data_fetcher.iterator, random_state(self._generators)
         self._begin(data_fetcher)
-        self._made = self._first_made() or made if data_fetcher.iterator is iterator else made
-        self._first = random_state()
+        self._made = first_made or made if data_fetcher.iterator is iterator else made
+        self._first = random_state(self._generators)
         self._num_before = self._loop.batch_progress.current.ready
         if self._is_first:
             self._on_batch()
@@ -123,9 +134,9 @@ class DataPlace:
         if place.num_batches is None or type(data_fetcher).__name__ == _READS_ITSELF:
             self._begin(data_fetcher)
         else:
-            set_random_state(place.made)
+            set_random_state(place.made, self._generators)
             iter(data_fetcher)
-            set_random_state(place.first)
+            set_random_state(place.first, self._generators)
             for _ in range(place.num_batches):
                 next(data_fetcher)
             fetched, done = data_fetcher.fetched, data_fetcher.done
@@ -137,7 +148,7 @@ class DataPlace:
         self._loop.restarting = False
         self._loop.trainer.fit_loop._restarting = False
         self._on_arrival()
-        set_random_state(place.now)
+        set_random_state(place.now, self._generators)
 
     def _batch_ended(self, data_fetcher: Any) -> None:
         self._end_batch(data_fetcher)
@@ -166,20 +177,37 @@ def take_back_batches(checkpoint: Mapping[str, Any], number: int) -> None:
     progress["is_last_batch"] = False
 
 
-def random_state() -> RandomState:
-    """Of all generators that user code draws from unless told otherwise."""
+def generators_of(loaders: Iterable[object]) -> list[torch.Generator]:
+    """That loaders and their samplers were given, instead of the process's."""
+    return [one for loader in loaders if isinstance(loader, _WITH_SAMPLERS) for one in own_generators(loader)]
+
+
+def random_state(generators: Iterable[torch.Generator] = ()) -> RandomState:
+    """Of all generators that user code draws from unless told otherwise, and of some others."""
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002 - what users draw from
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "own": [one.get_state() for one in generators],
     }
 
 
-def set_random_state(state: RandomState) -> None:
-    """Have them go on as they were."""
+def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) -> None:
+    """Have them go on as they were.
+
+    Raises:
+        ConfigError: There were more of the others then, or fewer.
+    """
+    if len(state["own"]) != len(generators):
+        raise ConfigError(
+            f"the training loaders drew from {len(state['own'])} generators of their own where this loop goes on, and "
+            f"have {len(generators)} here. Give every peer that may take the run over the same loaders and samplers."
+        )
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002 - what users draw from
     for device, one in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):  # it may be another machine
         torch.cuda.set_rng_state(one, device)
+    for generator, one in zip(generators, state["own"], strict=True):
+        generator.set_state(one)

@@ -23,7 +23,7 @@ from lightning_swarm.errors import Replaced, StageLost, SwarmError, TrainerFaile
 from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back import inheritance
 from lightning_swarm.going_back.orders import Orders
-from lightning_swarm.going_back.place import DataPlace, RandomState, random_state
+from lightning_swarm.going_back.place import DataPlace, RandomState, generators_of, random_state
 from lightning_swarm.going_back.states import Between, Counts, LoopStates, restore_metrics
 from lightning_swarm.metrics import Pending
 from lightning_swarm.session import News, Session
@@ -90,6 +90,7 @@ class WayBack:
         self._goal: Goal | None = None
         self._arrived = True
         self._place: DataPlace | None = None
+        self._loaders: list[object] = []  # of the training loop, whose iterators are still to be made
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []
@@ -130,7 +131,7 @@ class WayBack:
             self._arrive(trainer, loop, states)
 
         goes_on = None if self._arrived or self._goal is None else self._goal.between.state.place
-        place = self._place = DataPlace(trainer, goes_on, between, arrived, made=lambda: self._made)
+        place = self._place = DataPlace(trainer, goes_on, between, arrived, made=self._take_made)
 
     def _keep_elsewhere(self, peer: Peer, session: Session, states: LoopStates, orders: Orders) -> None:
         """Have others keep what the lead's loop is at. Not of several trainers: each has a state of its own."""
@@ -154,9 +155,16 @@ class WayBack:
             self.states.clear()
             self._orders.clear()
 
-    def loader_made(self) -> None:
-        """Lightning makes the iterator of a training loader next."""
-        self._made = random_state()
+    def loader_made(self, loader: object) -> None:
+        """Lightning makes the iterators of the training loaders when it has them all."""
+        self._loaders.append(loader)
+        self._made = random_state(generators_of(self._loaders))
+
+    def _take_made(self) -> RandomState | None:
+        """Of loaders made since the last time."""
+        self._loaders = []
+        made, self._made = self._made, None
+        return made
 
     def load(self, path: object) -> dict[str, Any] | None:
         """The goal's checkpoint, if it is asked for."""

@@ -310,6 +310,31 @@ def test_random_numbers_are_drawn_again_and_averages_of_the_epoch_hold_each_batc
         assert last[epoch] == pytest.approx(values, rel=1e-12)
 
 
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_what_loaders_draw_from_generators_of_their_own_is_drawn_again(num_loaders: int) -> None:
+    """In a later epoch than the first, too."""
+
+    def data() -> Any:
+        generators = [torch.Generator().manual_seed(number) for number in range(num_loaders)]
+        loaders = [loader(digits(), shuffle=True, generator=one) for one in generators]
+        return loaders if num_loaders > 1 else loaders[0]
+
+    class Reading(Random):
+        """Reads one batch of several."""
+
+        @override
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch[-1] if num_loaders > 1 else batch, batch_idx)
+
+    for at in (3, 9):
+        losses = []
+        for killing in (Killing([], []), Killing([at], [[1]])):
+            fit = Fit(killing, Reading, data=data(), max_steps=12)
+            assert len(fit.went_back_to()) == killing.num_killed
+            losses.append(killing.losses)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
 class Validated(L.Callback):
     """Notes after which steps it was validated."""
 
