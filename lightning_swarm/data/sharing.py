@@ -168,9 +168,10 @@ class SharedData:
         self.number, self._num_left = number, num_left
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
-        if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch is not None:
-            # A share of the epoch's batches, all of them by default: else an epoch might end without validation.
-            trainer.val_check_batch = max(1, int(fit_loop.max_batches * trainer.val_check_interval))
+        if trainer.val_check_batch is not None and trainer.check_val_every_n_epoch is not None:
+            # At the end of the epoch at the latest, however few of its batches are left to this trainer.
+            wanted, most = trainer.val_check_interval, fit_loop.max_batches
+            trainer.val_check_batch = max(1, int(most * wanted) if isinstance(wanted, float) else min(wanted, most))
         if fit_loop._data_fetcher is not None:
             fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
 
@@ -268,15 +269,20 @@ class SharedData:
             ConfigError: It comes to something else here.
         """
         assert self._origin is not None
-        with random_numbers.drawing_from(plan.random, random_numbers.own_generators(self._origin)):
-            listing = self._list(plan.epoch)
-        if (listing.digest, listing.sizes) != (plan.digest, plan.sizes):
+        own = random_numbers.own_generators(self._origin)
+        listing = None
+        if len(own) == len(plan.random.own):
+            with random_numbers.drawing_from(plan.random, own):
+                listing = self._list(plan.epoch)
+        if listing is None or (listing.digest, listing.sizes) != (plan.digest, plan.sizes):
             sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
+            what = f"{len(own)} generators" if listing is None else f"{len(listing)} batches"
+            theirs = len(plan.random.own) if listing is None else plan.num_batches
             raise ConfigError(
                 "trainers bring the batches of one order, which each lists with the same random numbers: the "
-                f"{len(listing)} batches of {type(sampler).__name__} in epoch {plan.epoch} are not {others}, of which "
-                f"there are {plan.num_batches}. Use the same dataset, batch size and sampler, and let the sampler draw "
-                "from the generators of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
+                f"{what} of {type(sampler).__name__} in epoch {plan.epoch} are not {others}, of which there are "
+                f"{theirs}. Use the same dataset, batch size and sampler, and let the sampler draw from the generators "
+                "of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
             )
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
         self._forget()

@@ -39,6 +39,8 @@ from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 # Cold starts in this file: 1, the process that all peers are forked from.
 
 NUM_SERVERS = 6
+TIMES = int(os.environ.get("SWARM_TIMES", "0"))
+"""How often each hand takes a server away, where it is to be more often than by default."""
 MOST_S = 600.0
 
 
@@ -256,10 +258,10 @@ def terminate(hand: Hand, server: Server) -> bool:
 @pytest.mark.parametrize(
     ("take", "times"),
     [
-        pytest.param(kill, 15, id="kill -9"),
+        pytest.param(kill, TIMES or 8, id="kill -9"),
         # Each takes `silence_timeout` at the least.
-        pytest.param(freeze, int(os.environ.get("SWARM_FREEZES", "4")), id="SIGSTOP and SIGCONT"),
-        pytest.param(terminate, 15, id="SIGTERM"),
+        pytest.param(freeze, TIMES or 3, id="SIGSTOP and SIGCONT"),
+        pytest.param(terminate, TIMES or 8, id="SIGTERM"),
     ],
 )
 def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(

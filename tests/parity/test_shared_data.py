@@ -169,6 +169,27 @@ def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_p
 
 
 @ANOTHER_CALLBACK
+def test_a_checkpoint_of_another_order_is_named(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    run(1, callbacks=lambda rank: [saving], enable_checkpointing=True, max_steps=2)
+    for data, found in (
+        (lambda: DataLoader(numbered(digits()), 4), "the 0 generators of SequentialSampler"),
+        (lambda: DataLoader(shuffled(digits()).dataset, 5, sampler=shuffled(digits()).sampler), "the 11 batches of"),
+    ):
+        with pytest.raises(ConfigError, match=f"{found}.* before the checkpoint was written"):
+            run(1, data=data, ckpt_path=tmp_path / "step=2.ckpt")
+
+
+@ANOTHER_CALLBACK
+@pytest.mark.parametrize("num_trainers", [1, 2])
+def test_a_run_whose_epochs_are_through_ends_at_once(num_trainers: int, tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "last", every_n_epochs=1)
+    run(num_trainers, callbacks=lambda rank: [saving] if rank == 0 else [], enable_checkpointing=True, max_epochs=1)
+    seen = run(num_trainers, ckpt_path=tmp_path / "last.ckpt", max_epochs=1)
+    assert not seen.records
+
+
+@ANOTHER_CALLBACK
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
 def test_such_a_file_loads_in_a_plain_trainer(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)

@@ -11,6 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, Unreachable
@@ -120,6 +121,23 @@ def test_the_lead_alone_validates_and_saves(tmp_path: Any) -> None:
     seen, _ = come(callbacks=callbacks, enable_checkpointing=True)
     assert_exact(seen, DigitsMLP, digits(), num_trainers=2)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def test_an_epoch_is_validated_however_few_of_its_batches_the_lead_is_left_with() -> None:
+    """Of 13 batches 10 are between two validations; of an epoch with another trainer the lead has 7."""
+
+    class Validated(DigitsMLP):
+        def __init__(self, seen: Seen) -> None:
+            super().__init__()
+            self.seen = seen
+
+        @override
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.seen.validated.append(self.trainer.current_epoch)
+
+    seen, _ = come(Validated, validation=lambda: DataLoader(digits(), 52), val_check_interval=10)
+    assert {number[1] for number in seen.numbers.values() if number[0] == 1} < set(range(8))
+    assert seen.validated == [0, 1]
 
 
 def test_one_that_dies_in_its_first_step_is_not_waited_for() -> None:
