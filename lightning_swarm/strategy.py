@@ -702,7 +702,7 @@ class SwarmHooks(ResumingHooks):
     def teardown(self) -> None:
         try:
             try:
-                if self._trains and not self.is_global_zero:  # Lightning found nothing left to do in a checkpoint
+                if self._trains and not (self._goes_back or self.is_global_zero):  # a checkpoint left it nothing to do
                     self._serve_on()
                 with staying_on_meta():
                     super().teardown()

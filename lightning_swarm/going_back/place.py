@@ -73,7 +73,7 @@ class DataPlace:
         self._on_arrival = on_arrival
         self._first_made = made
         self._is_first = True  # of this object's epochs
-        self._generators: Sequence[torch.Generator] = ()  # of the loop's own loaders, unless they know their place
+        self._generators: Sequence[torch.Generator] = ()  # that the loop's loaders were given
         self._made = self._first = random_state()
         self._num_before = 0  # batches of the epoch that this iterator did not give
         self._begin = self._loop.on_run_start
@@ -91,12 +91,10 @@ class DataPlace:
     @property
     def here(self) -> Place:
         """Between two batches."""
-        num_batches = None if self._knows() else self._loop.batch_progress.current.ready - self._num_before
-        return Place(made=self._made, first=self._first, now=random_state(self._generators), num_batches=num_batches)
-
-    def _knows(self) -> bool:
-        """Whether the loaders know their place themselves."""
-        return bool({"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys())
+        knows = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
+        num_batches = None if knows else self._loop.batch_progress.current.ready - self._num_before
+        now = random_state(() if knows else self._generators)
+        return Place(made=self._made, first=self._first, now=now, num_batches=num_batches)
 
     def _quietly_reset(self) -> None:
         if self._go_on is None:
@@ -112,7 +110,7 @@ class DataPlace:
         place, self._go_on = self._go_on, None
         combined = self._loop.trainer.fit_loop._combined_loader
         assert combined is not None
-        self._generators = () if self._knows() else generators_of(combined.flattened)
+        self._generators = generators_of(combined.flattened)
         first_made = self._first_made()
         if place is not None:
             self._is_first = False
@@ -148,7 +146,7 @@ class DataPlace:
         self._loop.restarting = False
         self._loop.trainer.fit_loop._restarting = False
         self._on_arrival()
-        set_random_state(place.now, self._generators)
+        set_random_state(place.now, () if place.num_batches is None else self._generators)
 
     def _batch_ended(self, data_fetcher: Any) -> None:
         self._end_batch(data_fetcher)
