@@ -98,6 +98,7 @@ class Peer:
             connect=lambda: membership.connect_all(self._directory, self.transport, self._config.run_id),
         )
         self._beside: survivors.Beside | None = None  # another trainer leads
+        self._could_lead = False  # in its place
         self._announced = False  # its server, so that it may be found
         self._closed = False
 
@@ -137,8 +138,9 @@ class Peer:
         )
 
     async def _start_server(self, model: Model) -> None:
-        if self.server is not None:  # the run went back, and this peer begins another one
-            self.server.serve_with(model)
+        if self.server is not None:  # the run went back, and this peer begins another one, or comes to it
+            if not self.server.admission.has_run:
+                self.server.serve_with(model)
             return
         self.server = Server(
             self.transport,
@@ -152,6 +154,8 @@ class Peer:
             announce=partial(membership.announce_run, self._directory, self._config.run_id),
             hosts={address.peer_id for address in self._config.initial_peers},
         )
+        target = self._config.target_batch_size
+        self.server.snapshots.loops.fits = lambda manifest: manifest.target_batch_size == target
         await self.server.start()
         self._stay = Stay(
             self.transport,
@@ -217,7 +221,13 @@ class Peer:
             entering.check(view, self._config)
         return view
 
-    def train_in(self, seen: RunView, model: Model, server: Model | None, device: torch.device) -> tuple[Session, int]:
+    def find_run_again(self) -> RunView | None:
+        """The run that has gone back without this peer, which trains in it; None: nobody shows it."""
+        return self.runtime.run(entering.find_run(self._directory, self.transport, self._config))
+
+    def train_in(
+        self, seen: RunView, model: Model, server: Model | None, device: torch.device, *, inherits: bool
+    ) -> tuple[Session, int]:
         """Open a trainer's session in a run under way, from one of its next steps on.
 
         Args:
@@ -225,6 +235,7 @@ class Peer:
             model: This peer's copy.
             server: What its server computes with, which joins a stage meanwhile; None: it holds none.
             device: Where the trainer's tensors live.
+            inherits: It leads the run when its lead is gone.
 
         Returns:
             The session, and the epoch of the lead's loop.
@@ -234,14 +245,15 @@ class Peer:
             RunOver: It ended before it let this one in.
         """
         model.check(seen.manifest)
+        self._could_lead = inherits
         if server is not None:
-            self.serve(server, trains=True)
+            self.serve(server, trains=True, inherits=inherits)
         else:
             self.runtime.run(self._start_server(model))  # unannounced: it hears of the run's end, and holds no stage
         assert self.server is not None
         admission, limits = self.server.admission, self._config.limits
         run = admission.trains_in = RunState.seen(seen, seen.version)
-        beside = self._beside = survivors.Beside(self.transport, admission, limits=limits)
+        beside = self._beside = self._beside or survivors.Beside(self.transport, admission, limits=limits)
         runtime = self._until_over(admission, admission.released, grace_s=limits.leave_timeout)
         if server is not None:
             self.runtime.run(self._remain(run))
@@ -294,7 +306,7 @@ class Peer:
             DeadlineExceeded: The starter did not begin.
             RunOver: It ended before it began.
         """
-        self.serve(server, trains=True)
+        self.serve(server, trains=True, inherits=self._could_lead)
         assert self.server is not None
         admission, limits = self.server.admission, self._config.limits
         beside = self._beside = self._beside or survivors.Beside(self.transport, admission, limits=limits)
@@ -316,7 +328,7 @@ class Peer:
             ) from None
         finally:
             beside.waits = False
-        run = RunState(admission.run.manifest)
+        run = admission.trains_in = RunState(admission.run.manifest)
         beside.begin(run)
         return run
 
@@ -385,7 +397,7 @@ class Peer:
 
     @property
     def inherits(self) -> bool:
-        """Whether this peer, which served, is to go back with the run and lead it from there."""
+        """Whether this peer, which did not lead, is to go back with the run and lead it from there."""
         return self.server is not None and self.server.admission.inherits.is_set()
 
     def inherit(self) -> tuple[int, Any]:
@@ -393,6 +405,8 @@ class Peer:
         assert self.server is not None
         admission = self.server.admission
         admission.inherits.clear()
+        admission.released.clear()
+        admission.trains_in = self._beside = None
         self.lead.inherit(admission.run)
         return admission.inherits_at, self.server.snapshots.loops.get(admission.inherits_at)
 
@@ -441,6 +455,16 @@ class Peer:
         if self._beside is None or self._beside.run is None:
             return None
         return self.runtime.run(self._beside.told_to_go_back())
+
+    @property
+    def is_told(self) -> bool:
+        """Whether its server, which is in the run, was told that it goes back."""
+        return self.server is not None and self.server.admission.released.is_set()
+
+    @property
+    def is_led_anew(self) -> bool:
+        """Not at the lead, once the run was released: whether another peer leads it than this one knew."""
+        return self._beside is not None and self._beside.is_led_anew
 
     def tell_loop(self, could_go_on: survivors.CouldGoOn) -> None:
         """Not at the lead: what says at which versions this trainer's loop could go on. See `survivors.Beside`."""

@@ -21,12 +21,28 @@ from lightning_swarm.framework import callbacks_named, framework_of
 _OF_THE_LEAD = ("Checkpoint", "EarlyStopping", "Timer")
 
 
-def follow(trainer: Trainer) -> None:
-    """Leave validation, files and decisions to the lead. Loggers and progress bars are off beyond rank zero anyway."""
-    trainer.limit_val_batches = 0
-    trainer.num_sanity_val_steps = 0
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
-    callbacks[:] = [one for one in callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
+def follow(trainer: Trainer) -> Callable[[], None]:
+    """Leave validation, files and decisions to the lead. Loggers and progress bars are off beyond rank zero anyway.
+
+    Returns:
+        What puts all of it back: this trainer is to lead.
+    """
+    own: Any = trainer  # whose attributes Lightning sets in its connectors
+    fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
+    limits = own.limit_val_batches, own.num_sanity_val_steps
+    least = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
+    callbacks, shows = list(own.callbacks), bar is not None and getattr(bar, "_enabled", True)
+    own.limit_val_batches, own.num_sanity_val_steps = 0, 0
+    own.callbacks[:] = [one for one in callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
+
+    def put_back() -> None:
+        own.limit_val_batches, own.num_sanity_val_steps = limits
+        fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = least
+        own.callbacks[:] = [*callbacks, *(one for one in own.callbacks if one not in callbacks)]
+        if shows:
+            bar.enable()
+
+    return put_back
 
 
 def follow_schedule(trainer: Trainer) -> None:

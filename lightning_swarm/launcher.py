@@ -17,7 +17,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -64,7 +64,11 @@ class Launched(Protocol):
         """Whether this process trains in a run that is under way. It begins one otherwise."""
 
     def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Be ready to go on from a checkpoint after an error. None: there is none."""
+        """Be ready to go on from a checkpoint after an error; from none, if it is empty. None: nothing goes on."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process leads."""
 
 
 class SwarmLauncher(_Launcher):
@@ -116,15 +120,18 @@ class SwarmLauncher(_Launcher):
             check_data_module(trainer, datamodule)
         self._check_module(trainer.lightning_module)
         self._strategy.check(trainer, handed)
+        given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
         if self.local_rank:
-            self._follow(lambda: self._start_peers(trainer), trainer, function, args, kwargs)
-        if self._start_peers(trainer):
+            path = self._follow(lambda: self._start_peers(trainer), trainer, function, *given)
+            given = on_from(path, function, *given)
+        elif self._start_peers(trainer):
             if handed.get("ckpt_path") is not None:
                 _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
-                args, kwargs = on_from(None, function, args, kwargs)
-            self._follow(lambda: None, trainer, function, args, kwargs)
+                given = on_from(None, function, *given)
+            path = self._follow(lambda: None, trainer, function, *given)
+            given = on_from(path, function, *given)
         # Whatever happens in it, Lightning tears the strategy down.
-        return run_through(self._strategy, trainer, function, args, kwargs)
+        return run_through(self._strategy, trainer, function, *given)
 
     def _check_module(self, module: LightningModule) -> None:
         """Refuse a module that the children would not build: they run the script up to its first `fit`."""
@@ -155,21 +162,24 @@ class SwarmLauncher(_Launcher):
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> NoReturn:
-        """Train beside the lead. What comes after `fit` in the script is for the lead."""
+    ) -> str:
+        """Train beside the lead, and end the process then: what comes after `fit` in the script is for the lead.
 
-        def follow() -> None:
+        Returns:
+            The checkpoint from which this peer is to lead, if it comes to that.
+        """
+
+        def follow() -> str | None:
             start()
             self._strategy.follow(trainer)
             try:
-                run_through(self._strategy, trainer, function, args, kwargs)
+                return run_beside(self._strategy, trainer, function, args, kwargs)
             except BaseException as error:
                 framework_of(trainer).call._interrupt(trainer, error)
                 trainer._teardown()
                 raise
 
-        self._end_with(follow)
-        raise AssertionError("unreachable")
+        return self._end_with(follow)
 
     def _end_with(self, work: Callable[[], str | None]) -> str:
         """Do it, then end the process, unless it returns something."""
@@ -326,14 +336,34 @@ def run_through(
 ) -> Any:
     """Call a Trainer's function; and again, with a checkpoint, as often as its run goes back."""
     while True:
-        try:
-            return function(*args, **kwargs)
-        except (PeerError, StepError) as error:
-            path = strategy.go_back(trainer, error)
-            if path is None:
-                raise
-        # After the handler: what the loop was at is free by now.
+        result, path = _run(strategy, trainer, function, args, kwargs)
+        if path is None:
+            return result
         args, kwargs = on_from(path, function, args, kwargs)
+
+
+def run_beside(
+    strategy: Launched, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str | None:
+    """Likewise beside the lead. Returns the checkpoint from which this peer is to lead, if it comes to that."""
+    while True:
+        _, path = _run(strategy, trainer, function, args, kwargs)
+        if path is None or strategy.is_global_zero:
+            return path
+        args, kwargs = on_from(path, function, args, kwargs)
+
+
+def _run(
+    strategy: Launched, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, str | None]:
+    """What it returned, or where its run goes on."""
+    try:
+        return function(*args, **kwargs), None
+    except (PeerError, StepError) as error:
+        path = strategy.go_back(trainer, error)
+        if path is None:
+            raise
+    return None, path  # after the handler: what the loop was at is free by now
 
 
 def lead_on(
@@ -356,7 +386,7 @@ def on_from(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call a Trainer's function with, so that it goes on from a checkpoint; None: from none."""
     call = inspect.signature(function).bind(*args, **kwargs)
-    call.arguments["ckpt_path"] = path
+    call.arguments["ckpt_path"] = path or None
     return call.args, call.kwargs
 
 

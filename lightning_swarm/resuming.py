@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,16 +22,19 @@ from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import restore_boundary
 from lightning_swarm.checkpoint import sharded
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import ConfigError, SwarmError
+from lightning_swarm.errors import ConfigError, SwarmError, WentBack
 from lightning_swarm.going_back.place import take_back_batches
-from lightning_swarm.going_back.way_back import WayBack
+from lightning_swarm.going_back.way_back import Goal, WayBack
 from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.origin import Origin, is_on_meta
 from lightning_swarm.saving import Files
 from lightning_swarm.session import Session
 from lightning_swarm.shards import Folder
+from lightning_swarm.types.runs import RunView
 from lightning_swarm.weights import Weights
+
+_log = logging.getLogger(__name__)
 
 # `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
 if TYPE_CHECKING:
@@ -54,6 +60,8 @@ class ResumingHooks(_Strategy):
         self._origin = Origin()  # of weights that the module does not hold
         self._way_back = WayBack()
         self._goes_back = False  # what is torn down goes on
+        self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
+        self._put_back: Callable[[], None] = lambda: None  # what was left to the lead, where another one is it
 
     # ------------------------------------------------------------------ saved and loaded
 
@@ -193,17 +201,18 @@ class ResumingHooks(_Strategy):
             error: What broke the run off.
 
         Returns:
-            The checkpoint to go on from. None: there is none, or nothing is lost that the run needs.
+            The checkpoint to go on from; empty: from none, as one that comes to the run. None: nowhere, or nothing is
+            lost that the run needs.
         """
         if self.peer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
         launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
-        find, follow = self._way_back.find, self._way_back.follow
-        goal = find(trainer, self.peer, error) if self.is_global_zero else follow(self.peer, error)
-        if goal is None:
+        found = self._way_on(trainer, self.peer, error)
+        if found is None:
             return None
+        version, path = found
         say = self.peer.events.note if self.is_global_zero else self.peer.events.hear  # once for the swarm
-        say("went_back", step=goal.version, reason=str(error.__cause__ or error))
+        say("went_back", step=version, reason=str(error.__cause__ or error))
         trainer.training = True  # it may have been validating
         self._goes_back = True
         try:
@@ -213,4 +222,42 @@ class ResumingHooks(_Strategy):
         if launcher is not None:
             launcher.forget_ended()
         trainer.training, trainer.should_stop = True, False
-        return str(goal.path)
+        return path
+
+    def _way_on(self, trainer: Trainer, peer: Peer, error: SwarmError) -> tuple[int, str] | None:
+        """The version of the weights, and the checkpoint, as `go_back` has it. This peer may be the lead then."""
+        if self.is_global_zero:
+            goal = self._way_back.find(trainer, peer, error)
+        elif isinstance(error, WentBack) and not peer.is_told and self._comes_to is not None:
+            return self._come_again(peer)
+        else:
+            version = peer.told_to_go_back()
+            if version is None:
+                return None
+            if not peer.inherits and peer.is_led_anew:
+                self._way_back.begin_anew()
+                return version, ""
+            goal = self._inherit(trainer, peer) if peer.inherits else self._way_back.follow(version, error)
+        return None if goal is None else (goal.version, str(goal.path))
+
+    def _come_again(self, peer: Peer) -> tuple[int, str] | None:
+        """To a run that has gone back without this trainer, whose server was not in it to be told."""
+        view = peer.find_run_again()
+        if view is None:
+            return None
+        self._comes_to = view
+        self._way_back.forget()
+        return view.manifest.first_step, ""
+
+    def _inherit(self, trainer: Trainer, peer: Peer) -> Goal:
+        """Lead from here on, where this process trained beside another one."""
+        goal = self._way_back.inherit(trainer, peer)
+        _log.warning(
+            "The lead of run %r is gone. This peer takes the run over, from step %d on.",
+            self.config.run_id,
+            goal.version,
+        )
+        self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
+        self._comes_to, vars(rank_zero_only)["rank"] = None, 0
+        self._put_back()
+        return goal

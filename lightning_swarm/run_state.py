@@ -41,10 +41,12 @@ class RunState:
         seats_before: Who was in the run before the newest record.
         newest: The record that was applied last, if one was.
         selection: What trains since then; of a run that was only `seen`, what trained at its beginning.
+        goes_back: Another peer leads it, and is about to send it back: nothing of its open step will count.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
+        self.goes_back = False
         self.ties = Ties(manifest.stages)
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
@@ -189,8 +191,9 @@ class RunState:
         """Its lead is gone, and another peer goes back with it. Nothing of the former lead's counts any more."""
         manifest = self.manifest
         former = [one for one in (*(manifest.former_leads or ()), manifest.lead) if one != heir][-MAX_FORMER_LEADS:]
-        self.manifest = structs.replace(manifest, lead=heir, trainers=[heir], former_leads=former)
-        self.trainers = [heir]
+        self.trainers = [heir, *(one for one in self.trainers if one not in (heir, manifest.lead))]
+        self.manifest = structs.replace(manifest, lead=heir, trainers=self.trainers, former_leads=former)
+        self.goes_back = True
 
     def check_generation(self, generation: int) -> None:
         """Refuse what belongs to another generation of the run.

@@ -183,6 +183,10 @@ class Session:
         """This trainer."""
         return self._steps.own
 
+    def lead_epoch(self) -> int:
+        """Not at the lead: wait until its loop is in an epoch, and say in which."""
+        return self._runtime.run(self._steps.lead_epoch())
+
     def give_back(self) -> None:
         """No batch will be there for the place that is kept for the next one."""
         self._runtime.run(self._steps.give_back())

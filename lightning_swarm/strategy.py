@@ -48,7 +48,7 @@ from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
-from lightning_swarm.types.runs import RunView, Selection
+from lightning_swarm.types.runs import Selection
 from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -183,7 +183,6 @@ class SwarmHooks(ResumingHooks):
         self.num_trainers = 1  # that are started together, on this machine
         self._rank_before = 0  # of this process, for Lightning
         self._is_shared = False  # others train in the run, or may come to
-        self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
         self._looping = False  # in the training loop, not where it makes its loaders
         self._trains = False  # from a fit's setup to the end of its loop
@@ -388,7 +387,7 @@ class SwarmHooks(ResumingHooks):
 
     def follow(self, trainer: Trainer) -> None:
         """Become a trainer beside the lead, which another process is."""
-        following.follow(trainer)
+        self._put_back = following.follow(trainer)
 
     def enter(self, trainer: Trainer) -> bool:
         """Whether this process trains in a run that is under way. It begins one otherwise."""
@@ -480,13 +479,17 @@ class SwarmHooks(ResumingHooks):
         assert self.peer is not None
         if self._is_shared:
             self._restore_dtype = following.settle_dtype(self.precision_plugin)
-        if self._comes_to is not None and not self._way_back.goes_on:
+        if self._comes_to is not None and not (self._way_back.goes_on or self._way_back.begins_anew):
             server = self._for_server(trainer, model) if self.config.role == "both" else None
-            session, epoch = self.peer.train_in(self._comes_to, model, server, self.root_device)
+            inherits = server is not None and self._has_whole_model
+            session, epoch = self.peer.train_in(self._comes_to, model, server, self.root_device, inherits=inherits)
             following.begin_at(trainer, step=session.version, epoch=epoch)
             return session
         if not self.is_global_zero:
-            return self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
+            session = self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
+            if self._way_back.begins_anew:
+                following.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
+            return session
         launcher = self._launcher
         if isinstance(launcher, SwarmLauncher):
             self.peer.lead.num_known_dead = lambda: launcher.num_ended
@@ -545,20 +548,22 @@ class SwarmHooks(ResumingHooks):
             self.peer.close()
             return None
         goal = self._way_back.inherit(trainer, self.peer)
+        shared = self.peer.lead.run is not None and self.peer.lead.run.is_shared
         self.peer.events.note("went_back", step=goal.version, reason="this peer leads in the place of another one")
         self.peer.release(goal.version)
         if not on_meta:
             model.make_whole()
         put_back()
         hook(module)
-        self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
+        # From here on it is the starter of runs, and of one that others train in.
+        self.config = replace(self.config, initial_peers=(), role="both" if shared else self.config.role)
         return str(goal.path)
 
     def _could_lead(self, trainer: Trainer, module: LightningModule, handed: Mapping[str, Any]) -> bool:
         """Whether this process, which serves, has all that it takes to go on as the lead."""
         if self.config.role != "auto" or trainer.state.fn != TrainerFn.FITTING:
             return False
-        if self.config.state_dict_type != "full" or is_on_meta(module):  # the whole model comes to its lead
+        if not self._has_whole_model:
             return False
         try:
             rules.check_trainer(trainer, module, self.config)
@@ -723,11 +728,11 @@ class SwarmHooks(ResumingHooks):
         """End the run, but none of the peers."""
         assert self.peer is not None
         first_step = self._way_back.first_step
-        assert first_step is not None
+        assert first_step is not None or not self.is_global_zero
         self._end_run()
         self._way_back.let_go()
         self._weights = None
-        self.peer.release(first_step)
+        self.peer.release(first_step or 0)
 
     def _end_run(self) -> None:
         """Leave module, loop and callbacks as they were."""
@@ -771,6 +776,12 @@ class SwarmHooks(ResumingHooks):
         """Whether the module is to hold what was trained, once training is over."""
         assert self.lightning_module is not None
         return self.config.gather_on_end and not is_on_meta(self.lightning_module)
+
+    @property
+    def _has_whole_model(self) -> bool:
+        """Whether it can come here from the servers, as the lead of a run that goes back has it."""
+        assert self.lightning_module is not None
+        return self.config.state_dict_type == "full" and not is_on_meta(self.lightning_module)
 
     @property
     def _devices(self) -> list[torch.device]:

@@ -193,14 +193,20 @@ class Beside:
 
     async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, LoopRequest)
-        if caller != self._lead:
-            raise ProtocolError(f"the lead {self._lead} sends a run back, not {caller}")
+        lead = self._admission.lead or self._lead  # another one, if it inherited the run
+        if caller != lead:
+            raise ProtocolError(f"the lead {lead} sends a run back, not {caller}")
         versions = [version for version in request.versions if self.could_go_on(version, self._counts)]
         return encode(LoopReply(versions=versions, waits=self.waits))
 
     def _counts(self, step: int, firsts: Collection[int]) -> bool:
         """Its server knows all records in order, its loop may not have come to ask for them."""
         return self._admission.has_run and self._admission.run.counts(step, firsts)
+
+    @property
+    def is_led_anew(self) -> bool:
+        """Whether who released it leads in the place of another one."""
+        return self._admission.lead not in (None, self._lead)
 
     async def told_to_go_back(self) -> int | None:
         """After an error: the step from which the run goes on. None: it goes on as it is, or is over."""

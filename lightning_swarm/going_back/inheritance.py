@@ -7,8 +7,9 @@ that names it: if the run is inherited, that part begins anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,11 +19,20 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_swarm import plain
+from lightning_swarm import metric_states, plain
+from lightning_swarm.data import at_position
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.going_back.place import Place
-from lightning_swarm.going_back.states import LoopState
+from lightning_swarm.going_back.states import Between, LoopState
+from lightning_swarm.metric_states import Contents
+from lightning_swarm.metrics import Pending
 from lightning_swarm.plain import Awaited, NotPlain
+from lightning_swarm.session import News
+from lightning_swarm.steps.client import Heard, Metrics
+from lightning_swarm.types.batches import Logged, MetricState
+from lightning_swarm.types.data import BatchNumber
+from lightning_swarm.types.steps import Record
+from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +46,11 @@ _ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "a
 """What `self.log` was called with, as Lightning keeps it."""
 
 
+_Metrics = tuple[list[bytes], list[Any]]  # the states of metrics, and the tensors of all of them
+
+
 class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of a `LoopState`, in `plain`'s values."""
+    """What is in a `Between` and its `LoopState`, in `plain`'s values; what has a form on the wire is in that."""
 
     checkpoint: dict[str, Any]
     parameter_names: list[str]
@@ -50,22 +63,28 @@ class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shown: dict[str, dict[str, Any]]
     logging: dict[str, Any]
     followed: dict[str, bool]
+    logs: dict[int, list[bytes]]  # of its own batches in the step that it was in, by their leases
+    added: dict[int, _Metrics]  # likewise, to metrics
+    num_counted: int
+    heard: list[tuple[bytes, list[bytes], list[_Metrics]]]  # records that it had not counted, and what came with each
+    position: tuple[int, int] | None  # of the first batch that the weights know nothing of
 
 
-def pack(state: LoopState, left_out: set[str]) -> Sequence[Tensor]:
-    """What travels of a loop between two steps, with no batch in the open one.
+def pack(between: Between, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
+    """What travels of a loop between two batches.
 
     Args:
-        state: Of the loop.
+        between: Where it was.
+        version: Of the weights that it is to go on with.
+        position: The first batch that they know nothing of, where batches have numbers.
         left_out: What was warned of already.
 
     Raises:
         NotPlain: Something is in the loop's own state, or a scheduler's, that cannot travel.
     """
+    state = between.state
     parts = partial(_those_that_travel, left_out=left_out)
     logs, (followed, added) = state.pending
-    if logs or added:
-        raise NotPlain("what its batches in the open step logged is not shared yet")
     checkpoint = {
         key: value for key, value in state.checkpoint.items() if not any(one in key for one in _OF_THE_MODULE)
     }
@@ -88,15 +107,21 @@ def pack(state: LoopState, left_out: set[str]) -> Sequence[Tensor]:
         shown={name: parts(found, "the value shown as") for name, found in state.shown.items()},
         logging=dict(state.logging),
         followed=dict(followed),
+        logs={lease: list(map(encode, one)) for lease, one in logs.items()},
+        added={lease: _sent(metric_states.pack(*part) for part in one) for lease, one in added.items()},
+        num_counted=between.num_counted,
+        heard=[_of_record(one) for one in between.heard_at(version).heard],
+        position=position,
     )
     return plain.pack(msgspec.structs.asdict(travelling))
 
 
-def unpack(value: Any, trainer: Trainer) -> LoopState:
+def unpack(value: Any, version: int, trainer: Trainer) -> Between:
     """The same, to go on from in another process.
 
     Args:
         value: As `plain` unpacked it.
+        version: Of the weights that it goes on with.
         trainer: Whose loop is to go on.
 
     Raises:
@@ -106,7 +131,8 @@ def unpack(value: Any, trainer: Trainer) -> LoopState:
         came = msgspec.convert(value, _Travelling)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"the state of a loop has other fields: {error}") from error
-    return LoopState(
+    at_position(came.checkpoint, came.position)
+    state = LoopState(
         checkpoint=came.checkpoint,
         gaps=list(_gaps(came.checkpoint)),
         parameter_names=came.parameter_names,
@@ -115,8 +141,10 @@ def unpack(value: Any, trainer: Trainer) -> LoopState:
         results=_results(came.results, trainer),
         shown=came.shown,
         logging=came.logging,
-        pending=({}, (came.followed, {})),
+        pending=_pending(came, trainer),
     )
+    news = News(version, [_heard(*one) for one in came.heard])
+    return Between(state, came.num_counted, version, (), news)
 
 
 def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
@@ -159,6 +187,40 @@ def _gaps(tree: Any) -> Iterator[Awaited]:
     elif isinstance(tree, (list, tuple)):
         for child in tree:
             yield from _gaps(child)
+
+
+# ---------------------------------------------------------------------- what trainers share
+
+
+def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> _Metrics:
+    parts = list(packed)
+    return [encode(state) for state, _ in parts], [tensor for _, tensors in parts for tensor in tensors]
+
+
+def _of_record(heard: Heard) -> tuple[bytes, list[bytes], list[_Metrics]]:
+    metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in heard.metrics]
+    return encode(heard.record), list(map(encode, heard.logs)), metrics
+
+
+def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[_Metrics]) -> Heard:
+    came: list[Metrics] = [([decode(one, MetricState) for one in states], tensors) for states, tensors in metrics]
+    return Heard(decode(record, Record), [decode(one, Logged) for one in logs], came)
+
+
+def _pending(came: _Travelling, trainer: Trainer) -> Pending:
+    modules = dict(trainer.lightning_module.named_modules())
+
+    def contents(sent: _Metrics) -> Iterator[tuple[str, Contents]]:
+        states, tensors = sent
+        rest = iter(tensors)
+        for one in states:
+            state = decode(one, MetricState)
+            own, metric = list(islice(rest, sum(state.lengths))), modules.get(state.name)
+            if isinstance(metric, Metric):
+                yield state.name, metric_states.unpack(metric, state, own)
+
+    logs = {lease: [decode(one, Logged) for one in batch] for lease, batch in came.logs.items()}
+    return logs, (came.followed, {lease: list(contents(sent)) for lease, sent in came.added.items()})
 
 
 # ---------------------------------------------------------------------- what was logged

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -22,6 +21,7 @@ from lightning_swarm.data import at_position
 from lightning_swarm.errors import Replaced, StageLost, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back import inheritance
+from lightning_swarm.going_back.elsewhere import Elsewhere
 from lightning_swarm.going_back.orders import Orders
 from lightning_swarm.going_back.place import DataPlace, RandomState, generators_of, random_state
 from lightning_swarm.going_back.states import Between, Counts, LoopStates, restore_metrics
@@ -81,9 +81,15 @@ class Goal:
 
 
 class WayBack:
-    """What a trainer keeps, so that its fit can go on from a snapshot."""
+    """What a trainer keeps, so that its fit can go on from a snapshot.
+
+    Attributes:
+        states: Of its loop; None: it is in no run.
+        begins_anew: The loop begins beside another lead, as that of one that comes to the run.
+    """
 
     def __init__(self) -> None:
+        self.begins_anew = False
         self.states: LoopStates | None = None
         self._orders: Orders | None = None
         self._said: dict[int, Between] = {}  # by version, what the lead was told that this loop could go on from
@@ -94,7 +100,6 @@ class WayBack:
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []
-        self._left_out: set[str] = set()  # of what others keep of the loop
 
     def watch(
         self, trainer: Trainer, peer: Peer, session: Session, loop: Loop, *, snapshot_interval: float | None
@@ -114,30 +119,30 @@ class WayBack:
             peer.lead.versions_kept = lambda: states.versions
         else:
             peer.tell_loop(self._could_go_on)
-        self._said = {}
+        self._said, self.begins_anew = {}, False
         self._position_at = session.run.position_at
-        loop.on_place = states.placed
         self._finders = [one for one in trainer.callbacks if isinstance(one, callbacks_named("LearningRateFinder"))]  # type: ignore[attr-defined]
         orders = self._orders = Orders(peer, session, snapshot_interval)
+        elsewhere = Elsewhere(peer, session, states, orders)
+
+        def placed(news: News) -> None:
+            states.placed(news)
+            orders.look()
+            elsewhere.look()
 
         def between() -> None:
             orders.look()
             states.forget(orders.versions)
             if orders.may_be_at(session.version, session.through):
                 states.take(session.version, session.through, place.here, loop.pending)
-                self._keep_elsewhere(peer, session, states, orders)
+                elsewhere.look()
 
         def arrived() -> None:
             self._arrive(trainer, loop, states)
 
+        loop.on_place = placed
         goes_on = None if self._arrived or self._goal is None else self._goal.between.state.place
         place = self._place = DataPlace(trainer, goes_on, between, arrived, made=self._take_made)
-
-    def _keep_elsewhere(self, peer: Peer, session: Session, states: LoopStates, orders: Orders) -> None:
-        """Have others keep what the lead's loop is at. Not of several trainers: each has a state of its own."""
-        between = states.find(session.version)
-        if session.is_lead and not session.is_shared and between is not None and session.version in orders.versions:
-            peer.keep_loop(session.version, partial(inheritance.pack, between.state, self._left_out))
 
     def _arrive(self, trainer: Trainer, loop: Loop, states: LoopStates) -> None:
         """The data are where they were at the goal: so shall the loop be."""
@@ -192,16 +197,23 @@ class WayBack:
             self._said[version] = found
         return found is not None or version == self.first_step
 
-    def follow(self, peer: Peer, error: SwarmError) -> Goal | None:
+    def begin_anew(self) -> None:
+        """Not at the lead, where another peer came to lead: what this loop was at goes with nothing of that one's."""
+        self.forget()
+        self.begins_anew = True
+
+    def forget(self) -> None:
+        """Go on from nothing that this loop was at."""
+        self._forget_goal()
+        self._arrived = True
+
+    def follow(self, version: int, error: SwarmError) -> Goal | None:
         """Not at the lead: where to go on after an error. None: nowhere.
 
         Args:
-            peer: This trainer's.
+            version: Of the weights that the run goes on with.
             error: What it found when the run was broken off, or had lost something.
         """
-        version = peer.told_to_go_back()
-        if version is None:
-            return None
         found = self._said.get(version)
         if found is not None:
             self._aim_at(version, found, {}, {})
@@ -212,18 +224,18 @@ class WayBack:
         return self._goal
 
     def inherit(self, trainer: Trainer, peer: Peer) -> Goal:
-        """At a peer that served: go on in the place of the lead, which is gone.
+        """At a peer that did not lead: go on in the place of the lead, which is gone.
 
         Raises:
             SwarmError: What is needed for it could not be had.
         """
         version, value = peer.inherit()
-        state = inheritance.unpack(value, trainer)
+        between = inheritance.unpack(value, version, trainer)
         whole = peer.lead.gather_snapshots([version])
         if whole is None:
             raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
-        self._aim_at(version, Between(state, version, version, (), News(version)), whole.weights, whole.optimizer)
-        missing = inheritance.missing_files(state.checkpoint)
+        self._aim_at(version, between, whole.weights, whole.optimizer)
+        missing = inheritance.missing_files(between.state.checkpoint)
         if missing:
             _log.warning(
                 "This run's former lead wrote files that are not on this machine, and are left where they are: %s",
@@ -299,7 +311,7 @@ class WayBack:
         """The fit is over."""
         self.let_go()
         self._forget_goal()
-        self._arrived = True
+        self._arrived, self.begins_anew = True, False
         for finder in self._finders:
             vars(finder).pop("on_fit_start", None)
         self._finders = []

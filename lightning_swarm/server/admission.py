@@ -74,7 +74,7 @@ class Admission:
         self.target: int | None = None  # this stage
         self.left = asyncio.Event()
         self._broken_off = ""  # why it is over, where its lead did not say so
-        self.released = asyncio.Event()  # the lead goes back with the run; set until a trainer here has seen it
+        self.released = asyncio.Event()  # this peer's trainer is to go back; set until it has seen it
         self.goes_on_at = 0  # likewise: the step from which the next run goes on
         self.inherits = asyncio.Event()  # this peer is to go back with the run in the place of its lead
         self.inherits_at = 0  # to this step
@@ -120,6 +120,13 @@ class Admission:
     def asked(self) -> PeerId | None:
         """The coordinator of the run that this server is joining, or has joined."""
         return self._asked
+
+    @property
+    def lead(self) -> PeerId | None:
+        """Of the run that this server is in, or was in last."""
+        if self._run is not None:
+            return self._run.manifest.lead
+        return self._former[-1] if self._former else None
 
     @property
     def end(self) -> RunOver | StepError:
@@ -255,8 +262,9 @@ class Admission:
             raise ProtocolError(f"this peer does not have what the loop was at step {request.first_step}")
         run.inherit(request.heir)
         if is_me:
-            self.inherits_at = request.first_step
+            self.inherits_at = self.goes_on_at = request.first_step
             self.inherits.set()
+            self.released.set()
         return b""
 
     def check_release(self, caller: PeerId, request: ReleaseRequest) -> None:

@@ -16,6 +16,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import KEEP_LOOP
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.types.runs import Manifest
 from lightning_swarm.types.snapshots import KeptLoop
 from lightning_swarm.types.wire import decode
 
@@ -29,6 +30,9 @@ class Loops:
         stepping: Its stages.
         ordered: The versions of the snapshots that there are to be.
         limits: Bounds.
+
+    Attributes:
+        fits: Whether this peer's program has the settings of a run, and could lead it.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Loops:
         self._stepping = stepping
         self._ordered = ordered
         self._kept: dict[int, Message] = {}
+        self.fits: Callable[[Manifest], bool] = lambda _: True
         transport.handle_stream(KEEP_LOOP, self._handle_keep, max_bytes=limits.loop_bytes)
 
     @property
@@ -81,3 +86,7 @@ class Loops:
         run.check_generation(head.generation)
         if caller != run.manifest.lead:
             raise ProtocolError(f"the lead {run.manifest.lead} says what its loop was at, not {caller}")
+        if not self.fits(run.manifest):
+            raise ProtocolError(
+                "this peer's program has another `target_batch_size` than the run, and could not lead it"
+            )

@@ -173,6 +173,7 @@ class Server:
     async def release(self) -> None:
         """The run is void here: this server is as it was before, and may be admitted to one, or join one."""
         await self.step_out()
+        self.admission.trains_in = None  # whose peers may end this one no more
         self.voter.forget()
 
     def serve_with(self, model: Model) -> None:

@@ -530,6 +530,11 @@ class StepClient:
         """Not at the lead: this trainer brings no more batches. Returns when a record has let it go."""
         await enlisting.retire(self._coordinator, reason)
 
+    async def lead_epoch(self) -> int:
+        """Not at the lead: which epoch its loop is in, once it is in one."""
+        _, epoch = await enlisting.enlist(self._coordinator, self.own, generation=self.run.manifest.generation)
+        return epoch
+
     async def _call(self, method: str, body: bytes) -> bytes:
         """Ask whoever coordinates, as one who trains in the run."""
         return await self._enlisted(partial(self._coordinator.call, method, body))

@@ -9,19 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from lightning_swarm.clock import now_s
-from lightning_swarm.errors import NotCoordinator, NotEnlisted, PeerError, ProtocolError, StepError, SwarmError
+from lightning_swarm.errors import (
+    NotCoordinator,
+    NotEnlisted,
+    PeerError,
+    ProtocolError,
+    StepError,
+    SwarmError,
+    WentBack,
+)
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import REGISTER
+from lightning_swarm.steps import REGISTER, VIEW
 from lightning_swarm.steps.takeover import look_around
 from lightning_swarm.types.batches import RegisterRequest, ReportReply
-from lightning_swarm.types.runs import Term
-from lightning_swarm.types.wire import encode
+from lightning_swarm.types.runs import RunView, Term
+from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -67,6 +75,7 @@ class CoordinatorCalls:
             NotEnlisted: The run goes on without this trainer.
             PeerError: Nobody that does answered in time.
             StepError: The others have ended the run.
+            WentBack: They go on from an earlier step, and nobody told this trainer.
             SwarmError: The answer.
         """
         return await self._repeat(
@@ -83,12 +92,12 @@ class CoordinatorCalls:
 
         return await self._repeat(method, exchange)
 
-    async def look(self) -> int:
-        """Follow the highest term that any server knows of; how many say so."""
+    async def look(self) -> Collection[PeerId]:
+        """Follow the highest term that any server knows of; which ones say so."""
         replies = await look_around(self._transport, self._run, timeout=self._timeout)
         for reply in replies.values():
             self._follow(reply.term)
-        return len(replies)
+        return replies.keys()
 
     async def accept(self, caller: PeerId, term: Term) -> None:
         """Follow a peer that says that it coordinates.
@@ -114,8 +123,11 @@ class CoordinatorCalls:
             coordinator = self._run.coordinator
             try:
                 return await self._under_one_term(self._known_at(coordinator, exchange))
-            except PeerError as error:
+            except (PeerError, ProtocolError) as error:
                 if self._transport.closed or isinstance(error, NotEnlisted):
+                    raise
+                if not isinstance(error, PeerError):
+                    await self._check_generation(coordinator)
                     raise
                 if now_s() >= deadline_s:
                     raise type(error)(
@@ -163,10 +175,23 @@ class CoordinatorCalls:
     async def _find(self) -> bool:
         """Look who coordinates; if it is the one that did, wait a moment. Whether anybody else is there."""
         before = self._run.term
-        num_there = await self.look()
+        there = await self.look()
         if self._run.term == before:
+            for peer in sorted(there)[:1]:  # of another generation it may have a lower term
+                await self._check_generation(peer)
             await asyncio.sleep(_RETRY_S)
-        return num_there > 0
+        return bool(there)
+
+    async def _check_generation(self, peer: PeerId) -> None:
+        """Raise if the run goes on without this trainer, from an earlier step."""
+        try:
+            view = decode(await self._transport.call(peer, VIEW, b"", timeout=self._timeout), RunView)
+        except SwarmError as error:
+            _log.info("%s shows no run: %s", peer, error)
+            return
+        own = self._run.manifest
+        if view.manifest.run_id == own.run_id and view.manifest.generation > own.generation:
+            raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
 
     def _follow(self, term: Term) -> None:
         if self._run.follow(term):

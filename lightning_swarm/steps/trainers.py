@@ -10,7 +10,7 @@ from msgspec.structs import replace as replaced
 
 from lightning_swarm.clock import now_s
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import LeaseRevoked, ProtocolError, StepError, TrainerFailed
+from lightning_swarm.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -511,6 +511,8 @@ class Trainers:
     def _hear(self, caller: PeerId) -> None:
         """Whoever may ask is answered with what went wrong, if something did."""
         self._run.check_trainer(caller)
+        if self._run.goes_back:
+            raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
         self._watch.gone.discard(caller)
         self.enrolment.hear(caller)
         if caller == self._run.manifest.lead:

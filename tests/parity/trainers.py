@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import SwarmError
-from lightning_swarm.launcher import arguments_of, run_through
+from lightning_swarm.launcher import arguments_of, lead_on, run_through
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import find_blocks
@@ -220,11 +220,21 @@ class ThreadStrategy(SwarmStrategy):
     def go_back(self, trainer: L.Trainer, error: SwarmError) -> str | None:
         path = super().go_back(trainer, error)
         if path is not None and self.is_global_zero:
-            step = self._way_back.first_step
-            assert step is not None
-            assert self.peer is not None
-            self._seen.go_back(step, self.peer.lead._generation)
+            self._note_way_back()
         return path
+
+    @override
+    def serve(self, trainer: L.Trainer, datamodule: Any, handed: Any = None) -> str | None:
+        path = super().serve(trainer, datamodule, handed)
+        if path is not None:
+            self._note_way_back()
+        return path
+
+    def _note_way_back(self) -> None:
+        step = self._way_back.first_step
+        assert step is not None
+        assert self.peer is not None
+        self._seen.go_back(step, self.peer.lead._generation)
 
     @override
     def _configure_launcher(self) -> None:
@@ -286,6 +296,10 @@ class _ThreadLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: L.Trainer | None = None, **kwargs: Any) -> Any:
         assert trainer is not None
+        if self._strategy.config.only_serves:
+            self._strategy.make_peer()
+            path = self._strategy.serve(trainer, None, arguments_of(function, args, kwargs))
+            return None if path is None else lead_on(self._strategy, trainer, function, args, kwargs, path=path)
         self._strategy.check(trainer, arguments_of(function, args, kwargs))
         self._strategy.make_peer()
         if self._strategy.comes:
