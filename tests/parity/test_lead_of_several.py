@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torchmetrics import SumMetric
 from typing_extensions import override
 
+from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import Replaced
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.succession import choose_heir
+from lightning_swarm.steps.succession import choose_heir, seniority
 from lightning_swarm.types.snapshots import HeldSnapshots
 from tests.parity.models import DigitsMLP, Recipe
 from tests.parity.test_shared_data import Weights, assert_each_once, assert_same, validation
@@ -56,7 +59,7 @@ class Several(DigitsMLP):
 
     Args:
         seen: Of the run.
-        kills: After so many records, each once: in which of `PLACES`.
+        kills: Where, by the number of records after which; each once.
     """
 
     def __init__(self, seen: Seen, kills: dict[int, str] | None = None) -> None:
@@ -64,29 +67,53 @@ class Several(DigitsMLP):
         self.seen = seen
         self.kills = kills or {}
         self.num_samples = SumMetric()
+        self.steps: dict[int, tuple[float, float]] = {}  # what was logged of all that were in it
         self.epochs: dict[int, tuple[int, float, float]] = {}
 
     def at(self, place: str) -> None:
-        due = [at for at, where in self.kills.items() if where == place and len(self.seen.records) >= at]
-        if not due or not self.trainer.is_global_zero or rank_of(self.trainer) in dead(self.seen):
+        if not self.is_due(place):
             return
-        self.seen.wait_for(lambda: has_heir(self.seen))
-        del self.kills[due[0]]
+        self.seen.wait_for(lambda: heir_of(self.seen) is not None)
+        if place == "behind" and not comes_with_records(self.seen):
+            return  # it is one of the next
+        del self.kills[next(at for at, where in self.kills.items() if where == place)]
         self.seen.kill(f"peer-{rank_of(self.trainer)}")
+
+    def is_due(self, place: str) -> bool:
+        lives = self.trainer.is_global_zero and rank_of(self.trainer) not in dead(self.seen)
+        return lives and any(where == place and len(self.seen.records) >= at for at, where in self.kills.items())
+
+    def fall_behind(self) -> None:
+        """Let the others have a step full, where it is full without the batch in hand."""
+        server = self.seen.peers[0].server
+        assert server is not None
+        coordinator, until_s = server.admission.coordinator, time.monotonic() + 0.3
+        assert coordinator is not None
+        self.seen.wait_for(lambda: coordinator.books.open.ready or time.monotonic() >= until_s)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.at("between batches")
+        if self.is_due("behind"):
+            self.fall_behind()
 
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         num_samples = float(len(batch[0]))
-        self.log("logged", num_samples, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
-        self.num_samples(num_samples)
-        self.log("counted", self.num_samples, sync_dist=True, on_step=False, on_epoch=True)
+        self.log("logged", num_samples, sync_dist=True, reduce_fx="sum", on_step=True, on_epoch=True)
+        self.num_samples(torch.tensor(num_samples))
+        self.log("counted", self.num_samples, sync_dist=True, on_step=True, on_epoch=True)
         self.at("in a batch")
+        self.at("behind")
         return loss
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        strategy, found = self.trainer.strategy, self.trainer.callback_metrics
+        assert isinstance(strategy, ThreadStrategy)
+        if self.trainer.is_global_zero and strategy._loop is not None and strategy._loop.stepped:
+            self.steps[self.trainer.global_step] = float(found["logged_step"]), float(found["counted_step"])
 
     @override
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -98,7 +125,7 @@ class Several(DigitsMLP):
     def on_train_epoch_end(self) -> None:
         found = self.trainer.callback_metrics
         if self.trainer.is_global_zero:
-            values = float(found["logged"]), float(found["counted"])
+            values = float(found["logged_epoch"]), float(found["counted_epoch"])
             self.epochs[self.trainer.current_epoch] = self.trainer.global_step, *values
 
 
@@ -108,21 +135,35 @@ def rank_of(trainer: L.Trainer) -> int:
 
 
 def dead(seen: Seen) -> Collection[int]:
-    return [int(peer.removeprefix("peer-")) for peer in seen.killed]
+    return [int(peer.removeprefix("peer-")) for peer in seen.killed if peer != "server"]
 
 
-def has_heir(seen: Seen) -> bool:
-    """Whether somebody could take the run over now."""
+def heir_of(seen: Seen) -> tuple[Peer, int] | None:
+    """Who would take the run over if its lead died now, and from which step."""
     peers = [one for one in seen.peers if one.server is not None and one.transport.peer_id not in seen.killed]
     lead = next(one for one in peers if one.lead.run is not None)
     assert lead.server is not None
-    servers = {one.transport.peer_id: one.server for one in [*peers, *seen.servers] if one.server is not None}
+    servers = {one.transport.peer_id: one for one in [*peers, *seen.servers]}
     held = {
-        peer: HeldSnapshots(host="", snapshots=one.snapshots.store.held, loops=one.snapshots.loops.versions)
+        peer: HeldSnapshots(
+            host="", snapshots=one.server.snapshots.store.held, loops=one.server.snapshots.loops.versions
+        )
         for peer, one in servers.items()
-        if peer != lead.transport.peer_id and one.admission.is_member
+        if one is not lead and one.server is not None and one.server.admission.is_member
     }
-    return choose_heir(held, sorted(held), len(lead.server.admission.run.rosters)) is not None
+    run = lead.server.admission.run
+    chosen = choose_heir(held, seniority(run), len(run.rosters))
+    return None if chosen is None else (servers[chosen[0]], chosen[1])
+
+
+def comes_with_records(seen: Seen) -> bool:
+    """Whether the loop that is gone on with had not counted all records, and not shared all that it had logged."""
+    chosen = heir_of(seen)
+    assert chosen is not None
+    peer, version = chosen
+    assert peer.server is not None
+    value = peer.server.snapshots.loops.get(version)
+    return bool(value["heard"] and any(value["logs"].values()) and any(part for part, _ in value["added"].values()))
 
 
 def under_way(seen: Seen) -> None:
@@ -195,14 +236,17 @@ def assert_right(seen: Seen, alone: Seen, *, gone: Collection[int] = (0,)) -> No
     assert after == set(seen.trainers) - set(gone), "all who live train on"
     trainer = seen.trainers[heir]
     assert (trainer.global_step, trainer.current_epoch) == (len(alone.steps), NUM_EPOCHS)
-    assert_logged(seen, heir)
+    if len(seen.went_back) == 1:
+        assert_logged(seen, heir)
 
 
 def assert_logged(seen: Seen, heir: int) -> None:
-    """What the last lead's epochs have of the samples is what was counted by then, its own by its epochs."""
-    module, (back, *_) = seen.modules[heir], seen.went_back
+    """What the epochs of who led last have of the samples is what was counted by then, its own by its epochs."""
+    former, module, back = seen.modules[0], seen.modules[heir], seen.went_back[0]
+    assert isinstance(former, Several)
     assert isinstance(module, Several)
-    first, counted = min(module.epochs), [place for places in seen.steps for place in places]
+    assert module.epochs
+    counted = [place for places in seen.steps for place in places]
 
     def by_then(epoch: int, version: int) -> int:
         total = 0
@@ -212,18 +256,23 @@ def assert_logged(seen: Seen, heir: int) -> None:
             total += len(ids) * (seen.numbers[place][0] <= epoch if own else place[0] < version)
         return total
 
-    before = None
-    for epoch, (version, *values) in sorted(module.epochs.items()):
+    for step, values_of_step in module.steps.items():
+        num_samples = sum(len(seen.batches[place][1]) for place in seen.steps[step - 1])
+        assert values_of_step == (num_samples, num_samples), step
+    before = 0
+    for epoch, (version, *values) in sorted((former.epochs | module.epochs).items()):
         total = by_then(epoch, version)
-        if epoch > first and before is not None:
+        if epoch in module.epochs:
             assert values == [total - before] * 2, epoch
         before = total
-    assert max(module.epochs) > first, "nothing was looked at"
 
 
-@pytest.mark.parametrize("place", ["between batches", "in a batch"])
-@pytest.mark.parametrize(("num_trainers", "at"), [(2, 6), (4, 7)])
+@pytest.mark.parametrize(
+    ("num_trainers", "at", "place"),
+    [(2, 6, "between batches"), (2, 3, "in a batch"), (4, 7, "in a batch"), (4, 2, "behind")],
+)
 def test_another_one_leads(alone: Seen, num_trainers: int, at: int, place: str) -> None:
+    """Behind: it was between two batches before the records that the snapshot is the outcome of."""
     weights = Weights()
     seen = run(num_trainers, {at: place}, callbacks=lambda rank: [weights])
     assert seen.killed == ["peer-0"]
@@ -269,30 +318,36 @@ def test_the_heir_dies_too(alone: Seen) -> None:
 
 
 class Awaiting(L.Callback):
-    """Whoever leads in the place of the first one waits for something before the run's last steps."""
+    """Where the run has gone back, the lead waits for a trainer before its last steps."""
 
-    def __init__(self, reached: Callable[[], bool]) -> None:
-        self.reached = reached
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
 
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert isinstance(pl_module, Several)
-        if trainer.is_global_zero and rank_of(trainer) and trainer.global_step >= 10:
-            pl_module.seen.wait_for(self.reached)
+        seen = pl_module.seen
+        if trainer.is_global_zero and seen.went_back and len(seen.records) >= 10:
+            seen.wait_for(lambda: self.comes(trainer, seen))
+
+    def comes(self, trainer: L.Trainer, seen: Seen) -> bool:
+        """Whether the next record lets it in, or one did."""
+        strategy, lives = trainer.strategy, set(seen.trainers) - set(dead(seen))
+        assert isinstance(strategy, ThreadStrategy)
+        assert strategy.peer is not None
+        assert strategy.peer.server is not None
+        coordinator = strategy.peer.server.admission.coordinator
+        waiting = [] if coordinator is None else coordinator.trainers.enrolment.waiting
+        return self.peer in (*waiting, *seen.trainers_of_the_run) or bool(lives & seen.errors.keys())
 
 
 def test_the_leads_script_started_again_trains_along(alone: Seen) -> None:
     """Beside the one that leads by now."""
-    found: list[Seen] = []
 
     def gone_back(seen: Seen) -> None:
-        found.append(seen)
         seen.wait_for(lambda: bool(seen.went_back) and len(seen.records) > seen.went_back[0])
 
-    def there() -> bool:
-        return bool(found[0].errors.keys() - {0}) or "peer-3" in found[0].trainers_of_the_run
-
-    seen = run(4, {5: "in a batch"}, {3: gone_back}, callbacks=lambda rank: [Awaiting(there)])
+    seen = run(4, {5: "in a batch"}, {3: gone_back}, callbacks=lambda rank: [Awaiting("peer-3")])
     assert seen.killed == ["peer-0"]
     assert_right(seen, alone)
 
@@ -303,7 +358,7 @@ def test_a_lead_that_was_frozen_learns_who_leads(alone: Seen) -> None:
         def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
             seen, rank = pl_module.seen, rank_of(trainer)
             if rank == 0 and len(seen.records) == 6:
-                seen.wait_for(lambda: has_heir(seen))
+                seen.wait_for(lambda: heir_of(seen) is not None)
                 act(seen, lambda: seen.network.freeze(PeerId("peer-0")))
                 seen.wait_for(lambda: bool(seen.went_back))
                 act(seen, lambda: seen.network.thaw(PeerId("peer-0")))
@@ -327,9 +382,37 @@ def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
         return peer is not None and peer.server is not None and peer.server.admission.is_member
 
     roles = {1: {"role": "auto"}, 2: {"state_dict_type": "sharded"}}
-    seen = run(3, {6: "in a batch"}, {2: lambda seen: seen.wait_for(lambda: member(seen))}, roles=roles)
+    seen = run(3, {3: "behind"}, {2: lambda seen: seen.wait_for(lambda: member(seen))}, roles=roles)
     assert heirs(seen) == [1]
     assert_right(seen, alone)
+
+
+def test_one_that_holds_no_stage_comes_again(alone: Seen) -> None:
+    """`role="trainer"`: nobody tells it that the run goes back, with another lead."""
+    roles = {2: {"role": "trainer"}}
+    seen = run(3, {6: "in a batch"}, callbacks=lambda rank: [Awaiting("peer-2")], roles=roles)
+    assert heirs(seen) == [1]
+    assert_right(seen, alone)
+
+
+def test_one_comes_again_where_its_run_goes_back_without_it(alone: Seen) -> None:
+    """The lead lives, and the only server of a stage dies."""
+
+    class Killing(L.Callback):
+        @override
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen = pl_module.seen
+            if rank_of(trainer) == 0 and len(seen.records) >= 5 and not seen.killed:
+                seen.wait_for(lambda: "peer-1" in seen.trainers_of_the_run or seen.errors)
+                seen.kill("server")
+
+    seen = run(2, {}, callbacks=lambda rank: [Killing(), Awaiting("peer-1")], roles={1: {"role": "trainer"}})
+    assert seen.killed == ["server"]
+    assert len(seen.went_back) == 1
+    assert_same(seen, alone)
+    assert_each_once(seen, NUM_EPOCHS)
+    after = {seen.batches[place][0] for places in seen.steps[seen.went_back[0] :] for place in places}
+    assert after == {0, 1}
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 from lightning_swarm import plain
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError, Replaced, SwarmError
+from lightning_swarm.errors import Busy, ProtocolError, Replaced, SwarmError
 from lightning_swarm.heirs import Heirs
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.run_state import RunState
@@ -216,6 +216,14 @@ def test_a_loop_of_another_generation_is_refused(make_swarm: MakeSwarm) -> None:
         swarm.run(swarm.trainer.stream(B, KEEP_LOOP, message, timeout=5.0, max_bytes=0))
 
 
+def test_a_program_with_other_settings_keeps_no_loop(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    swarm.servers[B].snapshots.loops.fits = lambda manifest: manifest.target_batch_size == 77
+    with pytest.raises(ProtocolError, match="another `target_batch_size` than the run"):
+        keep(swarm, B)
+    assert swarm.servers[B].snapshots.loops.versions == []
+
+
 def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
     swarm = begun(make_swarm)
     known: set[PeerId] = set()
@@ -278,6 +286,19 @@ def test_a_former_lead_is_told_and_releases_nobody(make_swarm: MakeSwarm) -> Non
     release(swarm, B, C)  # told twice
     with pytest.raises(ProtocolError, match="was released by b, not by trainer"):
         release(swarm, LEAD, C)
+
+
+def test_the_other_trainers_are_the_heirs_too(make_swarm: MakeSwarm) -> None:
+    """And are told to come again, for nothing that they bring counts any more."""
+    swarm = begun(make_swarm)
+    for server in swarm.servers.values():
+        server.admission.run.trainers = [LEAD, D, B]
+    keep(swarm, B)
+    inherit(swarm, B, A, C, D, B)
+    run = swarm.servers[A].admission.run
+    assert run.trainers == run.manifest.trainers == [B, D]
+    with pytest.raises(Busy, match="b leads the run by now, and is about to send it back"):
+        swarm.run(swarm.servers[D]._transport.call(A, RENEW, b"", timeout=5.0))
 
 
 def told_to_inherit(swarm: Swarm) -> list[PeerId]:
