@@ -183,13 +183,15 @@ class CoordinatorCalls:
         return bool(there)
 
     async def _check_generation(self, peer: PeerId) -> None:
-        """Raise if the run goes on without this trainer, from an earlier step."""
+        """Raise if the run goes on without this trainer, from an earlier step, and lets others in."""
+        own = self._run.manifest
+        if not own.open_to_trainers:
+            return
         try:
             view = decode(await self._transport.call(peer, VIEW, b"", timeout=self._timeout), RunView)
         except SwarmError as error:
             _log.info("%s shows no run: %s", peer, error)
             return
-        own = self._run.manifest
         if view.manifest.run_id == own.run_id and view.manifest.generation > own.generation:
             raise WentBack(f"the run has gone back to step {view.manifest.first_step}, without this trainer")
 
