@@ -130,6 +130,7 @@ class SwarmLauncher(_Launcher):
                 given = on_from(None, function, *given)
             path = self._follow(lambda: None, trainer, function, *given)
             given = on_from(path, function, *given)
+            self._invite()  # beside the lead it said nothing, and the address that others knew may be the dead one's
         # Whatever happens in it, Lightning tears the strategy down.
         return run_through(self._strategy, trainer, function, *given)
 
@@ -300,11 +301,18 @@ class SwarmLauncher(_Launcher):
             enters = self._strategy.enter(trainer)
             # What only evaluates lets nobody in.
             if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
-                rank_zero_info(program.invitation(self._strategy.config, [Address.parse(text) for text in addresses]))
+                self._invite()
             self._start_children(command, addresses)
         if self._strategy.config.preemption is not None:
             peer.watch_for_notice(self._strategy.config.preemption, self._heed)
         return enters
+
+    def _invite(self) -> None:
+        """Say how others come to the run."""
+        peer = self._strategy.peer
+        assert peer is not None
+        addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
+        rank_zero_info(program.invitation(self._strategy.config, addresses))
 
     def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
         self.launch_id = secrets.token_hex(8)

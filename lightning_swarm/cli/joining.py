@@ -39,8 +39,8 @@ _DESCRIPTIONS: Final = {
 
 The program must build the same model as the starter's. Its first `fit` serves until the run is over and then ends the
 process with exit status 0. If it has data, and the process that leads the run dies, it may come to lead: then `fit`
-trains, and the program goes on behind it. Its strategy's `role` must be "auto" or "server": who begins with "both" or
-"trainer" starts a run, and a run that is under way has its starter.
+trains, and the program goes on behind it. If its strategy's `role` is "both" or "trainer" it trains beside the lead at
+once, with data of its own, where the run takes trainers.
 
 Ctrl-C or SIGTERM has it leave the run: it serves until the next record that can spare it, and ends with exit status 0;
 a second one ends it at once. With --preemption it heeds the notice of a cloud that takes the machine away, too.
