@@ -172,8 +172,8 @@ class _Averaging:
         return received
 
 
-def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate()) -> list[float]:
-    """The losses on files that training never sees, before the first step and after each hundred of them."""
+def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate(), *, every: int = EVERY) -> list[float]:
+    """The losses on files that training never sees, before the first step and after each `every` of them."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     data = PythonSource(context=CONTEXT, batch_size=BATCH, max_bytes=4_000_000, seed=seed)
@@ -206,7 +206,7 @@ def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate()) -> list[floa
         nn.utils.clip_grad_norm_(own, 1.0)
         optimizer.step()
         schedule.step()
-        if step % EVERY == 0:
+        if step % every == 0:
             losses.append(_evaluate(model, kept))
     return losses
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.compression import EVERY, WAYS, train
+from benchmarks.compression import WAYS, Rate, train
 
-SHORT = EVERY
+SHORT, RATE = 50, Rate(warmup_steps=20)
 
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    return train(WAYS["none"], seed=0, num_steps=SHORT)
+    return train(WAYS["none"], seed=0, num_steps=SHORT, rate=RATE, every=SHORT)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def threads() -> None:
     [("8bit", 0.005), ("4bit, error feedback", 0.02), ("powersgd, 4", 0.05), ("8bit and bottleneck, 4", 0.05)],
 )
 def test_it_learns_nearly_as_fast(name: str, share: float, plain: list[float]) -> None:
-    found = train(WAYS[name], seed=0, num_steps=SHORT)
+    found = train(WAYS[name], seed=0, num_steps=SHORT, rate=RATE, every=SHORT)
     assert plain[-1] < 0.6 * plain[0]
     assert found[-1] != plain[-1], "nothing was compressed"
     assert found[-1] < (1 + share) * plain[-1]
