@@ -62,12 +62,15 @@ def _everyone(hosts: Hosts, speeds: Sequence[float]) -> Iterator[Mapping[str, tu
         }
 
 
-def measure(speeds: Sequence[float], num_steps: int) -> Mapping[tuple[float, float], Mapping[str, float]]:
+def measure(
+    speeds: Sequence[float], num_steps: int, round_trips_s: Sequence[float] = ROUND_TRIPS_S
+) -> Mapping[tuple[float, float], Mapping[str, float]]:
     """Samples/s by line and way, of the fastest of some steps: whatever else goes on makes them slower.
 
     Args:
         speeds: Of the peers.
         num_steps: Of each way and line.
+        round_trips_s: Of the lines.
     """
     found: dict[tuple[float, float], Mapping[str, float]] = {}
     num_hosts = len(speeds) + 1
@@ -75,7 +78,7 @@ def measure(speeds: Sequence[float], num_steps: int) -> Mapping[tuple[float, flo
         Hosts([max(MBITS)] * num_hosts, [max(ROUND_TRIPS_S) / 4] * num_hosts) as hosts,
         _everyone(hosts, speeds) as ways,
     ):
-        for round_trip_s, mbit in product(ROUND_TRIPS_S, MBITS):
+        for round_trip_s, mbit in product(round_trips_s, MBITS):
             hosts.change([mbit] * num_hosts, [round_trip_s / 4] * num_hosts)
             # One way after the other: connections that were idle begin slowly, which no training's are.
             took_s = {way: [who.take(told) for _ in range(num_steps)] for way, (who, told) in ways.items()}
@@ -96,13 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2, help="of each cell and way")
     parser.add_argument("--only", choices=sorted(SPEEDS), default=None)
+    parser.add_argument("--round-trip", type=float, choices=ROUND_TRIPS_S, help="seconds; all of them by default")
     arguments = parser.parse_args()
+    round_trips_s = ROUND_TRIPS_S if arguments.round_trip is None else (arguments.round_trip,)
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     rows: list[list[object]] = [["peers", "Mb/s", "round trip", *WAYS, "/ relay", "/ GPipe"]]
     drawn: dict[str, Mapping[tuple[float, float], Mapping[str, float]]] = {}
     for name in [arguments.only] if arguments.only else list(SPEEDS):
-        drawn[name] = measure(SPEEDS[name], arguments.steps)
+        drawn[name] = measure(SPEEDS[name], arguments.steps, round_trips_s)
         for (mbit, round_trip_s), rates in sorted(drawn[name].items()):
             shown = [f"{rates[way]:.1f}" if rates[way] else "-" for way in WAYS]
             ratios = [f"{rates['swarm'] / rates[way]:.2f}" for way in ("relay", "gpipe")]
