@@ -29,7 +29,7 @@ from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, digits, sentences
 from tests.parity.trainers import Seen, place_of, shuffled, train
 
-LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=2.0)
+LIMITS = Limits(call_timeout=10.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)
 VICTIM, RANK = PeerId("peer-3"), 3
 BATCH = 2  # of the victim's, in which it happens
 NUM_STEPS = 24
@@ -277,7 +277,7 @@ def test_a_trainer_that_thaws_runs_its_batch_again(where: str, num_records: int)
 
 def test_the_server_of_a_trainer_that_thaws_joins_again() -> None:
     """By the ordinary way in, while its trainer trains; it takes a while to find that it was left out."""
-    seen, lead = run("before forward", freeze, num_records=1, num_steps=200)
+    seen, lead = run("before forward", freeze, num_records=1, num_steps=120)
     assert not seen.errors
     members = [{member.peer_id for roster in rosters for member in roster} for rosters in seen.rosters]
     assert any(VICTIM not in one for one in members)
