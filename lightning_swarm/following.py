@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from lightning_swarm.data import part_of
 from lightning_swarm.framework import callbacks_named, framework_of
 
 # They decide when the run ends or what is kept of it, from what only the lead knows.
@@ -121,10 +122,13 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
 def share(trainer: Trainer, dataloader: Any, *, num_trainers: int) -> Any:
     """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`.
 
-    An iterable dataset, or any with `use_distributed_sampler=False`, is read whole by every trainer. Then they must
-    draw at random, and a warning says so if they are not seen to.
+    Of an iterable dataset each takes every n-th sample, of its own iteration. What is no DataLoader, and any dataset
+    with `use_distributed_sampler=False`, is read whole by every trainer. Then they must draw at random, and a warning
+    says so if they are not seen to.
     """
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
+    if iterable and isinstance(dataloader, DataLoader) and trainer._accelerator_connector.use_distributed_sampler:
+        return part_of(dataloader, trainer.global_rank, num_trainers)
     if iterable:
         remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
     elif isinstance(dataloader.sampler, DistributedSampler):

@@ -58,7 +58,7 @@ def test_one_more_while_the_run_is_under_way() -> None:
 @feature(
     "DataLoaders, `Trainer(use_distributed_sampler=...)`",
     WORKS,
-    "each sample once an epoch, whoever brings it; an iterable dataset is each trainer's own",
+    "each sample once an epoch, whoever brings it; of an iterable dataset each takes every n-th",
 )
 def test_data() -> None:
     seen = train(2, max_steps=-1, max_epochs=1)

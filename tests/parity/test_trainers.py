@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_swarm.data import part_of
 from lightning_swarm.errors import ConfigError, StepError
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
 from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, shuffled, train
@@ -320,6 +321,37 @@ class Endless(IterableDataset[Any]):
     def __iter__(self) -> Any:
         while True:
             yield from numbered(digits())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_of_a_stream_each_takes_every_nth_sample(num_workers: int) -> None:
+    """Workers that do not part it read all of it, each for itself, as they do for a plain Trainer."""
+    stream = DataLoader(Endless(), batch_size=4, num_workers=num_workers)
+    seen = train(2, data=lambda: stream, max_steps=4)
+    assert {number % 2 == rank for rank, ids in seen.batches.values() for number in ids} == {True}
+    firsts = {rank: ids for (_, _), (rank, ids) in sorted(seen.batches.items(), reverse=True)}
+    assert firsts == {0: [0, 2, 4, 6], 1: [1, 3, 5, 7]}
+    assert_exact(seen, num_trainers=2)
+
+
+def test_a_part_of_a_stream_is_as_long_as_it_is() -> None:
+    class Numbers(IterableDataset[int]):
+        name = "numbers"
+
+        @override
+        def __iter__(self) -> Any:
+            return iter(range(7))
+
+        def __len__(self) -> int:
+            return 7
+
+    parts = [part_of(DataLoader(Numbers(), batch_size=2), rank, 3) for rank in range(3)]
+    assert [len(part) for part in parts] == [2, 1, 1]
+    assert [[number for batch in part for number in batch.tolist()] for part in parts] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [part.dataset.name for part in parts] == ["numbers"] * 3  # type: ignore[attr-defined]
+    endless = part_of(DataLoader(Endless()), 0, 2)
+    with pytest.raises(TypeError):
+        len(endless)
 
 
 @pytest.mark.parametrize("dataset", ["iterable", "sequential"])
