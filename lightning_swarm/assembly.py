@@ -41,7 +41,7 @@ from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.training import Training
 from lightning_swarm.types.reports import CarriedReport, LinkReport, PeerReport
-from lightning_swarm.types.runs import Member, RunView
+from lightning_swarm.types.runs import Manifest, Member, RunView
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Peer:
     async def begin_to_serve(self, model: Model, *, trains: bool = False, inherits: bool = False) -> None:
         """As `serve`, on the loop."""
         await self._start_server(model)
-        self._announced = True
+        self._announced, self._could_lead = True, inherits
         await membership.announce(
             self._directory,
             self.transport,
@@ -154,8 +154,7 @@ class Peer:
             announce=partial(membership.announce_run, self._directory, self._config.run_id),
             hosts={address.peer_id for address in self._config.initial_peers},
         )
-        target = self._config.target_batch_size
-        self.server.snapshots.loops.fits = lambda manifest: manifest.target_batch_size == target
+        self.server.snapshots.loops.unfit = self._unfit
         await self.server.start()
         self._stay = Stay(
             self.transport,
@@ -167,6 +166,14 @@ class Peer:
             hosts={address.peer_id for address in self._config.initial_peers},
             known=self._known,
         )
+
+    def _unfit(self, manifest: Manifest) -> str:
+        """Why this peer could not lead a run; nothing, if it could."""
+        if not self._could_lead:
+            return "it was not started with data and the whole model"
+        settings = ("target_batch_size", "delay_optimizer_step", "deterministic")
+        other = next((name for name in settings if getattr(self._config, name) != getattr(manifest, name)), "")
+        return f"its program has another `{other}`" if other else ""
 
     async def _known(self) -> Collection[PeerId]:
         await membership.connect_all(self._directory, self.transport, self._config.run_id)
@@ -245,7 +252,6 @@ class Peer:
             RunOver: It ended before it let this one in.
         """
         model.check(seen.manifest)
-        self._could_lead = inherits
         if server is not None:
             self.serve(server, trains=True, inherits=inherits)
         else:
@@ -254,6 +260,7 @@ class Peer:
         admission, limits = self.server.admission, self._config.limits
         run = admission.trains_in = RunState.seen(seen, seen.version)
         beside = self._beside = self._beside or survivors.Beside(self.transport, admission, limits=limits)
+        beside.come()
         runtime = self._until_over(admission, admission.released, grace_s=limits.leave_timeout)
         if server is not None:
             self.runtime.run(self._remain(run))
@@ -406,9 +413,10 @@ class Peer:
         admission = self.server.admission
         admission.inherits.clear()
         admission.released.clear()
+        loop = self.server.snapshots.loops.get(admission.inherits_at)
         admission.trains_in = self._beside = None
         self.lead.inherit(admission.run)
-        return admission.inherits_at, self.server.snapshots.loops.get(admission.inherits_at)
+        return admission.inherits_at, loop
 
     def keep_loop(self, version: int, pack: PackLoop) -> None:
         """At the lead: have others keep what its loop is at; returns at once."""
@@ -452,9 +460,7 @@ class Peer:
 
     def told_to_go_back(self) -> int | None:
         """Not at the lead, after an error: the step from which the run goes on. None: as it is, or not at all."""
-        if self._beside is None or self._beside.run is None:
-            return None
-        return self.runtime.run(self._beside.told_to_go_back())
+        return None if self._beside is None else self.runtime.run(self._beside.told_to_go_back())
 
     @property
     def is_told(self) -> bool:

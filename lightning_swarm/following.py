@@ -32,18 +32,26 @@ def follow(trainer: Trainer) -> Callable[[], None]:
     fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
     limits = own.limit_val_batches, own.num_sanity_val_steps
     least = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
-    callbacks, shows = list(own.callbacks), bar is not None and getattr(bar, "_enabled", True)
+    callbacks = list(own.callbacks)
+    # By which a bar knows whether it shows: a user's own need not have a method that has it show again.
+    switches = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
     own.limit_val_batches, own.num_sanity_val_steps = 0, 0
-    own.callbacks[:] = [one for one in callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
+    leave_decisions(trainer)
 
     def put_back() -> None:
         own.limit_val_batches, own.num_sanity_val_steps = limits
         fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = least
         own.callbacks[:] = [*callbacks, *(one for one in own.callbacks if one not in callbacks)]
-        if shows:
-            bar.enable()
+        if bar is not None:
+            vars(bar).update(switches)
 
     return put_back
+
+
+def leave_decisions(trainer: Trainer) -> None:
+    """Leave callbacks that decide to the lead. Those that a module brings come anew with each fit."""
+    own: Any = trainer
+    own.callbacks[:] = [one for one in own.callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
 
 
 def follow_schedule(trainer: Trainer) -> None:

@@ -300,6 +300,10 @@ class Lead:
         """Lead a run that another peer led, and that is to go back. As its servers know it, this peer leads it."""
         self.run, self._inherited = run, True
 
+    def give_up(self) -> None:
+        """Lead it no more, before it went back: its servers would take this peer's end for the run's."""
+        self.run, self._inherited = None, False
+
     def replaced_by(self) -> str:
         """Who leads the run by now, if another peer does; or may come to, for most voters are with those who could."""
         return "" if self.run is None else self._runtime.run(self._replaced_by(self.run))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from lightning_swarm.origin import Origin, is_on_meta
 from lightning_swarm.saving import Files
 from lightning_swarm.session import Session
 from lightning_swarm.shards import Folder
-from lightning_swarm.types.runs import RunView
+from lightning_swarm.types.runs import RunView, StageManifest
 from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class ResumingHooks(_Strategy):
         self._goes_back = False  # what is torn down goes on
         self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
         self._put_back: Callable[[], None] = lambda: None  # what was left to the lead, where another one is it
+        self._inherited: Sequence[StageManifest] = ()  # of the run that this process took over: it stays cut as it is
 
     # ------------------------------------------------------------------ saved and loaded
 
@@ -249,15 +250,22 @@ class ResumingHooks(_Strategy):
         self._way_back.forget()
         return view.manifest.first_step, ""
 
+    def _take_over(self, trainer: Trainer, peer: Peer) -> Goal:
+        """Where the run that another peer led goes on with this one as its lead."""
+        goal = self._way_back.inherit(trainer, peer)
+        assert peer.lead.run is not None
+        self._inherited = peer.lead.run.manifest.stages
+        self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
+        return goal
+
     def _inherit(self, trainer: Trainer, peer: Peer) -> Goal:
         """Lead from here on, where this process trained beside another one."""
-        goal = self._way_back.inherit(trainer, peer)
+        goal = self._take_over(trainer, peer)
         _log.warning(
             "The lead of run %r is gone. This peer takes the run over, from step %d on.",
             self.config.run_id,
             goal.version,
         )
-        self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
         self._comes_to, vars(rank_zero_only)["rank"] = None, 0
         self._put_back()
         return goal

@@ -389,6 +389,14 @@ class SwarmHooks(ResumingHooks):
         """Become a trainer beside the lead, which another process is."""
         self._put_back = following.follow(trainer)
 
+    @override
+    def setup_environment(self) -> None:
+        """The first that is asked of a strategy once the module has brought its callbacks."""
+        super().setup_environment()
+        if not (self.is_global_zero or self.config.only_serves):
+            assert self.lightning_module is not None
+            following.leave_decisions(self.lightning_module.trainer)
+
     def enter(self, trainer: Trainer) -> bool:
         """Whether this process trains in a run that is under way. It begins one otherwise."""
         assert self.peer is not None
@@ -426,8 +434,8 @@ class SwarmHooks(ResumingHooks):
         return super()._setup_model(model)
 
     def _ranges_of_the_run(self) -> list[range]:
-        """Where the run under way is cut, in which this process is to train; none: it begins one."""
-        stages = self._comes_to.manifest.stages if self._comes_to is not None else ()
+        """Where the run is cut in which this process is to train, or which it took over; none: it begins one."""
+        stages = self._comes_to.manifest.stages if self._comes_to is not None else self._inherited
         return [range(one.first_block, one.end_block) for one in stages if not one.on_trainers]
 
     @override
@@ -547,7 +555,7 @@ class SwarmHooks(ResumingHooks):
         if not self.peer.inherits:
             self.peer.close()
             return None
-        goal = self._way_back.inherit(trainer, self.peer)
+        goal = self._take_over(trainer, self.peer)
         shared = self.peer.lead.run is not None and self.peer.lead.run.is_shared
         self.peer.events.note("went_back", step=goal.version, reason="this peer leads in the place of another one")
         self.peer.release(goal.version)
@@ -555,8 +563,8 @@ class SwarmHooks(ResumingHooks):
             model.make_whole()
         put_back()
         hook(module)
-        # From here on it is the starter of runs, and of one that others train in.
-        self.config = replace(self.config, initial_peers=(), role="both" if shared else self.config.role)
+        if shared:  # others train in it
+            self.config = replace(self.config, role="both")
         return str(goal.path)
 
     def _could_lead(self, trainer: Trainer, module: LightningModule, handed: Mapping[str, Any]) -> bool:
@@ -754,7 +762,7 @@ class SwarmHooks(ResumingHooks):
         """End the run and this machine's peers. Twice is fine."""
         self._end_run()
         self._way_back.end()
-        self._compiler = None
+        self._compiler, self._inherited = None, ()
         peer, self.peer = self.peer, None
         began = peer is not None and (peer.lead.run is not None or self._comes_to is not None)
         if self._comes_to is not None:

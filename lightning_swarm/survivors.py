@@ -191,6 +191,11 @@ class Beside:
         """It is in a run."""
         self.run, self._lead, self.waits = run, run.manifest.lead, False
 
+    def come(self) -> None:
+        """It is about to ask to be let into one. Its server may be in that one, and released, before it is."""
+        self.run = self._lead = None
+        self.could_go_on = lambda *_: False
+
     async def _handle_loop(self, caller: PeerId, body: bytes) -> bytes:
         request = decode(body, LoopRequest)
         lead = self._admission.lead or self._lead  # another one, if it inherited the run
@@ -213,7 +218,8 @@ class Beside:
         if self._transport.closed:  # nobody can tell it anything
             return None
         released, left = self._admission.released, self._admission.left
-        await first_of(released.wait(), left.wait(), self._while_the_lead_may_say_so())
+        if self.run is not None:
+            await first_of(released.wait(), left.wait(), self._while_the_lead_may_say_so())
         return self._admission.goes_on_at if released.is_set() else None
 
     async def _while_the_lead_may_say_so(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_swarm.assembly import Peer
 from lightning_swarm.checkpoint.snapshots import no_room
 from lightning_swarm.data import at_position
-from lightning_swarm.errors import Replaced, StageLost, SwarmError, TrainerFailed
+from lightning_swarm.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed
 from lightning_swarm.framework import callbacks_named
 from lightning_swarm.going_back import inheritance
 from lightning_swarm.going_back.elsewhere import Elsewhere
@@ -205,7 +205,7 @@ class WayBack:
     def forget(self) -> None:
         """Go on from nothing that this loop was at."""
         self._forget_goal()
-        self._arrived = True
+        self._said, self._arrived = {}, True
 
     def follow(self, version: int, error: SwarmError) -> Goal | None:
         """Not at the lead: where to go on after an error. None: nowhere.
@@ -227,14 +227,18 @@ class WayBack:
         """At a peer that did not lead: go on in the place of the lead, which is gone.
 
         Raises:
-            SwarmError: What is needed for it could not be had.
+            StepError: What is needed for it could not be had, or read.
         """
         version, value = peer.inherit()
-        between = inheritance.unpack(value, version, trainer)
-        whole = peer.lead.gather_snapshots([version])
-        if whole is None:
-            raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
-        self._aim_at(version, between, whole.weights, whole.optimizer)
+        try:
+            between = inheritance.unpack(value, version, trainer)
+            whole = peer.lead.gather_snapshots([version])
+            if whole is None:
+                raise StageLost(f"nobody has a snapshot of all stages at version {version} any more. {_NO_SNAPSHOT}")
+            self._aim_at(version, between, whole.weights, whole.optimizer)
+        except Exception as error:
+            peer.lead.give_up()
+            raise StepError(f"this peer was to take the run over, and cannot: {error}") from error
         missing = inheritance.missing_files(between.state.checkpoint)
         if missing:
             _log.warning(

@@ -32,7 +32,7 @@ class Loops:
         limits: Bounds.
 
     Attributes:
-        fits: Whether this peer's program has the settings of a run, and could lead it.
+        unfit: Why this peer could not lead a run; nothing, if it could.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Loops:
         self._stepping = stepping
         self._ordered = ordered
         self._kept: dict[int, Message] = {}
-        self.fits: Callable[[Manifest], bool] = lambda _: True
+        self.unfit: Callable[[Manifest], str] = lambda _: ""
         transport.handle_stream(KEEP_LOOP, self._handle_keep, max_bytes=limits.loop_bytes)
 
     @property
@@ -86,7 +86,5 @@ class Loops:
         run.check_generation(head.generation)
         if caller != run.manifest.lead:
             raise ProtocolError(f"the lead {run.manifest.lead} says what its loop was at, not {caller}")
-        if not self.fits(run.manifest):
-            raise ProtocolError(
-                "this peer's program has another `target_batch_size` than the run, and could not lead it"
-            )
+        if why := self.unfit(run.manifest):
+            raise ProtocolError(f"this peer could not lead the run: {why}")

@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torchmetrics import SumMetric
@@ -18,8 +18,10 @@ from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import Replaced
+from lightning_swarm.errors import ProtocolError, Replaced
+from lightning_swarm.going_back import inheritance
 from lightning_swarm.network import PeerId
+from lightning_swarm.steps.enrolment import Enrolment
 from lightning_swarm.steps.succession import choose_heir, seniority
 from lightning_swarm.types.snapshots import HeldSnapshots
 from tests.parity.models import DigitsMLP, Recipe
@@ -176,25 +178,30 @@ def run(
     kills: dict[int, str],
     come: dict[int, Callable[[Seen], None]] | None = None,
     gone: Collection[int] = (),
+    make: type[Several] = Several,
+    roles: dict[int, dict[str, Any]] | None = None,
     **options: Any,
 ) -> Seen:
-    """Train; the first leads, and the others come to it by themselves.
+    """Train; the first leads, and the others come to it by themselves. The run's cut is the lead's alone.
 
     Args:
         num_trainers: That come at all.
         kills: As of `Several`.
         come: By rank, what those wait for that wait for something else than the run.
         gone: Who may end with an error, but for those that are killed.
+        make: Makes the module.
+        roles: As of `train`.
         options: As of `train`.
     """
     due, rank = kills, vars(rank_zero_only)["rank"]
     try:
         seen = train(
             num_trainers,
-            lambda seen: Several(seen, due),
+            lambda seen: make(seen, due),
             come={**dict.fromkeys(range(1, num_trainers), under_way), **(come or {})},
             validation=validation,
             raises=False,
+            roles={rank: {"num_stages": None, **(roles or {}).get(rank, {})} for rank in range(1, num_trainers)},
             swarm={"limits": LIMITS, **options.pop("swarm", {})},
             **{"max_steps": -1, "max_epochs": NUM_EPOCHS, **options},
         )
@@ -210,10 +217,10 @@ def run(
 ALONE = Weights()
 
 
-def one_trainer(callbacks: list[L.Callback], **options: Any) -> Seen:
+def one_trainer(callbacks: list[L.Callback], make: type[Several] = Several, **options: Any) -> Seen:
     """Whom nothing happens to."""
     options = {"max_steps": -1, "max_epochs": NUM_EPOCHS, **options}
-    return train(1, lambda seen: Several(seen), callbacks=lambda rank: callbacks, validation=validation, **options)
+    return train(1, make, callbacks=lambda rank: callbacks, validation=validation, **options)
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +239,7 @@ def assert_right(seen: Seen, alone: Seen, *, gone: Collection[int] = (0,)) -> No
     seen.weights = seen.modules[heir].state_dict()
     assert_same(seen, alone)
     assert_each_once(seen, NUM_EPOCHS)
+    assert {len(rosters) for rosters in seen.rosters} == {2}, "it stays cut as it was"
     after = {seen.batches[place][0] for places in seen.steps[seen.went_back[-1] :] for place in places}
     assert after == set(seen.trainers) - set(gone), "all who live train on"
     trainer = seen.trainers[heir]
@@ -285,24 +293,45 @@ def test_another_one_leads(alone: Seen, num_trainers: int, at: int, place: str) 
             assert (tensor - ALONE.found[step][name]).abs().max() <= 1e-10, step
 
 
+class Deciding(Several):
+    """Brings a callback of its own, which only who validates can answer."""
+
+    @override
+    def configure_callbacks(self) -> EarlyStopping:
+        return EarlyStopping("val_loss", patience=50)
+
+
+class Bar(ProgressBar):
+    """As in Lightning's own example: `enable` is no method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enable = True  # type: ignore[assignment, method-assign]
+
+    @override
+    def disable(self) -> None:
+        self.enable = False  # type: ignore[assignment, method-assign]
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_it_validates_saves_and_decides_from_there_on(alone: Seen, tmp_path: Path) -> None:
     """Also where the lead dies while it validates."""
 
     def callbacks(folder: str) -> list[L.Callback]:
-        return [
-            ModelCheckpoint(tmp_path / folder, "{epoch}-{step}", monitor="val_loss", save_top_k=2),
-            EarlyStopping("val_loss", patience=50),
-        ]
+        return [ModelCheckpoint(tmp_path / folder, "{epoch}-{step}", monitor="val_loss", save_top_k=2), Bar()]
 
-    own = callbacks("alone")
-    one_trainer(own, enable_checkpointing=True)
-    seen = run(3, {5: "validating"}, callbacks=lambda rank: callbacks("several"), enable_checkpointing=True)
+    options = {"make": Deciding, "enable_checkpointing": True, "enable_progress_bar": True}
+    plain = one_trainer(callbacks("alone"), **options)
+    seen = run(3, {5: "validating"}, callbacks=lambda rank: callbacks("several"), **options)
     assert seen.killed == ["peer-0"]
     assert_right(seen, alone)
     (heir,) = heirs(seen)
+    own = [one for one in plain.trainers[0].callbacks if isinstance(one, (ModelCheckpoint, EarlyStopping))]  # type: ignore[attr-defined]
+    assert len(own) == 2
     for rank, trainer in seen.trainers.items():
-        assert {type(one) for one in own} <= {type(one) for one in trainer.callbacks} or rank not in (0, heir)  # type: ignore[attr-defined]
+        decide = [one for one in trainer.callbacks if isinstance(one, (ModelCheckpoint, EarlyStopping))]  # type: ignore[attr-defined]
+        shows = [one.enable for one in trainer.callbacks if isinstance(one, Bar)]  # type: ignore[attr-defined]
+        assert (len(decide), shows) == ((2, [True]) if rank in (0, heir) else (0, [False])), rank
     for one in own:
         other = next(c for c in seen.trainers[heir].callbacks if type(c) is type(one))  # type: ignore[attr-defined]
         assert _plain(one.state_dict()) == _plain(other.state_dict()), type(one)
@@ -315,6 +344,58 @@ def test_the_heir_dies_too(alone: Seen) -> None:
     assert len(seen.killed) == 2
     assert len(seen.went_back) == 2
     assert_right(seen, alone, gone=dead(seen))
+
+
+def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And ends the run of nobody else."""
+    unpack, tried = inheritance.unpack, []
+
+    def failing(value: Any, version: int, trainer: L.Trainer) -> Any:
+        tried.append(rank_of(trainer))
+        if len(tried) == 1:
+            raise ProtocolError("it is no loop's state")
+        return unpack(value, version, trainer)
+
+    monkeypatch.setattr(inheritance, "unpack", failing)
+    seen = run(4, {4: "in a batch"}, gone=[1, 2, 3])
+    cannot = "this peer was to take the run over, and cannot: it is no loop's state"
+    assert [str(error) for rank, error in seen.errors.items() if rank] == [cannot]
+    assert heirs(seen) == tried[1:]
+    assert_right(seen, alone, gone=(0, tried[0]))
+
+
+def is_member(seen: Seen, name: str) -> bool:
+    """Whether a peer's server is in the run."""
+    peer = next((one for one in seen.peers if one.transport.peer_id == name), None)
+    return peer is not None and peer.server is not None and peer.server.admission.is_member
+
+
+def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(
+    alone: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is released with the others, and its loop was at nothing."""
+    late, waiting = PeerId("peer-2"), Enrolment.waiting
+    released: list[Seen] = []
+
+    class Waiting(Several):
+        @override
+        def is_due(self, place: str) -> bool:
+            if not super().is_due(place):
+                return False
+            until_s = time.monotonic() + 0.2
+            self.seen.wait_for(lambda: is_member(self.seen, late) or time.monotonic() >= until_s)
+            released[:] = [self.seen]
+            return is_member(self.seen, late)
+
+    def held(enrolment: Enrolment) -> list[PeerId]:
+        gone_back = released and released[0].went_back
+        return [one for one in waiting.fget(enrolment) if one != late or gone_back]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Enrolment, "waiting", property(held))
+    seen = run(3, {2: "in a batch"}, callbacks=lambda rank: [Awaiting("peer-2")], make=Waiting)
+    before = {seen.batches[place][0] for places in seen.steps[: seen.went_back[0]] for place in places}
+    assert 2 not in before, "it did not train yet"
+    assert_right(seen, alone)
 
 
 class Awaiting(L.Callback):
@@ -376,13 +457,8 @@ def test_a_lead_that_was_frozen_learns_who_leads(alone: Seen) -> None:
 
 def test_a_server_with_data_may_take_it_over_too(alone: Seen) -> None:
     """`role="auto"`: it serves, and reads no data until then. The other trainer could not."""
-
-    def member(seen: Seen) -> bool:
-        peer = next((one for one in seen.peers if one.transport.peer_id == "peer-1"), None)
-        return peer is not None and peer.server is not None and peer.server.admission.is_member
-
     roles = {1: {"role": "auto"}, 2: {"state_dict_type": "sharded"}}
-    seen = run(3, {3: "behind"}, {2: lambda seen: seen.wait_for(lambda: member(seen))}, roles=roles)
+    seen = run(3, {3: "behind"}, {2: lambda seen: seen.wait_for(lambda: is_member(seen, "peer-1"))}, roles=roles)
     assert heirs(seen) == [1]
     assert_right(seen, alone)
 

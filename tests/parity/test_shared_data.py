@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from typing_extensions import override
@@ -22,6 +22,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits
+from tests.parity.test_trainers_come import enrolment
 from tests.parity.test_trainers_go_back import LIMITS as BACK
 from tests.parity.test_trainers_go_back import Killing
 from tests.parity.trainers import Seen, default_dtype, numbered, place_of, shuffled, train
@@ -129,7 +130,7 @@ class Dying(Validated):
     @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_rank == 1 and batch_idx == 2:
+        if self.trainer.global_rank == 1 and batch_idx == 2 and not self.seen.killed:
             self.seen.kill("peer-1")
         return loss
 
@@ -140,6 +141,34 @@ def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trai
     assert seen.killed == ["peer-1"]
     assert 0 not in seen.errors
     assert seen.validated == [0, 1, 2], "each epoch is validated, with however few batches of the lead it ends"
+    assert_same(seen, alone)
+    assert_each_once(seen, 3)
+
+
+class Meets(L.Callback):
+    """Once one has died, the lead waits for another one to come."""
+
+    @override
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        seen = pl_module.seen
+        if trainer.is_global_zero and seen.killed and 2 not in seen.errors:
+            seen.wait_for(lambda: "peer-2" in (*enrolment(seen).waiting, *seen.trainers_of_the_run) or 2 in seen.errors)
+
+
+def test_one_is_killed_and_another_one_comes_in_mid_epoch(alone: Seen) -> None:
+    rank = vars(rank_zero_only)["rank"]
+    try:
+        come = {2: lambda seen: seen.wait_for(lambda: bool(seen.killed))}
+        options = {"validation": validation, "raises": False, "swarm": {"limits": QUICK}}
+        seen = run(3, Dying, come=come, callbacks=lambda rank: [Meets()], **options)
+    finally:
+        vars(rank_zero_only)["rank"] = rank
+    assert seen.killed == ["peer-1"]
+    assert set(seen.errors) == {1}
+    came = next(record for record in seen.records if "peer-2" in record.enlisted)
+    assert came.position is not None
+    assert 0 < came.position[1] < 13, "it is in the middle of an epoch"
+    assert {rank for rank, _ in seen.batches.values()} == {0, 1, 2}
     assert_same(seen, alone)
     assert_each_once(seen, 3)
 
