@@ -212,7 +212,17 @@ class SharedData:
             self._start = self._first_position(epoch)
             for older in range(self._start[0], epoch):  # its rest is in no update of the weights that are gone on from
                 self._tell(self._again(older))
+            if self._start[0] < epoch and epoch not in self._restored:
+                self._seed_workers()
         self._tell(self._again(epoch) if epoch in self._restored else self._listed(epoch))
+
+    def _seed_workers(self) -> None:
+        """Draw what a loader draws where an epoch begins; this one did so before the older ones were listed again."""
+        origin = self._origin
+        assert origin is not None
+        stays = origin.persistent_workers and origin.num_workers > 0
+        if origin.generator is not None and not stays:
+            torch.empty((), dtype=torch.int64).random_(generator=origin.generator)
 
     def _first_position(self, epoch: int) -> BatchNumber:
         """With which batch this generation of the run begins."""

@@ -198,6 +198,23 @@ def test_a_run_goes_on_at_the_sample(alone: Seen, before: int, after: int, tmp_p
 
 
 @ANOTHER_CALLBACK
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_goes_on_between_two_epochs(alone: Seen, before: int, after: int, tmp_path: Path) -> None:
+    """An epoch's last batch was through, and is in none of the steps that the file knows of."""
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1)
+    options = {"enable_checkpointing": True, "max_steps": 5}
+    begun = run(before, callbacks=lambda rank: [saving] if rank == 0 else [], **options)
+    assert begun.records[3].position == (0, 12)
+    seen = run(after, ckpt_path=tmp_path / "step=4.ckpt")
+    seen.steps = begun.steps[:4] + seen.steps
+    for name in ("batches", "losses"):
+        old = {place: one for place, one in getattr(begun, name).items() if place[0] < 4}
+        setattr(seen, name, old | getattr(seen, name))
+    assert_same(seen, alone)
+    assert_each_once(seen, 3)
+
+
+@ANOTHER_CALLBACK
 def test_a_checkpoint_of_another_order_is_named(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     run(1, callbacks=lambda rank: [saving], enable_checkpointing=True, max_steps=2)
