@@ -346,6 +346,22 @@ def test_the_heir_dies_too(alone: Seen) -> None:
     assert_right(seen, alone, gone=dead(seen))
 
 
+def test_the_lead_and_its_heir_die_at_once(alone: Seen) -> None:
+    class Both(Several):
+        @override
+        def at(self, place: str) -> None:
+            holding = [one for one in self.seen.peers if one.server and one.server.snapshots.loops.versions]
+            chosen = heir_of(self.seen) if self.is_due(place) and len(holding) > 1 else None
+            if chosen is not None:
+                self.kills.clear()
+                self.seen.kill(f"peer-{rank_of(self.trainer)}", chosen[0].transport.peer_id)
+
+    seen = run(5, {4: "in a batch"}, make=Both)
+    assert len(seen.killed) == 2
+    assert heirs(seen)[0] not in dead(seen)
+    assert_right(seen, alone, gone=dead(seen))
+
+
 def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends the run of nobody else."""
     unpack, tried = inheritance.unpack, []
