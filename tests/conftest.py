@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,22 @@ import pytest
 _FIRST = ("p2p/test_processes.py", "faults/test_matrix.py", "p2p/test_killed.py")
 """The files that take longest. Of two workers one begins with the first and the third, whose peers are processes."""
 
+_OBJECTS_UNTIL_COLLECTED = 200_000
+"""Thousands of small swarms make many short-lived objects; looking for cycles takes a tenth of the time."""
+
 
 @pytest.fixture(autouse=True)
 def _no_seed_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `seed_everything` leaves in the environment, samplers of later runs in this process would take."""
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_OBJECTS_UNTIL_COLLECTED, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
