@@ -41,7 +41,7 @@ from lightning_swarm.tasks import TaskOwner
 from lightning_swarm.tickets import TicketStore
 from lightning_swarm.training import Training
 from lightning_swarm.types.reports import CarriedReport, LinkReport, PeerReport
-from lightning_swarm.types.runs import Manifest, Member, RunView
+from lightning_swarm.types.runs import Manifest, Member, RunView, ranges_of
 
 _log = logging.getLogger(__name__)
 
@@ -278,8 +278,7 @@ class Peer:
         return self._open_beside(run, model, device, runtime), epoch
 
     def _open_beside(self, run: RunState, model: Model, device: torch.device, runtime: Runtime) -> Session:
-        ranges = [range(one.first_block, one.end_block) for one in run.manifest.stages if not one.on_trainers]
-        stages = model.cut(ranges)
+        stages = model.cut(ranges_of(run.manifest.stages))
         return self._training.open(
             run, stages, model.blocks, self._around(stages[-1], run), device=device, runtime=runtime
         )

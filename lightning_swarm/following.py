@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_swarm.data import part_of
@@ -91,29 +89,6 @@ def reseed(rank: int) -> None:
     torch.manual_seed(seed)
 
 
-def twin(module: LightningModule) -> LightningModule:
-    """The same parameters, buffers and whatever else, in modules of their own: their modes and hooks are nobody else's.
-
-    Not `deepcopy`: a module may refer to its data, or to what cannot be copied.
-    """
-    copied = _twin(module, {})
-    assert isinstance(copied, type(module))
-    copied._trainer = module._trainer  # which a copy of a LightningModule leaves out
-    return copied
-
-
-def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
-    if id(module) in known:
-        return known[id(module)]
-    copied = known[id(module)] = copy.copy(module)
-    for name, value in list(vars(copied).items()):
-        if name.startswith("_") and isinstance(value, (dict, set)):  # torch's own registers
-            copied.__dict__[name] = value.copy()
-    for name, child in module._modules.items():
-        copied._modules[name] = None if child is None else _twin(child, known)
-    return copied
-
-
 def settle_dtype(precision: Precision) -> Callable[[], None]:
     """Keep the default dtype of `precision` until what is returned is called.
 
@@ -134,6 +109,8 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int) -> Any:
     with `use_distributed_sampler=False`, is read whole by every trainer. Then they must draw at random, and a warning
     says so if they are not seen to.
     """
+    if num_trainers == 1:
+        return dataloader
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
     if iterable and isinstance(dataloader, DataLoader) and trainer._accelerator_connector.use_distributed_sampler:
         return part_of(dataloader, trainer.global_rank, num_trainers)

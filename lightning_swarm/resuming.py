@@ -7,10 +7,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -21,37 +20,25 @@ from lightning_swarm import checkpoint, optimizer_states, rules
 from lightning_swarm.assembly import Peer
 from lightning_swarm.boundary import restore_boundary
 from lightning_swarm.checkpoint import sharded
-from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError, WentBack
 from lightning_swarm.going_back.place import take_back_batches
 from lightning_swarm.going_back.way_back import Goal, WayBack
-from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.origin import Origin, is_on_meta
+from lightning_swarm.ranks import RankHooks
 from lightning_swarm.saving import Files
-from lightning_swarm.session import Session
 from lightning_swarm.shards import Folder
-from lightning_swarm.types.runs import RunView, StageManifest
+from lightning_swarm.types.runs import StageManifest
 from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)
 
-# `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
-if TYPE_CHECKING:
-    _Strategy = Strategy
-else:
-    _Strategy = object
 
-
-class ResumingHooks(_Strategy):
+class ResumingHooks(RankHooks):
     """The part of `SwarmHooks` that brings a run to where another one was."""
-
-    config: SwarmConfig
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.peer: Peer | None = None
-        self._session: Session | None = None
         self._loop: SwarmOptimization | None = None
         self._weights: Weights | None = None  # of this run or, once it is over, of the last one
         self._files: Files | None = None  # of the lead while it trains, unless its user brought a `CheckpointIO`
@@ -60,7 +47,6 @@ class ResumingHooks(_Strategy):
         self._origin = Origin()  # of weights that the module does not hold
         self._way_back = WayBack()
         self._goes_back = False  # what is torn down goes on
-        self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
         self._put_back: Callable[[], None] = lambda: None  # what was left to the lead, where another one is it
         self._inherited: Sequence[StageManifest] = ()  # of the run that this process took over: it stays cut as it is
 
@@ -68,13 +54,13 @@ class ResumingHooks(_Strategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
+        module = self._own_module
         if not self.is_global_zero:
             return {}  # the lead saves, and keeps weights
-        own: dict[str, Any] = self.lightning_module.state_dict()
+        own: dict[str, Any] = module.state_dict()
         states = self._way_back.states
         if states is not None and states.taking:
-            return states.without_weights(own, checkpoint.first_names(self.lightning_module))
+            return states.without_weights(own, checkpoint.first_names(module))
         if self._weights is None:
             return own
         if self.config.state_dict_type == "sharded":
@@ -91,8 +77,7 @@ class ResumingHooks(_Strategy):
             return {}
         weights = self._weights if self._weights is not None and self._weights.stale else None
         if self.config.state_dict_type == "sharded":
-            assert self.lightning_module is not None
-            names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+            names = {id(parameter): name for name, parameter in self._own_module.named_parameters()}
             saved = optimizer.state_dict()  # of which the servers have what is not here
             return optimizer_states.by_names(optimizer, names, {**saved, "state": {}} if weights else saved)
         if weights is not None:
@@ -142,8 +127,7 @@ class ResumingHooks(_Strategy):
         path = checkpoint_path if self._folder is None else Path(checkpoint_path) / sharded.REST
         restored = super().load_checkpoint(path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
         if self._folder is not None:
-            assert self.lightning_module is not None
-            restored["state_dict"] = self._origin.read(self.lightning_module, self._folder)
+            restored["state_dict"] = self._origin.read(self._own_module, self._folder)
             if self._folder.has_optimizer:  # whose state is for the servers
                 restored["optimizer_states"] = [optimizer_states.by_numbers(self._folder.read_groups())]
         self._restored_step = restored.get("global_step")
@@ -153,8 +137,7 @@ class ResumingHooks(_Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._way_back.goes_on and not self.is_global_zero:
             return  # the lead hands them out
-        assert self.lightning_module is not None
-        module = self.lightning_module
+        module = self._own_module
         restore_boundary(module, checkpoint["state_dict"])
         if self._session is None:  # the run is still to begin, with these weights
             with self._origin.restoring(module, checkpoint["state_dict"], self.root_device) as state:
@@ -176,9 +159,8 @@ class ResumingHooks(_Strategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
         saved = None
-        if self._folder is None and is_on_meta(self.lightning_module):  # on which an optimizer keeps no state either
+        if self._folder is None and is_on_meta(self._own_module):  # on which an optimizer keeps no state either
             (saved,) = checkpoint["optimizer_states"]
             checkpoint = {**checkpoint, "optimizer_states": [{**saved, "state": {}}]}
         super().load_optimizer_state_dict(checkpoint)
@@ -207,7 +189,6 @@ class ResumingHooks(_Strategy):
         """
         if self.peer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
-        launcher = self._launcher if isinstance(self._launcher, SwarmLauncher) else None
         found = self._way_on(trainer, self.peer, error)
         if found is None:
             return None
@@ -220,8 +201,8 @@ class ResumingHooks(_Strategy):
             trainer._teardown()
         finally:
             self._goes_back = False
-        if launcher is not None:
-            launcher.forget_ended()
+        if self._starter is not None:
+            self._starter.forget_ended()
         trainer.training, trainer.should_stop = True, False
         return path
 

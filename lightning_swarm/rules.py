@@ -135,6 +135,19 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
             )
 
 
+def check_servers(config: SwarmConfig, num_devices: int) -> None:
+    """Refuse a run in which nobody would serve.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.role == "trainer" and num_devices < 2 and not config.initial_peers:
+        raise ConfigError(
+            f"`role='trainer'` needs servers: `devices` must be at least 2, got {num_devices}. "
+            "Raise `devices`, name servers that wait in `initial_peers`, or leave `role` out."
+        )
+
+
 def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
     """Whether others may come to train in a run that this program begins: then nothing may keep several from it."""
     if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.deterministic:

@@ -10,8 +10,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.enums import GradClipAlgorithmType
 
 from lightning_swarm import rules
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.partition import Blocks, time_costs
 from lightning_swarm.server.model import kind_of
 from lightning_swarm.starting import RunSpec
 from lightning_swarm.types.runs import Selection
@@ -69,21 +67,3 @@ def _total_steps(trainer: Trainer) -> int | None:
         return None
     steps = trainer.estimated_stepping_batches
     return int(steps) if steps != float("inf") else None
-
-
-def block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
-    """What each block of the Trainer's module costs on this machine, for ``split="time"``.
-
-    Raises:
-        ConfigError: There is no example to measure with.
-    """
-    module, strategy = trainer.lightning_module, trainer.strategy
-    example = module.example_input_array
-    if example is None:
-        raise ConfigError(
-            "`split='time'` measures the blocks with an example, so `example_input_array` must be set: "
-            f"{type(module).__name__} has none. Set it in `__init__` to what `forward` takes, a batch of a usual "
-            "size, or use `split='parameters'`."
-        )
-    example = strategy.batch_to_device(strategy.precision_plugin.convert_input(example), strategy.root_device)
-    return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,8 +20,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm import following, rules, serving, settings
-from lightning_swarm.boundary import Boundary, boundary_layers, hook
+from lightning_swarm import cutting, following, rules, serving, settings
+from lightning_swarm.boundary import Boundary, hook
 from lightning_swarm.config import (
     CodecName,
     Compression,
@@ -40,7 +40,7 @@ from lightning_swarm.launcher import SwarmLauncher
 from lightning_swarm.loop import SwarmOptimization
 from lightning_swarm.network.addresses import Address, Place
 from lightning_swarm.origin import is_on_meta, staying_on_meta
-from lightning_swarm.partition import Blocks, check_cuts, choose_ranges, find_blocks, insert_at_cuts, layers_behind
+from lightning_swarm.partition import find_blocks
 from lightning_swarm.pipeline.interception import Interception
 from lightning_swarm.resuming import ResumingHooks
 from lightning_swarm.saving import Files
@@ -48,7 +48,7 @@ from lightning_swarm.selection import read_selection
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.status import SwarmStatus, status_of
-from lightning_swarm.types.runs import Selection
+from lightning_swarm.types.runs import Selection, ranges_of
 from lightning_swarm.weights import Weights
 
 _log = logging.getLogger(__name__)
@@ -175,18 +175,9 @@ class SwarmHooks(ResumingHooks):
             compression=Compression.parse(compression),
             limits=limits,
         )
-        # Lightning's accelerator connector sets these two.
-        self.parallel_devices: list[torch.device] | None = None
-        self.num_nodes = 1
-        self._interception: Interception | None = None
-        self._restore_dtype: Callable[[], None] = lambda: None
-        self.num_trainers = 1  # that are started together, on this machine
-        self._rank_before = 0  # of this process, for Lightning
-        self._is_shared = False  # others train in the run, or may come to
+        self._undo = contextlib.ExitStack()  # when the run ends: module, loop and callbacks are as they were
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
-        self._looping = False  # in the training loop, not where it makes its loaders
         self._trains = False  # from a fit's setup to the end of its loop
-        self._home: Home | None = None
         self._data: SharedData | None = None
         self._writes_files = False  # nobody brought a `CheckpointIO`
 
@@ -209,27 +200,6 @@ class SwarmHooks(ResumingHooks):
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        # A child serves at the script's first use of a swarm, which may have fewer devices than the one it is for.
-        return self._devices[self.local_rank % len(self._devices)]
-
-    @property
-    def local_rank(self) -> int:
-        """Which of this machine's peers this process is."""
-        return self._launcher.local_rank if isinstance(self._launcher, SwarmLauncher) else 0
-
-    @property
-    def global_rank(self) -> int:
-        """As `local_rank`; beyond those who trained before, where this process came to a run under way."""
-        return self.local_rank + (len(self._comes_to.seats.trainers) if self._comes_to is not None else 0)
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        return self.local_rank == 0 and self._comes_to is None
-
-    @property
-    @override
     def handles_gradient_accumulation(self) -> bool:
         return True  # the swarm says when a step is full
 
@@ -246,65 +216,21 @@ class SwarmHooks(ResumingHooks):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
         with staying_on_meta():
-            self.lightning_module.to(self.root_device)
+            self._own_module.to(self.root_device)
 
-    # Trainers do not wait for each other: what one process would answer is answered at once. That is what Lightning's
-    # own callers need, for the lead decides and saves alone. What would need the others' values is refused.
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._session is not None:
-            rules.check_alone(self._session, "reduce")
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        if self.is_distributed:
-            rules.refuse_collective("all_gather")
-        return tensor
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if name == "train_dataloader()":
-            self._looping = False
-        if name == "pre_setup" and self.num_trainers > 1:
-            # What `prepare_data` leaves on this machine is there before anyone looks for it.
-            assert self.peer is not None
-            launch_id = self._launcher.launch_id if isinstance(self._launcher, SwarmLauncher) else ""
-            (self.peer.lead.say_prepared if self.is_global_zero else self.peer.await_prepared)(launch_id)
-
-    # ------------------------------------------------------------------ data of several trainers
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning asks whether `sync_dist=True` means something. The lead alone validates."""
-        module = self.lightning_module
-        # Where it makes loaders it asks, too, and would share the data in a way of its own.
-        return self._looping and self._is_shared and module is not None and bool(module.trainer.training)
+    # ------------------------------------------------------------------ data
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        module = self.lightning_module
-        assert module is not None
-        if not module.trainer.training:
+        trainer = self._own_module.trainer
+        if not trainer.training:
             return dataloader
-
-        def alone() -> Any:
-            if self.num_trainers == 1:
-                return dataloader
-            return following.share(module.trainer, dataloader, num_trainers=self.num_trainers)
-
-        made: object
-        if self._shares_data and can_share(dataloader, module.trainer):
-            made = self._data_of(module.trainer).share(dataloader, alone)
+        part = partial(following.share, trainer, dataloader, num_trainers=self.num_trainers)
+        if self._shares_data and can_share(dataloader, trainer):
+            made: object = self._data_of(trainer).share(dataloader, part)
         else:
-            made = alone()
+            made = part()
         self._way_back.loader_made(made)
         return made
 
@@ -337,8 +263,7 @@ class SwarmHooks(ResumingHooks):
             trainer: Whose.
             handed: What its method was called with.
         """
-        module = self.lightning_module
-        assert module is not None
+        module = self._own_module
         rules.check_trainer(trainer, module, self.config)
         together = self.config.role == "both" and trainer.state.fn == TrainerFn.FITTING
         self.num_trainers = len(self._devices) if together else 1
@@ -346,29 +271,10 @@ class SwarmHooks(ResumingHooks):
             rules.check_trainers(trainer, self.config)
         self._is_shared = self.num_trainers > 1 or rules.may_be_shared(trainer, self.config)
         rules.check_data(trainer, module, handed)
-        rules.check_ckpt_path(handed.get("ckpt_path"))
-        is_overridden = self.framework.is_overridden
-        if not (is_overridden("setup", module) or is_overridden("configure_model", module)):
-            # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
-            named = self.config.split if not isinstance(self.config.split, str) else "parameters"
-            blocks = find_blocks(module, self.config.pipeline)
-            ranges = choose_ranges(blocks, self._num_stages, named, seams=layers_behind(module, blocks))
-            if self.config.split == named and handed.get("ckpt_path") is None:  # which may bring layers
-                self._check_boundary(trainer, module, blocks, ranges)
-        if self.config.role == "trainer" and len(self._devices) < 2 and not self.config.initial_peers:
-            raise ConfigError(
-                f"`role='trainer'` needs servers: `devices` must be at least 2, got {len(self._devices)}. "
-                "Raise `devices`, name servers that wait in `initial_peers`, or leave `role` out."
-            )
-
-    def _check_boundary(
-        self, trainer: Trainer, module: LightningModule, blocks: Blocks, ranges: Sequence[range]
-    ) -> None:
-        """Refuse layers that cannot be put in, where it is known where they would stand."""
-        if self.config.boundary is not None:
-            if not boundary_layers(module):
-                rules.check_new_layers(trainer, restored=False)
-            check_cuts(module, blocks, ranges, self.config.boundary)
+        ckpt_path = handed.get("ckpt_path")
+        rules.check_ckpt_path(ckpt_path)
+        cutting.check(trainer, self.config, self._num_stages, restored=ckpt_path is not None)
+        rules.check_servers(self.config, len(self._devices))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -394,49 +300,20 @@ class SwarmHooks(ResumingHooks):
         """The first that is asked of a strategy once the module has brought its callbacks."""
         super().setup_environment()
         if not (self.is_global_zero or self.config.only_serves):
-            assert self.lightning_module is not None
-            following.leave_decisions(self.lightning_module.trainer)
-
-    def enter(self, trainer: Trainer) -> bool:
-        """Whether this process trains in a run that is under way. It begins one otherwise."""
-        assert self.peer is not None
-        may_train = self.config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
-        if not may_train or not self.config.initial_peers or self.local_rank:
-            return False
-        view = self.peer.find_run()
-        if view is None:
-            return False
-        rules.check_trainers(trainer, self.config)
-        rank_zero_info(f"Training in run {self.config.run_id!r}, which is at step {view.version}, beside its lead.")
-        self._comes_to, self._is_shared, self.num_trainers = view, True, 1
-        ranks = vars(rank_zero_only)  # Lightning's own, for what is said and logged once
-        self._rank_before, ranks["rank"] = ranks["rank"], self.global_rank
-        return True
+            following.leave_decisions(self._own_module.trainer)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         """The last that is done to the module before its optimizer is made."""
-        module = self.lightning_module
-        assert module is not None
-        blocks = find_blocks(module, self.config.pipeline)
-        self._ranges = self._ranges_of_the_run() or choose_ranges(
-            blocks,
-            self._num_stages,
-            self.config.split,
-            lambda: settings.block_costs(module.trainer, blocks),
-            seams=layers_behind(module, blocks),
-        )
-        if self.config.boundary is not None:
-            if not boundary_layers(module):
-                rules.check_new_layers(module.trainer, restored=self._restored_step is not None)
-            insert_at_cuts(module, blocks, self._ranges, self.config.boundary)
+        module, config = self._own_module, self.config
+        blocks = find_blocks(module, config.pipeline)
+        # Where the run is cut in which this process is to train, or which it took over; else it begins one.
+        ranges = ranges_of(self._comes_to.manifest.stages if self._comes_to is not None else self._inherited)
+        self._ranges = ranges or cutting.choose(module.trainer, blocks, config, self._num_stages)
+        restored = self._restored_step is not None
+        cutting.insert_layers(module.trainer, blocks, config, self._ranges, restored=restored)
         self._origin.fill_outside(module, blocks, self.root_device)
         return super()._setup_model(model)
-
-    def _ranges_of_the_run(self) -> list[range]:
-        """Where the run is cut in which this process is to train, or which it took over; none: it begins one."""
-        stages = self._comes_to.manifest.stages if self._comes_to is not None else self._inherited
-        return [range(one.first_block, one.end_block) for one in stages if not one.on_trainers]
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -445,62 +322,51 @@ class SwarmHooks(ResumingHooks):
             following.reseed(self.peer.boot_id)
         elif not self.is_global_zero:
             following.reseed(self.local_rank)
-        assert self.lightning_module is not None
-        rules.check_on_meta(trainer, self.lightning_module, self.config)
-        self._origin.look(self.lightning_module)
+        module = self._own_module
+        rules.check_on_meta(trainer, module, self.config)
+        self._origin.look(module)
         super().setup(trainer)
         if not self.is_global_zero:
             following.follow_schedule(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        module = self.lightning_module
         selection = read_selection(module, rules.check_optimizers(self.optimizers)) if fitting else None
-        model = self._model_of(module, keep=True)
+        model = self._models.of(module, keep=True)
         model.cut(self._ranges)  # what cannot be cut is refused here, before anyone is asked
         self._session = self._start_run(trainer, model, self._ranges, selection)
         self._origin.spend(module, trains=fitting)
-        self._interception = Interception(model.blocks, self._session.pipeline)
+        self._undo.callback(Interception(model.blocks, self._session.pipeline).remove)
         if fitting:
-            most = self.config.limits.max_metric_bytes
-            data = self._data_of(trainer)
-            data.open(self._session)
-            self._loop = SwarmOptimization(
-                trainer, self._session, self.config.target_batch_size, max_metric_bytes=most, data=data
-            )
-            self._loop.take_over()
-            self._trains = True
-            assert self.peer is not None
-            interval_s = self.config.limits.snapshot_interval
-            self._way_back.watch(trainer, self.peer, self._session, self._loop, snapshot_interval=interval_s)
+            self._take_loop_over(trainer, self._session)
         if self.is_global_zero:
-            assert self.peer is not None
-            stale = is_on_meta(module) or (self._weights is not None and self._weights.stale)
-            self._weights = Weights(self.peer, self._session, module, limits=self.config.limits, stale=stale)
-            self._home = Home(trainer, self._weights, stays=self._gathers)
-            if fitting and self.config.gather_on_end and not self._gathers:
-                rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
-            if fitting and self._writes_files:
-                self._files = Files(trainer, self.checkpoint_io)
+            self._come_home(trainer, self._session)
 
     def _start_run(
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         assert self.peer is not None
         if self._is_shared:
-            self._restore_dtype = following.settle_dtype(self.precision_plugin)
+            self._undo.callback(following.settle_dtype(self.precision_plugin))
         if self._comes_to is not None and not (self._way_back.goes_on or self._way_back.begins_anew):
             server = self._for_server(trainer, model) if self.config.role == "both" else None
-            inherits = server is not None and self._has_whole_model
+            inherits = server is not None and serving.has_whole_model(self._own_module, self.config)
             session, epoch = self.peer.train_in(self._comes_to, model, server, self.root_device, inherits=inherits)
             following.begin_at(trainer, step=session.version, epoch=epoch)
             return session
-        if not self.is_global_zero:
-            session = self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
-            if self._way_back.begins_anew:
-                following.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
-            return session
-        launcher = self._launcher
-        if isinstance(launcher, SwarmLauncher):
-            self.peer.lead.num_known_dead = lambda: launcher.num_ended
+        if self.is_global_zero:
+            return self._begin_run(trainer, model, ranges, selection)
+        session = self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
+        if self._way_back.begins_anew:
+            following.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
+        return session
+
+    def _begin_run(
+        self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+    ) -> Session:
+        """As the lead."""
+        assert self.peer is not None
+        starter = self._starter
+        if starter is not None:
+            self.peer.lead.num_known_dead = lambda: starter.num_ended
         self.peer.lead.check_first()
         serves = self.config.role != "trainer"
         if serves:
@@ -509,7 +375,7 @@ class SwarmHooks(ResumingHooks):
             trainer,
             ranges,
             selection,
-            num_servers=self._num_servers,
+            num_servers=max(1, len(self._devices) - (not serves)),  # whoever else is there serves, too
             num_trainers=self.num_trainers if serves else 0,
             open_to_trainers=rules.may_be_shared(trainer, self.config),
             # Lightning restores its own counter only after this.
@@ -517,17 +383,37 @@ class SwarmHooks(ResumingHooks):
         )
         return self.peer.start_run(spec, model, self.root_device, self.check_peers)
 
-    def _for_server(self, trainer: Trainer, model: Model) -> Model:
-        """What this trainer's own server computes with."""
-        assert self.lightning_module is not None
-        if self._is_shared or is_on_meta(self.lightning_module):
-            # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
-            return self._model_of(following.twin(self.lightning_module), keep=not is_on_meta(self.lightning_module))
-        if writes_weights(trainer):  # into the module, and its stages' weights are no part of that
-            apart = copy.deepcopy(self.lightning_module)
-            apart.trainer = trainer
-            return self._model_of(apart, keep=False)
-        return model
+    def check_peers(self) -> None:
+        """Raise if a peer that this process started has ended."""
+        if self._starter is not None:
+            self._starter.check_children()
+
+    def _take_loop_over(self, trainer: Trainer, session: Session) -> None:
+        """Have the training loop's steps be the swarm's."""
+        assert self.peer is not None
+        limits, data = self.config.limits, self._data_of(trainer)
+        data.open(session)
+        self._undo.callback(data.close)
+        self._loop = SwarmOptimization(
+            trainer, session, self.config.target_batch_size, max_metric_bytes=limits.max_metric_bytes, data=data
+        )
+        self._loop.take_over()
+        self._trains = True
+        self._way_back.watch(trainer, self.peer, session, self._loop, snapshot_interval=limits.snapshot_interval)
+
+    def _come_home(self, trainer: Trainer, session: Session) -> None:
+        """At the lead: have weights and files be where callbacks, and whoever comes after the run, look for them."""
+        assert self.peer is not None
+        module, fitting = self._own_module, trainer.state.fn == TrainerFn.FITTING
+        stale = is_on_meta(module) or (self._weights is not None and self._weights.stale)
+        self._weights = Weights(self.peer, session, module, limits=self.config.limits, stale=stale)
+        self._undo.callback(Home(trainer, self._weights, stays=self._gathers).close)
+        if fitting and self.config.gather_on_end and not self._gathers:
+            rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
+        if fitting and self._writes_files:
+            self._files = Files(trainer, self.checkpoint_io)
+
+    # ------------------------------------------------------------------ serving
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
@@ -544,13 +430,13 @@ class SwarmHooks(ResumingHooks):
             run is over.
         """
         assert self.peer is not None
-        module = self.lightning_module
-        assert module is not None
+        module = self._own_module
         self.connect(module)
         serving.set_up(trainer, module, datamodule)
-        on_meta, put_back = is_on_meta(module), serving.remember(module)
-        model = self.served_model(module)
-        self.peer.serve(model, inherits=handed is not None and self._could_lead(trainer, module, handed))
+        put_back = serving.remember(module)
+        model = self._models.served(module)
+        inherits = handed is not None and serving.could_lead(trainer, module, self.config, handed)
+        self.peer.serve(model, inherits=inherits)
         self.peer.serve_to_the_end(rank_zero_info)
         if not self.peer.inherits:
             self.peer.close()
@@ -559,56 +445,26 @@ class SwarmHooks(ResumingHooks):
         shared = self.peer.lead.run is not None and self.peer.lead.run.is_shared
         self.peer.events.note("went_back", step=goal.version, reason="this peer leads in the place of another one")
         self.peer.release(goal.version)
-        if not on_meta:
-            model.make_whole()
-        put_back()
-        hook(module)
+        put_back(model)
         if shared:  # others train in it
             self.config = replace(self.config, role="both")
         return str(goal.path)
 
-    def _could_lead(self, trainer: Trainer, module: LightningModule, handed: Mapping[str, Any]) -> bool:
-        """Whether this process, which serves, has all that it takes to go on as the lead."""
-        if self.config.role != "auto" or trainer.state.fn != TrainerFn.FITTING:
-            return False
-        if not self._has_whole_model:
-            return False
-        try:
-            rules.check_trainer(trainer, module, self.config)
-            rules.check_data(trainer, module, handed)
-        except ConfigError as error:
-            _log.info("This peer cannot take the run over: %s", error)
-            return False
-        return True
-
-    def served_model(self, module: LightningModule) -> Model:
-        """What a peer holds stages of."""
-        self.precision_plugin.convert_module(module)
-        with staying_on_meta():
-            module.to(self.root_device)
-        return self._model_of(module, keep=False)
-
-    def _model_of(self, module: LightningModule, *, keep: bool) -> Model:
-        """A peer's copy of the model, `keep` as in `Model`."""
-        make_optimizer = serving.optimizer_maker(
-            module, self.framework, knows_length=self.is_global_zero and not self.config.only_serves
-        )
-        blocks = find_blocks(module, self.config.pipeline)
-        return Model(
-            module,
-            blocks,
-            make_optimizer,
-            self.root_device,
-            keep=keep,
+    @property
+    def _models(self) -> serving.Models:
+        return serving.Models(
+            config=self.config,
+            framework=self.framework,
+            device=self.root_device,
+            origin=self._origin,
             compiler=self._compiler,
-            offload=self.config.offload_optimizer,
-            origin=self._origin.weights,
+            knows_length=self.is_global_zero and not self.config.only_serves,
         )
 
-    def check_peers(self) -> None:
-        """Raise if a peer that this process started has ended."""
-        if isinstance(self._launcher, SwarmLauncher):
-            self._launcher.check_children()
+    def _for_server(self, trainer: Trainer, model: Model) -> Model:
+        """What this trainer's own server computes with."""
+        written = writes_weights(trainer)
+        return self._models.beside(self._own_module, model, shared=self._is_shared, written=written)
 
     # ------------------------------------------------------------------ the loop
 
@@ -665,23 +521,26 @@ class SwarmHooks(ResumingHooks):
         if isinstance(exception, StepError | PeerError) and self._loop is not None:
             exception.add_note(settings.how_to_go_on(self._loop.trainer))
         if self._comes_to is not None:
-            if self.peer is not None and not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
-                self._retire(f"{type(exception).__name__}: {exception}")
-                if isinstance(self._launcher, SwarmLauncher):
-                    self._launcher.let_children_leave()
-                self.peer.leave_in_order()
-            return
-        if not self.is_global_zero:
+            if not isinstance(exception, StepError | PeerError | RunOver):  # the run goes on
+                self._go_out(exception)
+        elif not self.is_global_zero:
             if self._session is not None and not isinstance(exception, LeftOut):  # the others go on without it
                 with contextlib.suppress(SwarmError):  # the run may be over
                     self._session.quit(f"{type(exception).__name__}: {exception}")
+        elif self._gathers and self._weights is not None and self._session is not None and self._weights.stale:
+            try:
+                self._weights.stay_home(self.optimizers[0], timeout=self.config.limits.leave_timeout)
+            except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
+                _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
+
+    def _go_out(self, exception: BaseException) -> None:
+        """Of a run that goes on, and had begun before this process came to it."""
+        if self.peer is None:
             return
-        if not self._gathers or self._weights is None or self._session is None or not self._weights.stale:
-            return
-        try:
-            self._weights.stay_home(self.optimizers[0], timeout=self.config.limits.leave_timeout)
-        except Exception as error:  # noqa: BLE001 - Lightning would not tear down, and the peers would go on
-            _log.warning("The module keeps older weights than the swarm had when the run broke off: %r", error)
+        self._retire(f"{type(exception).__name__}: {exception}")
+        if self._starter is not None:
+            self._starter.let_children_leave()
+        self.peer.leave_in_order()
 
     @property
     def address(self) -> str:
@@ -697,7 +556,7 @@ class SwarmHooks(ResumingHooks):
     @property
     def local_processes(self) -> list[int]:
         """Ids of the processes that were started for this machine's other peers, and have not been missed."""
-        return self._launcher.processes if isinstance(self._launcher, SwarmLauncher) else []
+        return self._starter.processes if self._starter is not None else []
 
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.
@@ -746,15 +605,8 @@ class SwarmHooks(ResumingHooks):
         """Leave module, loop and callbacks as they were."""
         if self.lightning_module is not None:
             hook(self.lightning_module)
-        if self._interception is not None:
-            self._interception.remove()
-        self._restore_dtype()
-        if self._home is not None:
-            self._home.close()
-        self._interception, self._session, self._restored_step, self._folder = None, None, None, None
-        if self._data is not None:
-            self._data.close()
-        self._home, self._data = None, None
+        self._undo.close()
+        self._session, self._restored_step, self._folder, self._data = None, None, None, None
         if self._weights is not None:
             self._weights.end()
 
@@ -774,35 +626,19 @@ class SwarmHooks(ResumingHooks):
                 finally:
                     peer.close()
         finally:
-            if isinstance(self._launcher, SwarmLauncher):
-                self._launcher.end_children(self.config.limits.leave_timeout, dismissed=began)
+            if self._starter is not None:
+                self._starter.end_children(self.config.limits.leave_timeout, dismissed=began)
 
     # ------------------------------------------------------------------ parts
 
     @property
     def _gathers(self) -> bool:
         """Whether the module is to hold what was trained, once training is over."""
-        assert self.lightning_module is not None
-        return self.config.gather_on_end and not is_on_meta(self.lightning_module)
-
-    @property
-    def _has_whole_model(self) -> bool:
-        """Whether it can come here from the servers, as the lead of a run that goes back has it."""
-        assert self.lightning_module is not None
-        return self.config.state_dict_type == "full" and not is_on_meta(self.lightning_module)
-
-    @property
-    def _devices(self) -> list[torch.device]:
-        return self.parallel_devices or [torch.device("cpu")]
+        return self.config.gather_on_end and not is_on_meta(self._own_module)
 
     @property
     def _num_stages(self) -> int:
         return self.config.num_stages or len(self._devices)
-
-    @property
-    def _num_servers(self) -> int:
-        """How many of them the run waits for; whoever else is there serves, too."""
-        return max(1, len(self._devices) - (self.config.role == "trainer"))
 
 
 def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:

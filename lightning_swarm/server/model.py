@@ -20,7 +20,7 @@ from lightning_swarm.server import overrides
 from lightning_swarm.server.running_statistics import RunningStatistics
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.stepper import Stepper
-from lightning_swarm.types.runs import Manifest, Member, StageManifest
+from lightning_swarm.types.runs import Manifest, Member, StageManifest, ranges_of
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -107,7 +107,7 @@ class Model:
                 f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
                 f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
             )
-        mine = self.describe(_ranges(manifest), [[] for _ in manifest.stages])
+        mine = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
         kinds = [[stage.on_trainers for stage in stages] for stages in (mine, manifest.stages)]
         if kinds[0] != kinds[1]:
             raise ConfigError(
@@ -131,7 +131,7 @@ class Model:
     def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
         """The stages that this peer serves, ready to compute once their weights are loaded. Raises as `check` does."""
         self.check(manifest)
-        modules = self.cut(_ranges(manifest))
+        modules = self.cut(ranges_of(manifest.stages))
         if manifest.selection is not None:
             check_selection(manifest.selection, manifest.stages)
             self._freeze(set(manifest.selection.frozen))
@@ -144,7 +144,7 @@ class Model:
     def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
         """Free the memory of the stages that are not served any more. On the compute thread."""
         if not self._keep:
-            self._free_all_but(self.cut(_ranges(manifest)), served)
+            self._free_all_but(self.cut(ranges_of(manifest.stages)), served)
 
     def make_whole(self) -> None:
         """Give all that was freed memory again: its values come from a checkpoint."""
@@ -236,10 +236,6 @@ def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> 
     for parameter, copy in pairs:
         if parameter in optimizer.state:
             optimizer.state[copy] = optimizer.state.pop(parameter)
-
-
-def _ranges(manifest: Manifest) -> list[range]:
-    return [range(stage.first_block, stage.end_block) for stage in manifest.stages if not stage.on_trainers]
 
 
 def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:

@@ -197,7 +197,7 @@ class InMemoryHooks(_SwarmHooks):
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
         _poison(module)
-        return self.served_model(module)
+        return self._models.served(module)
 
     @override
     def leave(self) -> None:

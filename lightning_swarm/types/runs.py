@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Final
 
 import msgspec
@@ -55,6 +56,11 @@ class StageManifest(Wire, frozen=True):
     roster: list[Member]
     on_trainers: bool = False  # the last one may be: what stands around the pipeline. No microbatch goes there
     statistics: Count | msgspec.UnsetType = msgspec.UNSET  # numbers that its batch norms keep; unset: it has none
+
+
+def ranges_of(stages: Iterable[StageManifest]) -> list[range]:
+    """The blocks of each stage that servers hold."""
+    return [range(stage.first_block, stage.end_block) for stage in stages if not stage.on_trainers]
 
 
 class Encoding(Wire, frozen=True):
