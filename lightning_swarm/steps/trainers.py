@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
 
 from msgspec.structs import replace as replaced
 
@@ -31,13 +31,13 @@ from lightning_swarm.steps import (
     TAKE_PLAN,
 )
 from lightning_swarm.steps.books import Books
+from lightning_swarm.steps.ends import Ends, check_stepped_with
 from lightning_swarm.steps.enrolment import Enrolment
 from lightning_swarm.steps.patience import Changes, LeadWatch
 from lightning_swarm.steps.places import Places
 from lightning_swarm.steps.policy import OpenStep
 from lightning_swarm.steps.servers import Servers
 from lightning_swarm.steps.takeover import fetch_metrics
-from lightning_swarm.steps.told import Told
 from lightning_swarm.steps.watch import TrainerWatch
 from lightning_swarm.types.batches import (
     BatchArmed,
@@ -105,10 +105,11 @@ class Trainers:
         self._events = events
         self._limits = limits
         self._settling = asyncio.Lock()
-        self._told = Told()  # to the lead
         self.changes = Changes(limits.call_timeout)
         self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
         self.places = Places(run, first_lease, self._on_grant, watch.gone)
+        learnt = partial(events.learnt, servers.own)
+        self._ends = Ends(run, books, self.places, self.lead, self.changes, watch, learnt)
         self.enrolment = Enrolment(
             transport, run, books, watch, self.changes, epoch=lambda: self.lead.epoch, events=events, limits=limits
         )
@@ -311,7 +312,7 @@ class Trainers:
             reply = replaced(reply, ended=await self._record(caller, request.ends))
         elif request.following is not None and reply.imminent is not None:
             news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
-            reply = replaced(reply, ended=await self._until_over(caller, news))
+            reply = replaced(reply, ended=await self._ends.until_over(caller, news))
         return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
 
     def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
@@ -321,7 +322,7 @@ class Trainers:
             if what is not None and (what.generation, what.step) != own:
                 raise ProtocolError(f"the end of a batch of step {request.step} came with a request for {what.step}")
         if request.ends is not None and caller == self._run.manifest.lead:
-            _check_stepped_with(request.ends)
+            check_stepped_with(request.ends)
 
     async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
         if self._is_beyond(request.step, "the end of a batch"):
@@ -384,96 +385,7 @@ class Trainers:
     async def _record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         self._run.check_generation(request.generation)
         self._is_beyond(request.step, "a request for the record")
-        if caller == self._run.manifest.lead and request.step >= self._run.version:
-            await self._hear_lead(request)
-        return await self._until_over(caller, request)
-
-    async def _until_over(self, caller: PeerId, request: RecordRequest) -> RecordReply:
-        """Hold the answer until the record is decided and applied everywhere, for a while."""
-        books = self._books
-        is_lead = caller == self._run.manifest.lead
-        if request.step > books.open.step and not await self.changes.until(lambda: books.open.step >= request.step):
-            return RecordReply(record=None, closing=True, open=self._open_for(caller))
-        step = books.open
-
-        def is_over() -> bool:
-            if is_lead and books.outcome.step >= request.version:
-                return True  # before it has heard of this record, the next one does not come
-            return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
-
-        def takes_batches() -> bool:
-            if request.step != books.open.step:
-                return False
-            if self.places.is_idle(caller):
-                return self.places.would_answer(books.open, caller)
-            return not books.open.closing
-
-        patience_s = self.places.patience_s(caller)
-        await self.changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
-        self._run.check_generation(request.generation)  # it may have changed meanwhile
-        if is_over():
-            if is_lead and not await self._let_record_come():
-                return RecordReply(record=None, closing=True, open=request.step)
-            return self._outcome_for(caller, request.version)
-        await self._check_overdue(step)
-        if is_lead and takes_batches():
-            self.lead.go_on()
-        return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
-
-    async def _hear_lead(self, request: RecordRequest) -> None:
-        """Of a step that is not decided."""
-        stepped_with = {request.step: _check_stepped_with(request)}
-        if request.before:
-            stepped_with[request.step - 1] = request.before
-        await self.lead.ask(request.step, stepped_with, version=request.version, epoch=request.epoch)
-
-    async def _let_record_come(self) -> bool:
-        """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
-        if not self._run.manifest.delay_optimizer_step:
-            return True
-        if not await self.changes.until(lambda: self.lead.deciding is None):
-            return False
-        self.lead.go_on()
-        return True
-
-    def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
-        """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
-        outcome = self._books.outcome
-        open_ = self._open_for(trainer)
-        follows = outcome.record is None or version == outcome.step
-        # The record after it may be applied here already.
-        seats = None if follows else self._run.seats_at(outcome.step + 1)
-        if trainer != self._run.manifest.lead:
-            return RecordReply(record=outcome.record, closing=True, open=open_, seats=seats)
-        return RecordReply(
-            record=outcome.record,
-            closing=True,
-            open=open_,
-            seats=seats,
-            logs=outcome.logs,
-            noted=self._told.news(self._events.learnt(self._servers.own), version=version),
-            measured=sorted(outcome.metrics),
-        )
-
-    def _open_for(self, trainer: PeerId) -> int:
-        """The step that grants places. The lead is told of no step while it has not said how to take the one before."""
-        books = self._books
-        if trainer == self._run.manifest.lead and books.due is not None and not self.lead.said_how(books.due.step):
-            return books.due.step
-        return books.open.step
-
-    async def _check_overdue(self, step: OpenStep) -> None:
-        """Do without batches that a closing step waits for for too long."""
-        since_s, timeout = self._books.closing_s, self._limits.call_timeout
-        if step.closing and not step.ready and since_s is not None and now_s() >= since_s + timeout:
-            self._books.closing_s = now_s()
-            for trainer in step.missing() if await self._watch.is_whole() else ():
-                await self._watch.give_up(
-                    step,
-                    trainer,
-                    f"it was not through {timeout:g} s after its step was full. Raise `Limits.call_timeout` if "
-                    "batches take longer.",
-                )
+        return await self._ends.asked(caller, request)
 
     async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
         if caller != self._run.manifest.lead:
@@ -481,12 +393,7 @@ class Trainers:
         self._hear(caller)
         request = decode(message.body, MetricsRequest)
         self._run.check_generation(request.generation)
-        outcome = self._books.outcome
-        if request.step != outcome.step:
-            raise ProtocolError(
-                f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
-            )
-        return outcome.metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
+        return self._ends.metrics(request)
 
     # ------------------------------------------------------------------ signs of life, and the end
 
@@ -538,9 +445,3 @@ class Trainers:
         if step > number + self._run.manifest.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
         return step > number
-
-
-def _check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
-    if not request.hyperparameters:
-        raise ProtocolError("the lead says with which hyperparameters to step, got none")
-    return request.hyperparameters

@@ -112,10 +112,23 @@ class TrainerWatch:
         finally:
             self._watched.discard(trainer)
 
-    async def is_whole(self) -> bool:
+    async def _is_whole(self) -> bool:
         """Whether somebody of every stage answers: else batches wait for that, and not for their trainers."""
         there = await alive_among(self._transport, self._run.servers)
         return all(any(member.peer_id in there for member in roster) for roster in self._run.rosters)
+
+    async def check_overdue(self, step: OpenStep) -> None:
+        """Do without batches that a closing step waits for for too long."""
+        since_s, timeout = self._books.closing_s, self._timeout
+        if step.closing and not step.ready and since_s is not None and now_s() >= since_s + timeout:
+            self._books.closing_s = now_s()
+            for trainer in step.missing() if await self._is_whole() else ():
+                await self.give_up(
+                    step,
+                    trainer,
+                    f"it was not through {timeout:g} s after its step was full. Raise `Limits.call_timeout` if "
+                    "batches take longer.",
+                )
 
     async def give_up(self, step: OpenStep, trainer: PeerId, reason: str) -> None:
         """Wait no more for a trainer: its armed batches are completed without it, the others struck."""
