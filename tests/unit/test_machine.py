@@ -22,16 +22,23 @@ def _held_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _peak_bytes() -> int:
+    found = machine.peak_bytes(CPU)
+    assert found is not None
+    return found
+
+
 @linux
 def test_the_peak_is_what_was_held_at_once() -> None:
-    before = machine.peak_bytes(CPU)
-    assert before is not None
-    big = torch.ones(before - _held_bytes() + BIG, dtype=torch.uint8)  # beyond all that was ever held here
-    del big
-    after = machine.peak_bytes(CPU)
-    assert after is not None
-    assert BIG * 0.5 < after - before < BIG * 1.5
-    assert machine.peak_bytes(CPU) == after, "it was given back, and still was held"
+    before = _peak_bytes()
+    held = []
+    # Beyond all that was ever held here, whatever other tests' threads give back meanwhile.
+    while (after := _peak_bytes()) < before + BIG / 2:
+        held.append(torch.ones(BIG, dtype=torch.uint8))
+    assert after - before < BIG * 2
+    assert abs(after - _held_bytes()) < BIG / 2
+    held.clear()
+    assert abs(_peak_bytes() - after) < BIG / 2, "it was given back, and still was held"
     assert re.fullmatch(r" It took at most \d+\.\d\d GB of memory here\.", machine.describe_peak(CPU))
 
 
