@@ -28,7 +28,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framew
     Strategy = of("strategies", "Strategy")  # noqa: N806
     LightningModule, Trainer, call = framework.module, framework.trainer, framework.call  # noqa: N806
 
-    # loop.py takes the place of `run`, and uses the closure and the counters.
+    # `loop` takes the place of `run`, and uses the closure and the counters.
     assert parameters(_AutomaticOptimization.run) == ["self", "optimizer", "batch_idx", "kwargs"]
     assert parameters(_AutomaticOptimization._make_closure) == ["self", "kwargs", "optimizer", "batch_idx"]
     trainer = Trainer(max_epochs=7, logger=False, enable_checkpointing=False, accelerator="cpu")
@@ -38,7 +38,7 @@ def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framew
     assert epoch_loop.global_step == 0
     progress.optimizer.step.increment_ready()
     progress.optimizer.step.increment_completed()
-    assert epoch_loop.global_step == 1, "what loop.py increments is no longer the global step"
+    assert epoch_loop.global_step == 1, "what `loop` increments is no longer the global step"
     assert epoch_loop.batch_progress.current.ready == 0
     assert callable(epoch_loop._num_ready_batches_reached)
     assert epoch_loop.max_steps == -1

@@ -1,4 +1,4 @@
-"""What takes the place of Lightning's automatic optimization: one swarm step is one `global_step`."""
+"""Runs a batch in the place of Lightning's automatic optimization, and waits for the step that it closes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from lightning_swarm.data import SharedData
 from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.framework import framework_of
+from lightning_swarm.loop.closing import Closing
+from lightning_swarm.loop.schedulers import Schedulers
+from lightning_swarm.loop.through import Batch, Through
 from lightning_swarm.metric_objects import SharedMetrics
 from lightning_swarm.metrics import Pending, SharedLogs
 from lightning_swarm.rules import hyperparameters
@@ -26,18 +29,9 @@ from lightning_swarm.server.stepper import set_hyperparameters
 from lightning_swarm.session import News, Session
 from lightning_swarm.steps.client import Ahead, Metrics
 from lightning_swarm.types.batches import Grant, Logged
-from lightning_swarm.types.data import BatchNumber
 
 _log = logging.getLogger(__name__)
 _MAX_RUNS = 8
-
-
-@dataclass(frozen=True)
-class _Batch:
-    idx: int
-    kwargs: OrderedDict[str, Any]
-    num_samples: int
-    number: BatchNumber | None = None  # where trainers share the data
 
 
 class SwarmOptimization:
@@ -65,16 +59,14 @@ class SwarmOptimization:
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
-        self._target_batch_size = target_batch_size
+        self._closing = Closing(trainer, data, target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
         self.on_place: Callable[[News], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False
-        self._num_moved = 0  # how often schedulers were moved for records that are not counted yet
-        self._sizes: dict[int, list[int]] = {}  # by step: of batches that are through, and in no record yet
-        self._through: dict[int, tuple[int, _Batch, int]] = {}  # likewise by lease: the step, the batch, its epoch
-        self._lost: dict[int, _Batch] = {}  # they were through, count nowhere all the same, and are to run again
+        self._schedulers = Schedulers(trainer)
+        self._through = Through()
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
         module = trainer.lightning_module
@@ -86,15 +78,14 @@ class SwarmOptimization:
         """Take the place of the optimizer's steps."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         epoch_loop.automatic_optimization.run = self.run  # type: ignore[method-assign]
-        self._update = partial(type(epoch_loop).update_lr_schedulers, epoch_loop)
-        epoch_loop.update_lr_schedulers = self._update_schedulers  # type: ignore[method-assign]
+        self._schedulers.take_over()
         # Lightning asks this to time schedulers, logging and checkpoints.
         epoch_loop._accumulated_batches_reached = lambda: self.stepped  # type: ignore[method-assign]
 
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self.stepped = False
-        if self.pending_samples and self._target_batch_size is None and self._begins_window(batch_idx):
+        if self.pending_samples and self._closing.by_windows and self._closing.begins_window(batch_idx):
             _log.warning(
                 "`on_train_batch_start` ended the epoch in the middle of a step: the %d samples of a window that was "
                 "cut off count in the next step; the plain Trainer forgets them.",
@@ -116,13 +107,13 @@ class SwarmOptimization:
         finally:
             self._logs.replay()
 
-    def _in_hand(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> _Batch:
+    def _in_hand(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Batch:
         number = self._data.number
         if number is not None:
-            return _Batch(batch_idx, kwargs, self._data.size(number), number)
-        return _Batch(batch_idx, kwargs, self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
+            return Batch(batch_idx, kwargs, self._data.size(number), number)
+        return Batch(batch_idx, kwargs, self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
-    def _train(self, optimizer: Optimizer, batch: _Batch) -> dict[str, Any]:
+    def _train(self, optimizer: Optimizer, batch: Batch) -> dict[str, Any]:
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
             lease = self._begin(optimizer, batch)
@@ -143,8 +134,8 @@ class SwarmOptimization:
 
     def _train_again(self, optimizer: Optimizer) -> None:
         """On batches before the one in hand that were through, and count nowhere all the same."""
-        while self._lost:
-            batch = self._lost.pop(next(iter(self._lost)))
+        while self._through.lost:
+            batch = self._through.lost.pop(next(iter(self._through.lost)))
             self._train(optimizer, batch)
             self._logs.restore()  # in what is logged here it has its part since its first run
 
@@ -155,7 +146,7 @@ class SwarmOptimization:
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
         self._logs.begin(grant.samples, grant.lease)
         try:
-            self._train_here(optimizer, _Batch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
+            self._train_here(optimizer, Batch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
             _log.warning("A batch that was brought besides counts nowhere: %s", error)
             self._session.revoke_batch()
@@ -166,12 +157,12 @@ class SwarmOptimization:
         end = self._data.end
         if end is not None:
             try:
-                self._begin(optimizer, _Batch(batch_idx, OrderedDict(), 1, end))
+                self._begin(optimizer, Batch(batch_idx, OrderedDict(), 1, end))
             except RunOver:  # the batch in hand was the lead's last one
                 if not self._session.is_lead:
                     raise
 
-    def _train_here(self, optimizer: Optimizer, batch: _Batch, lease: int) -> dict[str, Any]:
+    def _train_here(self, optimizer: Optimizer, batch: Batch, lease: int) -> dict[str, Any]:
         """In the place that was got for it."""
         closure = self._lightning._make_closure(batch.kwargs, optimizer, batch.idx)
         try:
@@ -193,39 +184,34 @@ class SwarmOptimization:
         else:
             closing = self._finish_batch(optimizer, batch, lease, logs, metrics)
         self._end_step(optimizer, closing=closing)
-        if self._lost.pop(lease, None) is not None:
+        if self._through.lost.pop(lease, None) is not None:
             raise LeaseRevoked("what servers had added of it was lost, and its step does not count it")
         if not self._session.is_shared and not self._session.delays:
-            self._through.clear()  # it has all batches of a step, on its device: too much to keep for a double fault
+            # All batches of a step, on its device, are too much to keep for a double fault.
+            self._through.keep_no_batches()
         return {} if result.loss is None else result.asdict()
 
     def _finish_batch(
-        self, optimizer: Optimizer, batch: _Batch, lease: int, logs: Sequence[Logged], metrics: Metrics
+        self, optimizer: Optimizer, batch: Batch, lease: int, logs: Sequence[Logged], metrics: Metrics
     ) -> bool:
         """Say that it is through, and what else is known by then; True when its step closes now."""
         step = self._session.open_step
-        last = self._is_last_batch()
-        close = self._must_close(last, batch.num_samples)
+        close = self._closing.is_due(batch.num_samples)
         alone = not (self._session.is_shared or self._data.shares)
-        ends = alone and self._ends_step(close=close or self._fills(batch.num_samples), last=last)
+        ends = alone and self._ends_step(close=close or self._closing.is_full(self.pending_samples + batch.num_samples))
         ahead = self._ahead(batch, ends=ends) if alone else None
-        finish = partial(self._session.finish_batch, logs, metrics, close=close, window=self._window, ahead=ahead)
+        window = self._closing.total_weight
+        finish = partial(self._session.finish_batch, logs, metrics, close=close, window=window, ahead=ahead)
         if ends:
             self._before_step(optimizer)
             with self._profiled(optimizer):
                 closing = finish()
         else:
             closing = finish()
-        self._through[lease] = step, batch, self.trainer.current_epoch
-        self._sizes.setdefault(step, []).append(batch.num_samples)
+        self._through.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
-    def _fills(self, num_samples: int) -> bool:
-        """Whether the open step is full with these, if no other trainer has batches in it."""
-        target = self._target_batch_size
-        return target is not None and self.pending_samples + num_samples >= target
-
-    def _ahead(self, batch: _Batch, *, ends: bool) -> Ahead:
+    def _ahead(self, batch: Batch, *, ends: bool) -> Ahead:
         """A place is kept for the next batch if that is as large as this one, which an epoch's last one may not be."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         comes = epoch_loop.batch_progress.current.ready + 1 < self.trainer.num_training_batches
@@ -238,11 +224,11 @@ class SwarmOptimization:
         self._session.give_back()
         self._catch_up()
         self._count_others(self.trainer.optimizers[0])
-        if self._lost:
+        if self._through.lost:
             _log.warning(
                 "Training ended before %d batches could run again, which count nowhere: what servers had added of them "
                 "was lost.",
-                len(self._lost),
+                len(self._through.lost),
             )
 
     def begin_backward(self) -> None:
@@ -254,14 +240,14 @@ class SwarmOptimization:
     @property
     def pending_samples(self) -> int:
         """Of this trainer's batches that are through in the step that takes the next one."""
-        return sum(self._sizes.get(self._session.open_step, ()))
+        return self._through.num_samples(self._session.open_step)
 
     @property
     def num_late_batches(self) -> int:
         """Where steps are late: this epoch's batches that are through, and in no record that was counted."""
-        if not self._session.delays or self._ends_epoch():
+        if not self._session.delays or self._closing.ends_epoch:
             return 0
-        return sum(epoch == self.trainer.current_epoch for _, _, epoch in self._through.values())
+        return self._through.num_batches(self.trainer.current_epoch)
 
     @property
     def pending(self) -> Pending:
@@ -279,19 +265,18 @@ class SwarmOptimization:
         self._version = num_counted
         self._session.recall(news)
         self._logs.recall(pending)
-        self._lost = dict(news.lost)
+        self._through.recall(news.lost)
         for lease in news.lost:
             self._logs.forget(lease)
 
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
         self._version = self._session.version
-        self._sizes = {}
+        self._through = Through()
         self.stepped = False
-        self._num_moved = 0
-        self._through, self._lost = {}, {}
+        self._schedulers.go_back()
 
-    def _begin(self, optimizer: Optimizer, batch: _Batch) -> int | None:
+    def _begin(self, optimizer: Optimizer, batch: Batch) -> int | None:
         """Get a place, and bring besides what nobody else will. None: nothing is to be done for this batch."""
         while True:
             grant = self._place(optimizer, batch)
@@ -299,7 +284,7 @@ class SwarmOptimization:
                 return None if grant is None else grant.lease
             self._train_besides(optimizer, batch.idx, grant)
 
-    def _place(self, optimizer: Optimizer, batch: _Batch) -> Grant | None:
+    def _place(self, optimizer: Optimizer, batch: Batch) -> Grant | None:
         """Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
         try:
             return self._session.begin_batch(
@@ -310,7 +295,7 @@ class SwarmOptimization:
             )
         finally:
             self._take_lost()
-            self.on_place(replace(self._session.news, lost=dict(self._lost)))
+            self.on_place(replace(self._session.news, lost=dict(self._through.lost)))
             self._count_others(optimizer)
 
     def _count_others(self, optimizer: Optimizer) -> None:
@@ -321,33 +306,27 @@ class SwarmOptimization:
 
     def _close(self) -> None:
         """Ask to close the open step with what it has."""
-        self._session.close_step(window=self._window)
-
-    @property
-    def _window(self) -> float | None:
-        """The total weight of a step: a full window's, of batches that weigh equally; None: it adds up."""
-        return 1.0 if self._target_batch_size is None else None
+        self._session.close_step(window=self._closing.total_weight)
 
     def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
         """Have the step decided if it ends with this batch."""
-        last = self._is_last_batch()
-        if not closing and self._must_close(last, self.pending_samples):
+        if not closing and self._closing.is_due(self.pending_samples):
             self._close()  # the batch was withdrawn
             closing = True
-        if self._ends_step(close=closing, last=last):
-            self._step(optimizer, last=last)
+        if self._ends_step(close=closing):
+            self._step(optimizer)
         else:
             self._session.hear_imminent()
-        if self._ends_epoch():
+        if self._closing.ends_epoch:
             self._catch_up()
         self._count_others(optimizer)
 
-    def _ends_step(self, *, close: bool, last: bool) -> bool:
+    def _ends_step(self, *, close: bool) -> bool:
         """Whether the end of a step that closes with this batch is waited for in it.
 
         What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         """
-        return close and not (self.stepped and self._session.is_lead and not last)
+        return close and not (self.stepped and self._session.is_lead and not self._closing.is_last_batch)
 
     def _catch_up(self) -> None:
         """Hear of the records of all steps that are closed."""
@@ -358,19 +337,11 @@ class SwarmOptimization:
         """Whether batches that were through count nowhere all the same. They are to run again."""
         lost = self._session.take_lost()
         for lease in lost:
-            step, batch, _ = self._through.pop(lease, (0, None, 0))
-            if batch is None:
-                raise StepError(
-                    "a batch before the one in hand was struck from the open step, for what servers had added of it "
-                    "was lost and could not be computed again. Start again from a checkpoint."
-                )
-            self._lost[lease] = batch
+            self._through.lose(lease)
             self._logs.forget(lease)
-            if step in self._sizes:
-                self._sizes[step].remove(batch.num_samples)
         return bool(lost)
 
-    def _step(self, optimizer: Optimizer, *, last: bool) -> None:
+    def _step(self, optimizer: Optimizer) -> None:
         """Wait for the record and count it."""
         if not self._session.has_ended:
             self._before_step(optimizer)
@@ -378,7 +349,7 @@ class SwarmOptimization:
         progress.increment_ready()
         with nullcontext() if self._session.has_ended else self._profiled(optimizer):
             closed = self._session.end_step()
-            if not self._take_lost() and not closed and self._must_close(last, self.pending_samples):
+            if not self._take_lost() and not closed and self._closing.is_due(self.pending_samples):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
                 closed = self._session.end_step()
                 self._take_lost()
@@ -406,12 +377,10 @@ class SwarmOptimization:
         """A record was applied."""
         if self.stepped:
             self._log_step()
-        self._move_schedulers(optimizer, int(self.stepped))
-        self._num_moved -= self.stepped
+        self._schedulers.count(optimizer, is_first=not self.stepped)
         self._lightning.optim_progress.optimizer.step.increment_completed()
         heard = self._session.take(self._version)
-        self._sizes = {step: sizes for step, sizes in self._sizes.items() if step > self._version}
-        self._through = {lease: one for lease, one in self._through.items() if one[0] > self._version}
+        self._through.count(self._version)
         self._version += 1
         self.stepped = True
         # Schedulers ask whether the optimizer stepped; it did, elsewhere.
@@ -453,43 +422,7 @@ class SwarmOptimization:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         """Before the next record, have the hyperparameters of its step: those that came are not all counted."""
-        self._move_schedulers(optimizer, self.stepped + self._session.open_step - self._version)
-
-    def _move_schedulers(self, optimizer: Optimizer, num_moves: int) -> None:
-        """Lightning moves schedulers once a batch; a trainer that passes more records moves them for the others."""
-        while self._num_moved < num_moves:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # elsewhere, as `_count` has it
-            self.trainer.fit_loop.epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
-            self._num_moved += 1
-
-    def _update_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """What Lightning calls after a batch: they may have been moved for a record that did not come yet."""
-        if interval == "step" and not update_plateau_schedulers and self._num_moved:
-            self._num_moved -= 1
-        else:
-            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
-
-    def _must_close(self, last: bool, pending_samples: int) -> bool:
-        """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch."""
-        epoch_loop = self.trainer.fit_loop.epoch_loop
-        if self._target_batch_size is None:
-            # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
-            # divided by the window's length already.
-            cut_off = epoch_loop._num_ready_batches_reached()
-            return cut_off or epoch_loop.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
-        return last and pending_samples > 0
-
-    def _ends_epoch(self) -> bool:
-        """Whether the lead's epoch ends here: what follows it, a checkpoint say, shall miss no step of it."""
-        return self._session.is_lead and self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-
-    def _is_last_batch(self) -> bool:
-        """Whether the lead's last epoch ends here."""
-        if self._data.shares:
-            return False  # who coordinates knows which batch is the run's last one
-        max_epochs = self.trainer.fit_loop.max_epochs
-        last_epoch = max_epochs not in (None, -1) and self.trainer.current_epoch + 1 >= max_epochs
-        return last_epoch and self._ends_epoch()
+        self._schedulers.move(optimizer, self.stepped + self._session.open_step - self._version)
 
     def tell_selection(self, optimizer: Optimizer) -> None:
         """Have the servers train what module and optimizer say by now, from the next step on."""
@@ -529,9 +462,6 @@ class SwarmOptimization:
                 "the whole pipelined module in place of one of its blocks."
             )
 
-    def _begins_window(self, batch_idx: int) -> bool:
-        return batch_idx % self.trainer.accumulate_grad_batches == 0
-
     def _give_back(self) -> None:
         """`training_step` or its backward raised: the exception goes on, and the batch must not count."""
         try:
@@ -542,11 +472,11 @@ class SwarmOptimization:
     def _num_samples(self, batch: Any) -> int:
         try:
             with warnings.catch_warnings():
-                if self._target_batch_size is None:  # the number only names places there
+                if self._closing.by_windows:  # the number only names places there
                     warnings.simplefilter("ignore")
                 return self._framework.extract_batch_size(batch)
         except self._framework.misconfiguration as error:
-            if self._target_batch_size is None:
+            if self._closing.by_windows:
                 return 1
             raise ConfigError(
                 "`target_batch_size` counts samples, and this batch does not show how many it has: "
