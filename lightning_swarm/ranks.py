@@ -91,7 +91,7 @@ class RankHooks(_Strategy):
         may_train = self.config.role in ("both", "trainer") and trainer.state.fn == TrainerFn.FITTING
         if not may_train or not self.config.initial_peers or self.local_rank:
             return False
-        view = self.peer.find_run()
+        view = self.peer.follower.find_run()
         if view is None:
             return False
         rules.check_trainers(trainer, self.config)
@@ -134,4 +134,4 @@ class RankHooks(_Strategy):
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
             assert self.peer is not None
             launch_id = self._starter.launch_id if self._starter is not None else ""
-            (self.peer.lead.say_prepared if self.is_global_zero else self.peer.await_prepared)(launch_id)
+            (self.peer.lead.say_prepared if self.is_global_zero else self.peer.follower.await_prepared)(launch_id)

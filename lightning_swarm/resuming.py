@@ -210,13 +210,13 @@ class ResumingHooks(RankHooks):
         """The version of the weights, and the checkpoint, as `go_back` has it. This peer may be the lead then."""
         if self.is_global_zero:
             goal = self._way_back.find(trainer, peer, error)
-        elif isinstance(error, WentBack) and not peer.is_told and self._comes_to is not None:
+        elif isinstance(error, WentBack) and not peer.follower.is_told and self._comes_to is not None:
             return self._come_again(peer)
         else:
-            version = peer.told_to_go_back()
+            version = peer.follower.told_to_go_back()
             if version is None:
                 return None
-            if not peer.inherits and peer.is_led_anew:
+            if not peer.inherits and peer.follower.is_led_anew:
                 self._way_back.begin_anew()
                 return version, ""
             goal = self._inherit(trainer, peer) if peer.inherits else self._way_back.follow(version, error)
@@ -224,7 +224,7 @@ class ResumingHooks(RankHooks):
 
     def _come_again(self, peer: Peer) -> tuple[int, str] | None:
         """To a run that has gone back without this trainer, whose server was not in it to be told."""
-        view = peer.find_run_again()
+        view = peer.follower.find_run_again()
         if view is None:
             return None
         self._comes_to = view

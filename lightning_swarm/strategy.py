@@ -344,17 +344,18 @@ class SwarmHooks(ResumingHooks):
         self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         assert self.peer is not None
+        follower, device = self.peer.follower, self.root_device
         if self._is_shared:
             self._undo.callback(following.settle_dtype(self.precision_plugin))
         if self._comes_to is not None and not (self._way_back.goes_on or self._way_back.begins_anew):
             server = self._for_server(trainer, model) if self.config.role == "both" else None
             inherits = server is not None and serving.has_whole_model(self._own_module, self.config)
-            session, epoch = self.peer.train_in(self._comes_to, model, server, self.root_device, inherits=inherits)
+            session, epoch = follower.train_in(self._comes_to, model, server, device, inherits=inherits)
             following.begin_at(trainer, step=session.version, epoch=epoch)
             return session
         if self.is_global_zero:
             return self._begin_run(trainer, model, ranges, selection)
-        session = self.peer.join_run(model, self._for_server(trainer, model), self.root_device)
+        session = follower.join_run(model, self._for_server(trainer, model), device)
         if self._way_back.begins_anew:
             following.begin_at(trainer, step=session.version, epoch=session.lead_epoch())
         return session
@@ -502,7 +503,7 @@ class SwarmHooks(ResumingHooks):
         assert self.peer is not None
         self._retire("its loop has come to its end")
         if self._comes_to is None or self.config.role == "both":
-            self.peer.wait_until_dismissed()
+            self.peer.follower.wait_until_dismissed()
 
     def _retire(self, reason: str) -> None:
         """Where this process came to a run under way: the others go on without it."""
@@ -540,7 +541,7 @@ class SwarmHooks(ResumingHooks):
         self._retire(f"{type(exception).__name__}: {exception}")
         if self._starter is not None:
             self._starter.let_children_leave()
-        self.peer.leave_in_order()
+        self.peer.follower.leave_in_order()
 
     @property
     def address(self) -> str:

@@ -118,7 +118,7 @@ class WayBack:
         if session.is_lead:
             peer.lead.versions_kept = lambda: states.versions
         else:
-            peer.tell_loop(self._could_go_on)
+            peer.follower.tell_loop(self._could_go_on)
         self._said, self.begins_anew = {}, False
         self._position_at = session.run.position_at
         self._finders = [one for one in trainer.callbacks if isinstance(one, callbacks_named("LearningRateFinder"))]  # type: ignore[attr-defined]

@@ -1,0 +1,214 @@
+"""What only a trainer beside the lead does: come to a run, hear that it goes back, and go."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import torch
+
+from lightning_swarm import entering, membership, survivors
+from lightning_swarm.config import SwarmConfig
+from lightning_swarm.errors import DeadlineExceeded, RunOver, SwarmError
+from lightning_swarm.hosting import Host
+from lightning_swarm.network import Directory, Transport
+from lightning_swarm.run_state import RunState
+from lightning_swarm.runtime import Runtime
+from lightning_swarm.server.model import Model
+from lightning_swarm.session import Session
+from lightning_swarm.steps import enlisting
+from lightning_swarm.training import Training
+from lightning_swarm.types.runs import RunView, ranges_of
+
+
+class Follower:
+    """One peer, in runs that another one leads.
+
+    Args:
+        runtime: The way to its loop.
+        transport: Its network.
+        directory: Where peers find each other.
+        config: The user's settings.
+        host: Of its server.
+        training: Opens its sessions.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Transport,
+        directory: Directory,
+        config: SwarmConfig,
+        host: Host,
+        training: Training,
+    ) -> None:
+        self._runtime = runtime
+        self._transport = transport
+        self._directory = directory
+        self._config = config
+        self._host = host
+        self._training = training
+        self._beside: survivors.Beside | None = None  # another trainer leads
+
+    # ------------------------------------------------------------------ a run under way
+
+    def find_run(self) -> RunView | None:
+        """The run to train in; None: this peer begins it. Others may want to begin it, too: exactly one does.
+
+        Raises:
+            ConfigError: The run's settings are others than this peer's.
+            DeadlineExceeded: Another one was to begin it, and did not.
+        """
+        view = self._runtime.run(entering.Claim(self._transport, self._directory, self._config).settle())
+        if view is not None:
+            entering.check(view, self._config)
+        return view
+
+    def find_run_again(self) -> RunView | None:
+        """The run that has gone back without this peer, which trains in it; None: nobody shows it."""
+        return self._runtime.run(entering.find_run(self._directory, self._transport, self._config))
+
+    def train_in(
+        self, seen: RunView, model: Model, server: Model | None, device: torch.device, *, inherits: bool
+    ) -> tuple[Session, int]:
+        """Open a trainer's session in a run under way, from one of its next steps on.
+
+        Args:
+            seen: The run.
+            model: This peer's copy.
+            server: What its server computes with, which joins a stage meanwhile; None: it holds none.
+            device: Where the trainer's tensors live.
+            inherits: It leads the run when its lead is gone.
+
+        Returns:
+            The session, and the epoch of the lead's loop.
+
+        Raises:
+            ConfigError: This peer's model is not the run's, or the run takes no trainers.
+            RunOver: It ended before it let this one in.
+        """
+        model.check(seen.manifest)
+        if server is not None:
+            self._runtime.run(self._host.serve(server, trains=True, inherits=inherits))
+        else:
+            self._runtime.run(self._host.start(model))  # unannounced: it hears of the run's end, and holds no stage
+        admission, limits = self._host.admission, self._config.limits
+        run = admission.trains_in = RunState.seen(seen, seen.version)
+        beside = self._follow()
+        beside.come()
+        runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
+        if server is not None:
+            self._runtime.run(self._host.remain(run))
+        view, epoch = runtime.run(
+            enlisting.enter(
+                self._transport,
+                run,
+                timeout=limits.call_timeout,
+                patience_s=limits.stage_timeout,
+                alone_s=limits.lead_timeout,
+            )
+        )
+        run = admission.trains_in = RunState.seen(view, view.version)
+        beside.begin(run)
+        return self._open(run, model, device, runtime), epoch
+
+    def leave_in_order(self) -> None:
+        """Have the run let this peer's server go, if it is in one; for as long as that may take."""
+        self._runtime.post(self._host.leave)
+        with contextlib.suppress(RunOver, SwarmError):
+            self._runtime.run(self._host.until_let_go())
+
+    # ------------------------------------------------------------------ a run that begins
+
+    def await_prepared(self, launch_id: str) -> None:
+        """Wait until the starter, of the same launch, has prepared the data."""
+        timeout = self._config.limits.lead_timeout
+        self._runtime.run(membership.await_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
+
+    def join_run(self, model: Model, server: Model, device: torch.device) -> Session:
+        """Serve, and open a trainer's session in the run as soon as the starter has begun it.
+
+        Args:
+            model: This peer's copy.
+            server: What its server computes with.
+            device: Where the trainer's tensors live.
+
+        Raises:
+            DeadlineExceeded: The starter did not begin.
+            RunOver: It ended before it began.
+        """
+        self._runtime.run(self._host.serve(server, trains=True, inherits=self._host.could_lead))
+        limits = self._config.limits
+        beside, back = self._follow(), self._host.admission.released
+        runtime = self._host.until_over(self._runtime, back, grace_s=limits.leave_timeout)
+        run = runtime.run(self._begun(beside, timeout=limits.lead_timeout))
+        self._runtime.run(self._host.remain(run))
+        return self._open(run, model, device, runtime)
+
+    async def _begun(self, beside: survivors.Beside, *, timeout: float) -> RunState:
+        """The run, once it has begun."""
+        admission, beside.waits = self._host.admission, True
+        try:
+            async with asyncio.timeout(timeout):
+                await admission.ready.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the run's starter did not begin within {timeout:g} s. Look for its error, or raise "
+                "`Limits.lead_timeout`."
+            ) from None
+        finally:
+            beside.waits = False
+        run = admission.trains_in = RunState(admission.run.manifest)
+        beside.begin(run)
+        return run
+
+    def wait_until_dismissed(self) -> None:
+        """Serve until the run is over.
+
+        Raises:
+            StepError: It broke off.
+            WentBack: It goes on from an earlier step.
+        """
+        runtime = self._host.until_over(self._runtime, self._host.admission.released)
+        with contextlib.suppress(RunOver):
+            runtime.run(self._host.until_dismissed())
+
+    def _follow(self) -> survivors.Beside:
+        if self._beside is None:
+            self._beside = survivors.Beside(self._transport, self._host.admission, limits=self._config.limits)
+        return self._beside
+
+    def _open(self, run: RunState, model: Model, device: torch.device, runtime: Runtime) -> Session:
+        stages = model.cut(ranges_of(run.manifest.stages))
+        around = self._host.around(stages[-1], run, self._runtime)
+        return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
+
+    # ------------------------------------------------------------------ a run that goes back
+
+    @property
+    def follows(self) -> bool:
+        """Whether this peer trains, or is about to, where another one leads."""
+        return self._beside is not None
+
+    def lead_instead(self) -> None:
+        """This peer leads from here on."""
+        self._host.admission.trains_in = self._beside = None
+
+    def told_to_go_back(self) -> int | None:
+        """After an error: the step from which the run goes on. None: as it is, or not at all."""
+        return None if self._beside is None else self._runtime.run(self._beside.told_to_go_back())
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this peer's server, which is in the run, was told that it goes back."""
+        return self._host.server is not None and self._host.admission.released.is_set()
+
+    @property
+    def is_led_anew(self) -> bool:
+        """Once the run was released: whether another peer leads it than this one knew."""
+        return self._beside is not None and self._beside.is_led_anew
+
+    def tell_loop(self, could_go_on: survivors.CouldGoOn) -> None:
+        """What says at which versions this trainer's loop could go on. See `survivors.Beside`."""
+        assert self._beside is not None
+        self._beside.could_go_on = could_go_on
