@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -41,9 +42,17 @@ class Runtime(ABC):
 
 
 class ThreadRuntime(Runtime):
-    """A uvloop (where there is one) in a daemon thread."""
+    """A uvloop (where there is one) in a daemon thread.
+
+    While there is one, the collector of garbage leaves alone what the process has by then: to look through all that
+    torch and the others brought stops every thread for a third of a second, and whoever waits for this peer.
+    """
 
     def __init__(self, name: str = "swarm") -> None:
+        self._froze = gc.get_freeze_count() == 0  # else somebody sees to it
+        if self._froze:
+            gc.collect()  # what is garbage by now is not to stay
+            gc.freeze()
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -69,6 +78,8 @@ class ThreadRuntime(Runtime):
     def close(self) -> None:
         if self._loop.is_closed():
             return
+        if self._froze:
+            gc.unfreeze()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # hivemind leaves tasks behind: the timer of its bootstrap, say. Nobody else can end them.

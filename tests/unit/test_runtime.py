@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -50,6 +51,29 @@ def test_all_work_runs_on_one_loop(runtime: Runtime) -> None:
 def test_closing_twice_is_fine(runtime: Runtime) -> None:
     runtime.close()
     runtime.close()
+
+
+@pytest.fixture
+def _nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as all tests have it
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_while_a_thread_answers_others_garbage_is_not_sought_in_what_was_there_before() -> None:
+    runtime = ThreadRuntime()
+    assert gc.get_freeze_count() > 10_000
+    runtime.close()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_what_others_froze_stays_frozen() -> None:
+    gc.freeze()
+    runtime = ThreadRuntime()
+    runtime.close()
+    assert gc.get_freeze_count() > 10_000
 
 
 def test_an_inline_runtime_leaves_the_loop_to_others(loop: VirtualLoop) -> None:
