@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lightning_swarm.framework import FRAMEWORKS, Framework
-from lightning_swarm.rules import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
+from lightning_swarm.rules.callbacks import _WEIGHT_CALLBACKS
+from lightning_swarm.rules.trainer import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS
 
 
 def parameters(function: Any) -> list[str]:
