@@ -6,7 +6,6 @@ Children hold a pipe to their parent. When it closes, however the parent died, t
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 import secrets
@@ -29,17 +28,18 @@ from typing_extensions import override
 from lightning_swarm import environment, program
 from lightning_swarm.assembly import Peer, hivemind_peer
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import ConfigError, PeerError, StepError, SwarmError, Unreachable
+from lightning_swarm.errors import ConfigError, SwarmError, Unreachable
 from lightning_swarm.framework import FRAMEWORKS, framework_of
 from lightning_swarm.logs import follow_environment
 from lightning_swarm.network.addresses import Address
+from lightning_swarm.repeating import Repeated, arguments_of, lead_on, on_from, run_beside, run_through
 from lightning_swarm.rules import check_data_module
 from lightning_swarm.signals import leaving_on_signals
 
 _log = logging.getLogger(__name__)
 
 
-class Launched(Protocol):
+class Launched(Repeated, Protocol):
     """What the launcher needs of a strategy."""
 
     config: SwarmConfig
@@ -48,9 +48,6 @@ class Launched(Protocol):
     @property
     def num_trainers(self) -> int:
         """That are started together, on this machine."""
-
-    def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
-        """Refuse what cannot work."""
 
     def serve(
         self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
@@ -62,13 +59,6 @@ class Launched(Protocol):
 
     def enter(self, trainer: Trainer) -> bool:
         """Whether this process trains in a run that is under way. It begins one otherwise."""
-
-    def go_back(self, trainer: Trainer, error: SwarmError) -> str | None:
-        """Be ready to go on from a checkpoint after an error; from none, if it is empty. None: nothing goes on."""
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this process leads."""
 
 
 class SwarmLauncher(_Launcher):
@@ -337,70 +327,6 @@ def _share_cores(num_peers: int) -> int | None:
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
     return before
-
-
-def run_through(
-    strategy: Launched, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Call a Trainer's function; and again, with a checkpoint, as often as its run goes back."""
-    while True:
-        result, path = _run(strategy, trainer, function, args, kwargs)
-        if path is None:
-            return result
-        args, kwargs = on_from(path, function, args, kwargs)
-
-
-def run_beside(
-    strategy: Launched, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> str | None:
-    """Likewise beside the lead. Returns the checkpoint from which this peer is to lead, if it comes to that."""
-    while True:
-        _, path = _run(strategy, trainer, function, args, kwargs)
-        if path is None or strategy.is_global_zero:
-            return path
-        args, kwargs = on_from(path, function, args, kwargs)
-
-
-def _run(
-    strategy: Launched, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, str | None]:
-    """What it returned, or where its run goes on."""
-    try:
-        return function(*args, **kwargs), None
-    except (PeerError, StepError) as error:
-        path = strategy.go_back(trainer, error)
-        if path is None:
-            raise
-    return None, path  # after the handler: what the loop was at is free by now
-
-
-def lead_on(
-    strategy: Launched,
-    trainer: Trainer,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    path: str,
-) -> Any:
-    """Where a peer served: call a Trainer's function in the place of the lead, from a checkpoint."""
-    args, kwargs = on_from(path, function, args, kwargs)
-    strategy.check(trainer, arguments_of(function, args, kwargs))
-    return run_through(strategy, trainer, function, args, kwargs)
-
-
-def on_from(
-    path: str | None, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call a Trainer's function with, so that it goes on from a checkpoint; None: from none."""
-    call = inspect.signature(function).bind(*args, **kwargs)
-    call.arguments["ckpt_path"] = path or None
-    return call.args, call.kwargs
-
-
-def arguments_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a function is to be called with, by the names of its arguments."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:

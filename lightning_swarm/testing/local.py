@@ -19,10 +19,10 @@ from typing_extensions import override
 from lightning_swarm.assembly import Peer
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import SwarmError
-from lightning_swarm.launcher import arguments_of, run_through
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.line import Line
 from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.repeating import arguments_of, run_through
 from lightning_swarm.runtime import InlineRuntime
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.model import Model

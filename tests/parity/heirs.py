@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_swarm import membership
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
-from lightning_swarm.launcher import arguments_of, lead_on, run_through
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.repeating import arguments_of, lead_on, run_through
 from lightning_swarm.runtime import ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.steps.succession import choose_heir

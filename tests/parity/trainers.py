@@ -25,10 +25,10 @@ from typing_extensions import override
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
 from lightning_swarm.errors import SwarmError
-from lightning_swarm.launcher import arguments_of, lead_on, run_through
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.partition import find_blocks
+from lightning_swarm.repeating import arguments_of, lead_on, run_through
 from lightning_swarm.runtime import Runtime, ThreadRuntime
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
