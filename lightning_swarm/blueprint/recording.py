@@ -1,28 +1,21 @@
-"""Tensors on torch's meta device get their values later: what is done to them is written down, and done again.
-
-So a model that fits nowhere is built as its author wrote it, and any part of it comes to the very values that it would
-have if all of it had been built on a device, random ones included.
-
-The idea is that of `deferred_init` in torchdistX.
-"""
+"""What is done to tensors on torch's meta device, written down."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.nn import init
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.blueprint.notes import INITIALISERS, Done, Known, Place
+from lightning_swarm.blueprint.redoing import Redoing
 
 _BLANK: Final = {f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided")} | {
     f"aten::{name}" for name in ("new_empty", "new_empty_strided")
@@ -32,65 +25,14 @@ _BLANK: Final = {f"aten::{name}" for name in ("empty", "empty_like", "empty_perm
 _FILLING: Final = {f"aten::{name}_" for name in ("copy", "fill", "normal", "uniform", "zero")}
 """What they write does not depend on what was there."""
 
-_LOOKING: Final = {
-    one.__code__: one for one in (init._no_grad_trunc_normal_, init.orthogonal_, init.dirac_, init.sparse_)
-}
-"""Torch's own initialisers that look at numbers. On meta they do nothing, without a word."""
-
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, in torch's stubs
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor is in its storage."""
-
-    storage: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """A tensor that has values."""
-
-    tensor: Tensor
-    version: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Done:
-    """Something that was done.
-
-    Args:
-        function: Torch's own operator.
-        leaves: Of its arguments, in which tensors are `Place`s or `_Known`.
-        spec: Of the arguments' tree.
-        made: Where each of the tensors that it returns is, unless that was there before.
-        reads: Storages.
-        writes: Storages.
-        fills: Of these, those of which nothing stays.
-        dtype: The default one.
-        drawn: The generators that it may have drawn from, and their states before; first the one that it was given.
-    """
-
-    function: Any
-    leaves: Sequence[Any]
-    spec: Any
-    made: Sequence[Place | None]
-    reads: frozenset[int]
-    writes: frozenset[int]
-    fills: frozenset[int]
-    dtype: torch.dtype
-    drawn: Sequence[tuple[torch.Generator, Tensor]]
 
 
 class Blueprint:
     """What was done to tensors on meta inside of `recording`."""
 
     def __init__(self) -> None:
-        self._done: list[_Done] = []
+        self._done: list[Done] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other one gets its number
         self._sources: dict[int, Callable[[], Tensor]] = {}
         self._device = torch.device("cpu")
@@ -143,7 +85,7 @@ class Blueprint:
             ConfigError: A tensor that went into them has changed since.
         """
         kept = {place.storage for place in places}
-        redoing = _Redoing(self._device, self._storages, self._sources)
+        redoing = Redoing(self._device, self._storages, self._sources)
         redoing.run(self._needed(kept)[0], kept)
         return [redoing.tensor(place).to(device) for place in places]
 
@@ -169,34 +111,33 @@ class Blueprint:
         if writes:  # else it looks at a part of something
             is_random = torch.Tag.nondeterministic_seeded in function.tags
             drawn = self._draw(function, args, kwargs) if is_random else ()
-            self._write_down(function, args, kwargs, made, reads - fills, writes, fills, drawn)
+            self._write_down(function, (args, kwargs), made, reads - fills, writes, fills, drawn)
 
     def note_initialiser(self, function: Any, given: dict[str, Any]) -> None:
         """Write down one of torch's, which fills the argument `tensor`."""
         storage = {self.place(given["tensor"]).storage}
         drawn = self._draw(function, (), given)
-        self._write_down(function, (), given, (), set(), storage, storage, drawn)
+        self._write_down(function, ((), given), (), set(), storage, storage, drawn)
 
     def _write_down(
         self,
         function: Any,
-        args: Any,
-        kwargs: dict[str, Any],
+        arguments: tuple[Any, dict[str, Any]],
         made: Sequence[Place | None],
         reads: Collection[int],
         writes: Collection[int],
         fills: Collection[int],
         drawn: Sequence[tuple[torch.Generator, Tensor]],
     ) -> None:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = tree_flatten(arguments)
         noted = [self._noted(leaf) for leaf in leaves]
         sets = (frozenset(reads), frozenset(writes), frozenset(fills))
-        self._done.append(_Done(function, noted, spec, made, *sets, torch.get_default_dtype(), drawn))
+        self._done.append(Done(function, noted, spec, made, *sets, torch.get_default_dtype(), drawn))
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return self.place(leaf) if leaf.is_meta else _Known(leaf, leaf._version)
+        return self.place(leaf) if leaf.is_meta else Known(leaf, leaf._version)
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
         """Draw, and drop it. From which generators, and their states before."""
@@ -212,7 +153,7 @@ class Blueprint:
             return torch.zeros_like(leaf, device=self._device)
         return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
-    def _needed(self, storages: Collection[int]) -> tuple[list[_Done], set[int]]:
+    def _needed(self, storages: Collection[int]) -> tuple[list[Done], set[int]]:
         """What has to be done again for these, in order; and storages in which nothing was ever put."""
         wanted, needed = set(storages), []
         for done in reversed(self._done):
@@ -256,111 +197,10 @@ class _Functions(TorchFunctionMode):
             while frame.f_code.co_name == "__torch_function__":
                 frame = frame.f_back
             code = frame.f_code
-            if code in _LOOKING:
+            if code in INITIALISERS:
                 given = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
-                self._blueprint.note_initialiser(_LOOKING[code], given)
+                self._blueprint.note_initialiser(INITIALISERS[code], given)
         return found
-
-
-class _Redoing:
-    """Does again what was done.
-
-    Args:
-        device: Where.
-        storages: Those on meta.
-        sources: Of what has values from elsewhere.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        storages: dict[int, torch.UntypedStorage],
-        sources: dict[int, Callable[[], Tensor]],
-    ) -> None:
-        self._device = device
-        self._storages = storages
-        self._sources = sources
-        self._real: dict[int, torch.UntypedStorage] = {}
-
-    def run(self, needed: Sequence[_Done], kept: Collection[int]) -> None:
-        """Do it, and keep what of it is in the storages `kept`."""
-        last = {storage: index for index, done in enumerate(needed) for storage in (*done.reads, *done.writes)}
-        before = torch.get_default_dtype()
-        try:
-            for index, done in enumerate(needed):
-                self._do(done)
-                for storage in (*done.reads, *done.writes):
-                    if last[storage] == index and storage not in kept:
-                        self._real.pop(storage, None)
-        finally:
-            torch.set_default_dtype(before)
-
-    def tensor(self, place: Place) -> Tensor:
-        """What is there now."""
-        storage = self._real.get(place.storage)
-        if storage is None and place.storage in self._sources:
-            storage = self._sources[place.storage]().to(self._device).contiguous().untyped_storage()
-        if storage is None:
-            storage = torch.UntypedStorage(self._storages[place.storage].nbytes(), device=self._device)
-        self._real[place.storage] = storage
-        blank = torch.empty(0, dtype=place.dtype, device=self._device)
-        return blank.set_(storage, place.offset, place.size, place.stride)
-
-    @torch.no_grad()
-    def _do(self, done: _Done) -> None:
-        torch.set_default_dtype(done.dtype)
-        args, kwargs = tree_unflatten([self._given(leaf) for leaf in done.leaves], done.spec)
-        result = _drawn_again(done, args, kwargs) if done.drawn else done.function(*args, **kwargs)
-        found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for place, tensor in zip(done.made, found, strict=bool(done.made)):
-            if place is not None:
-                self._put(place, tensor)
-
-    def _given(self, leaf: Any) -> Any:
-        if isinstance(leaf, Place):
-            return self.tensor(leaf)
-        if isinstance(leaf, _Known):
-            if leaf.tensor._version != leaf.version:
-                raise ConfigError(
-                    "what a model on meta is made from must stay as it is until the run begins, got a tensor of shape "
-                    f"{tuple(leaf.tensor.shape)} that was written to since. Use a copy of it, or build the model later."
-                )
-            return leaf.tensor
-        return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
-
-    def _put(self, place: Place, tensor: Tensor) -> None:
-        if (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset):
-            self._real[place.storage] = tensor.untyped_storage()
-        else:  # an operator may lay out its result otherwise on another device
-            self.tensor(place).copy_(tensor)
-
-
-def _drawn_again(done: _Done, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Call what draws. Nobody else's generator is touched, where the function takes one."""
-    generator, state = done.drawn[0]
-    function = _with_generator(done.function)
-    if function is not None:
-        own = torch.Generator(generator.device)
-        own.set_state(state)
-        return function(*args, **{**kwargs, "generator": own})
-    before = [(generator, generator.get_state()) for generator, _ in done.drawn]
-    try:
-        for generator, state in done.drawn:
-            generator.set_state(state)
-        return done.function(*args, **kwargs)
-    finally:
-        for generator, state in before:
-            generator.set_state(state)
-
-
-def _with_generator(function: Any) -> Any:
-    """The same, where it draws from the generator that it is given and no other; None: there is no such function."""
-    if function in _LOOKING.values():
-        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # which shuffles, too
-        return function if takes_one else None
-    if any(argument.name == "generator" for argument in function._schema.arguments):
-        return function
-    return getattr(function.overloadpacket, "generator", None)
 
 
 def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
