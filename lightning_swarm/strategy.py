@@ -1,4 +1,7 @@
-"""`SwarmStrategy`: Lightning's hooks, each a few lines that call the parts below."""
+"""`SwarmStrategy`: Lightning's hooks, each a few lines that call the parts below.
+
+Those on processes, on saved state and on ends are in `ranks`, `resuming` and `ending`.
+"""
 
 from __future__ import annotations
 
@@ -273,12 +276,6 @@ class SwarmHooks(EndingHooks):
         rules.check_servers(self.config, len(self._devices))
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        if self._loop is not None:
-            self._loop.begin_backward()
-
-    @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         try:
             super().setup_optimizers(trainer)
@@ -472,10 +469,18 @@ class SwarmHooks(EndingHooks):
             self._weights.stale = True
 
     @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self._loop is not None:
+            self._loop.begin_backward()
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:
             self._session.renew()
         return super().validation_step(*args, **kwargs)
+
+    # ------------------------------------------------------------------ what users ask
 
     @property
     def address(self) -> str:

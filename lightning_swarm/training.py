@@ -85,25 +85,28 @@ class Training:
             device: Where its tensors live.
             runtime: The way to the swarm's loop, as long as the run lasts.
         """
-        limits = self._config.limits
         link = self._link(run)
-        pipeline = Pipeline(
-            blocks.modules,
-            link,
-            runtime,
-            PipelineConfig(
-                stages=[stage for stage in stages if not stage.spec.on_trainers],
-                shared=self._config.shared,
-                microbatch_size=self._config.microbatch_size,
-                num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
-                max_in_flight=limits.max_in_flight,
-                device=device,
-                codecs=Codecs.of(run.manifest.encoding),
-            ),
+        config = PipelineConfig(
+            stages=[stage for stage in stages if not stage.spec.on_trainers],
+            shared=self._config.shared,
+            microbatch_size=self._config.microbatch_size,
+            num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
+            max_in_flight=self._config.limits.max_in_flight,
+            device=device,
+            codecs=Codecs.of(run.manifest.encoding),
         )
+        pipeline = Pipeline(blocks.modules, link, runtime, config)
+        steps = self._steps(run, link)
+        link.check = steps.renew
+        is_lead = self._transport.peer_id == run.manifest.lead
+        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+
+    def _steps(self, run: RunState, link: Link) -> StepClient:
+        """Of this trainer. One that came later may go and come again while the run goes on without it."""
+        limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
         came_later = self._transport.peer_id not in run.manifest.trainers
-        steps = StepClient(
+        return StepClient(
             self._role,
             run,
             timeout=limits.call_timeout,
@@ -113,8 +116,6 @@ class Training:
             alone_s=limits.lead_timeout if is_lead or came_later else None,
             first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
-        link.check = steps.renew
-        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
     def _meeting_all(self, run: RunState, link: Link) -> OnRecord:
         """For a trainer that may hold no stage, and pass over the records that say where newcomers are reached."""

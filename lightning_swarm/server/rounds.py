@@ -129,18 +129,7 @@ class Rounds:
         rosters = run.present(closing.absent)
         try:
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters, self._me))
-            for index in places:
-                self._show(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
-            averages = await gather(
-                self._average(closing, index, rosters[index], place) for index, place in places.items()
-            )
-            found = dict(zip(places, averages, strict=True))
-            if run.ties:
-                found = await self._tied(run.ties, closing, rosters, *sums.stages.values()).averaged(found, places)
-            for index, one in found.items():
-                group = self._group(closing, index, rosters[index])
-                mean = await self._with_statistics(sums.stages[index], closing, group, places[index], one.mean)
-                found[index] = one._replace(mean=mean)
+            found = await self._averaged(closing, run.ties, rosters, places)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, RoundFailed):
@@ -156,6 +145,22 @@ class Rounds:
         self.hold(closing, {index: one.mean for index, one in found.items()}, carried)
         norms = [PartNorm(stage_index=index, squared_norm=one.squared_norm) for index, one in found.items()]
         return encode(AverageReply(parts=norms))
+
+    async def _averaged(
+        self, closing: Closing, ties: Ties, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
+    ) -> dict[int, Averaged]:
+        """By stage, with what tied parameters get from other stages, and with what norms have seen."""
+        for index in places:
+            self._show(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
+        averages = await gather(self._average(closing, index, rosters[index], place) for index, place in places.items())
+        found = dict(zip(places, averages, strict=True))
+        if ties:
+            found = await self._tied(ties, closing, rosters, *self._sums.stages.values()).averaged(found, places)
+        for index, one in found.items():
+            group = self._group(closing, index, rosters[index])
+            mean = await self._with_statistics(self._sums.stages[index], closing, group, places[index], one.mean)
+            found[index] = one._replace(mean=mean)
+        return found
 
     def _refuse(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
         own = [index for index, members in enumerate(rosters) if self._me in members]

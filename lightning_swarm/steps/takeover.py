@@ -118,7 +118,6 @@ def rebuild(
         complete: All trainers reported. Else places may be in use that nobody here knows of, so new ones begin far
             beyond them.
     """
-    number = run.term[0]
     everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
@@ -130,13 +129,10 @@ def rebuild(
     if position is not None:
         steps[0].plan(order, position)
     for step in steps:
-        for trainer, lease in sorted(everything, key=lambda item: item[1].grant.first):
-            if lease.grant.step == step.step:
-                step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
-        step.strike_others()
+        _restore(step, everything, metrics)
         step.take_over(first_lease(run.term))
         if not complete:
-            step.skip_to(number << 32)
+            step.skip_to(run.term[0] << 32)
         if step.step in closed:
             step.ask_to_close(closed[step.step])
     due, open_ = (steps[0], steps[-1]) if steps[-1].begun and len(steps) > 1 else (None, steps[0])
@@ -150,6 +146,16 @@ def rebuild(
         outcome=_outcome(run, everything, metrics),
         order=order,
     )
+
+
+def _restore(
+    step: OpenStep, leases: Sequence[tuple[PeerId, Lease]], metrics: Mapping[tuple[int, int], Message]
+) -> None:
+    """Enter what was granted of a step, in its order, and strike what nobody reports."""
+    for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first):
+        if lease.grant.step == step.step:
+            step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+    step.strike_others()
 
 
 def _outcome(
