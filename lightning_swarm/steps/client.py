@@ -11,13 +11,12 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from msgspec.structs import replace as replaced
 from torch import Tensor
 
-from lightning_swarm.errors import LeaseRevoked, NotEnlisted, ProtocolError, RunOver
+from lightning_swarm.errors import LeaseRevoked, ProtocolError, RunOver
 from lightning_swarm.events import EventLog
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.run_state import RunState
@@ -66,7 +65,6 @@ from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 Metrics: TypeAlias = tuple[Sequence[MetricState], Sequence[Tensor]]
 """What a batch added to metrics: each one's states, and the tensors of all of them."""
@@ -152,6 +150,7 @@ class StepClient:
             patience_s=patience_s,
             alone_s=alone_s,
         )
+        self._enlisted = enlisting.EnlistedCalls(self._coordinator, run, transport.peer_id)
         self._journal = Journal()
         self._numbers = itertools.count(first_number)  # of batches
         self._kept: tuple[Grant, GrantRequest] | None = None  # the place of a batch that is to come
@@ -207,7 +206,7 @@ class StepClient:
         """The order of an epoch, when the lead has told it. None: all of it is through by now."""
         while True:
             request = TakePlanRequest(generation=self.run.manifest.generation, epoch=epoch)
-            reply = decode(await self._call(TAKE_PLAN, encode(request)), TakePlanReply)
+            reply = decode(await self._enlisted.call(TAKE_PLAN, encode(request)), TakePlanReply)
             if reply.plan is not None or reply.passed:
                 return reply.plan
 
@@ -273,7 +272,7 @@ class StepClient:
             return kept
         while True:
             request = self._grant_request(number, num_samples, gradient_scale, batch)
-            reply = decode(await self._call(GRANT, encode(request)), GrantReply)
+            reply = decode(await self._enlisted.call(GRANT, encode(request)), GrantReply)
             if reply.grant is not None:
                 request = replaced(request, num_samples=reply.grant.samples or num_samples)
                 self._journal.granted(reply.grant, request)
@@ -306,7 +305,7 @@ class StepClient:
         head = BatchMetrics(generation=generation, step=self.open, lease=lease, metrics=list(states))
         message = Message(encode(head), tuple(tensors))
         self._journal.measured(self.open, lease, message)
-        await self._enlisted(partial(self._coordinator.stream, METRICS, message, max_bytes=0))
+        await self._enlisted.stream(METRICS, message, max_bytes=0)
 
     async def _take_metrics(self, step: int, first: int) -> list[Metrics]:
         """What one batch added, if who coordinates has it: it may have come to do so since that was said."""
@@ -331,7 +330,7 @@ class StepClient:
             logs=list(logs),
         )
         self._journal.armed(self.open, lease, receipts, logs)
-        await self._call(ARMED, encode(request))
+        await self._enlisted.call(ARMED, encode(request))
 
     async def done(
         self,
@@ -382,7 +381,7 @@ class StepClient:
 
     async def _say_done(self, request: BatchDone) -> bool:
         try:
-            reply = decode(await self._call(DONE, encode(request)), BatchDoneReply)
+            reply = decode(await self._enlisted.call(DONE, encode(request)), BatchDoneReply)
         except LeaseRevoked:
             if request.lease is not None:
                 self._journal.withdrawn(request.step, request.lease)
@@ -432,7 +431,7 @@ class StepClient:
     async def _until(self, step: int, *, decided: bool) -> bool:
         while True:
             # Each poll is answered in time; how long they go on is the coordinator's to bound.
-            answer = await self._call(RECORD, encode(self._record_request(step, decided=decided)))
+            answer = await self._enlisted.call(RECORD, encode(self._record_request(step, decided=decided)))
             over = await self._hear(step, decode(answer, RecordReply), decided=decided)
             if over is not None:
                 return over
@@ -520,7 +519,7 @@ class StepClient:
         Raises:
             StepError: What the open step failed with, if it did.
         """
-        await self._call(RENEW, b"")
+        await self._enlisted.call(RENEW, b"")
 
     async def quit(self, reason: str) -> None:
         """This trainer's loop ended by an error."""
@@ -532,26 +531,7 @@ class StepClient:
 
     async def lead_epoch(self) -> int:
         """Not at the lead: which epoch its loop is in, once it is in one."""
-        _, epoch = await enlisting.enlist(self._coordinator, self.own, generation=self.run.manifest.generation)
-        return epoch
-
-    async def _call(self, method: str, body: bytes) -> bytes:
-        """Ask whoever coordinates, as one who trains in the run."""
-        return await self._enlisted(partial(self._coordinator.call, method, body))
-
-    async def _enlisted(self, exchange: Callable[[], Awaitable[_T]]) -> _T:
-        """Repeat a call if the run went on without this trainer, which was not heard of: it enlists again.
-
-        Records that it missed come as to any other who was busy elsewhere, and so does what became of its batches.
-        """
-        while True:
-            try:
-                return await exchange()
-            except NotEnlisted:
-                if not self.run.manifest.open_to_trainers:
-                    raise
-                generation = self.run.manifest.generation
-                await enlisting.enlist(self._coordinator, self.own, generation=generation)
+        return await self._enlisted.enlist()
 
     async def _handle_report(self, caller: PeerId, body: bytes) -> bytes:
         """A new coordinator asks for this trainer's part of its books."""
