@@ -90,8 +90,8 @@ class EndingHooks(ResumingHooks):
         if self.peer is None:
             return
         self._retire(f"{type(exception).__name__}: {exception}")
-        if self._starter is not None:
-            self._starter.let_children_leave()
+        if self._swarm_launcher is not None:
+            self._swarm_launcher.let_children_leave()
         self.peer.follower.leave_in_order()
 
     @property
@@ -157,5 +157,5 @@ class EndingHooks(ResumingHooks):
                 finally:
                     peer.close()
         finally:
-            if self._starter is not None:
-                self._starter.end_children(self.config.limits.leave_timeout, dismissed=began)
+            if self._swarm_launcher is not None:
+                self._swarm_launcher.end_children(self.config.limits.leave_timeout, dismissed=began)

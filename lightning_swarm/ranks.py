@@ -56,7 +56,7 @@ class RankHooks(_Strategy):
         return module
 
     @property
-    def _starter(self) -> SwarmLauncher | None:
+    def _swarm_launcher(self) -> SwarmLauncher | None:
         """What starts this machine's peers; None: they are all in this process."""
         return self._launcher if isinstance(self._launcher, SwarmLauncher) else None
 
@@ -73,7 +73,7 @@ class RankHooks(_Strategy):
     @property
     def local_rank(self) -> int:
         """Which of this machine's peers this process is."""
-        return self._starter.local_rank if self._starter is not None else 0
+        return self._swarm_launcher.local_rank if self._swarm_launcher is not None else 0
 
     @property
     def global_rank(self) -> int:
@@ -133,5 +133,5 @@ class RankHooks(_Strategy):
         if name == "pre_setup" and self.num_trainers > 1:
             # What `prepare_data` leaves on this machine is there before anyone looks for it.
             assert self.peer is not None
-            launch_id = self._starter.launch_id if self._starter is not None else ""
+            launch_id = self._swarm_launcher.launch_id if self._swarm_launcher is not None else ""
             (self.peer.lead.say_prepared if self.is_global_zero else self.peer.follower.await_prepared)(launch_id)

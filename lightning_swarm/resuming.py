@@ -201,8 +201,8 @@ class ResumingHooks(RankHooks):
             trainer._teardown()
         finally:
             self._goes_back = False
-        if self._starter is not None:
-            self._starter.forget_ended()
+        if self._swarm_launcher is not None:
+            self._swarm_launcher.forget_ended()
         trainer.training, trainer.should_stop = True, False
         return path
 

@@ -358,9 +358,9 @@ class SwarmHooks(EndingHooks):
     ) -> Session:
         """As the lead."""
         assert self.peer is not None
-        starter = self._starter
-        if starter is not None:
-            self.peer.lead.num_known_dead = lambda: starter.num_ended
+        launcher = self._swarm_launcher
+        if launcher is not None:
+            self.peer.lead.num_known_dead = lambda: launcher.num_ended
         self.peer.lead.check_first()
         serves = self.config.role != "trainer"
         if serves:
@@ -379,8 +379,8 @@ class SwarmHooks(EndingHooks):
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
-        if self._starter is not None:
-            self._starter.check_children()
+        if self._swarm_launcher is not None:
+            self._swarm_launcher.check_children()
 
     def _take_loop_over(self, trainer: Trainer, session: Session) -> None:
         """Have the training loop's steps be the swarm's."""
@@ -496,7 +496,7 @@ class SwarmHooks(EndingHooks):
     @property
     def local_processes(self) -> list[int]:
         """Ids of the processes that were started for this machine's other peers, and have not been missed."""
-        return self._starter.processes if self._starter is not None else []
+        return self._swarm_launcher.processes if self._swarm_launcher is not None else []
 
     def status(self) -> SwarmStatus:
         """The trainer's view of stages and peers at this moment.

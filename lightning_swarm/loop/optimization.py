@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_swarm.data import SharedData
 from lightning_swarm.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.framework import framework_of
-from lightning_swarm.loop.closing import Closing
+from lightning_swarm.loop.counters import Counters
 from lightning_swarm.loop.schedulers import Schedulers
 from lightning_swarm.loop.through import Batch, Through
 from lightning_swarm.metric_objects import SharedMetrics
@@ -59,7 +59,7 @@ class SwarmOptimization:
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
-        self._closing = Closing(trainer, data, target_batch_size, is_lead=session.is_lead)
+        self._counters = Counters(trainer, data, target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
@@ -85,7 +85,7 @@ class SwarmOptimization:
     def run(self, optimizer: Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """Train on one batch, and wait for the step that it closes. What it returns goes to `on_train_batch_end`."""
         self.stepped = False
-        if self.pending_samples and self._closing.by_windows and self._closing.begins_window(batch_idx):
+        if self.pending_samples and self._counters.by_windows and self._counters.begins_window(batch_idx):
             _log.warning(
                 "`on_train_batch_start` ended the epoch in the middle of a step: the %d samples of a window that was "
                 "cut off count in the next step; the plain Trainer forgets them.",
@@ -196,11 +196,12 @@ class SwarmOptimization:
     ) -> bool:
         """Say that it is through, and what else is known by then; True when its step closes now."""
         step = self._session.open_step
-        close = self._closing.is_due(batch.num_samples)
+        close = self._counters.is_due(batch.num_samples)
         alone = not (self._session.is_shared or self._data.shares)
-        ends = alone and self._ends_step(close=close or self._closing.is_full(self.pending_samples + batch.num_samples))
+        fills = self._counters.is_full(self.pending_samples + batch.num_samples)
+        ends = alone and self._ends_step(close=close or fills)
         ahead = self._ahead(batch, ends=ends) if alone else None
-        window = self._closing.total_weight
+        window = self._counters.total_weight
         finish = partial(self._session.finish_batch, logs, metrics, close=close, window=window, ahead=ahead)
         if ends:
             self._before_step(optimizer)
@@ -245,7 +246,7 @@ class SwarmOptimization:
     @property
     def num_late_batches(self) -> int:
         """Where steps are late: this epoch's batches that are through, and in no record that was counted."""
-        if not self._session.delays or self._closing.ends_epoch:
+        if not self._session.delays or self._counters.ends_epoch:
             return 0
         return self._through.num_batches(self.trainer.current_epoch)
 
@@ -306,18 +307,18 @@ class SwarmOptimization:
 
     def _close(self) -> None:
         """Ask to close the open step with what it has."""
-        self._session.close_step(window=self._closing.total_weight)
+        self._session.close_step(window=self._counters.total_weight)
 
     def _end_step(self, optimizer: Optimizer, *, closing: bool) -> None:
         """Have the step decided if it ends with this batch."""
-        if not closing and self._closing.is_due(self.pending_samples):
+        if not closing and self._counters.is_due(self.pending_samples):
             self._close()  # the batch was withdrawn
             closing = True
         if self._ends_step(close=closing):
             self._step(optimizer)
         else:
             self._session.hear_imminent()
-        if self._closing.ends_epoch:
+        if self._counters.ends_epoch:
             self._catch_up()
         self._count_others(optimizer)
 
@@ -326,7 +327,7 @@ class SwarmOptimization:
 
         What happens at every step happens once a batch, so the lead leaves a second step to its next batch.
         """
-        return close and not (self.stepped and self._session.is_lead and not self._closing.is_last_batch)
+        return close and not (self.stepped and self._session.is_lead and not self._counters.is_last_batch)
 
     def _catch_up(self) -> None:
         """Hear of the records of all steps that are closed."""
@@ -349,7 +350,7 @@ class SwarmOptimization:
         progress.increment_ready()
         with nullcontext() if self._session.has_ended else self._profiled(optimizer):
             closed = self._session.end_step()
-            if not self._take_lost() and not closed and self._closing.is_due(self.pending_samples):
+            if not self._take_lost() and not closed and self._counters.is_due(self.pending_samples):
                 self._close()  # another trainer withdrew its batch, and this one has no more to put in its place
                 closed = self._session.end_step()
                 self._take_lost()
@@ -472,11 +473,11 @@ class SwarmOptimization:
     def _num_samples(self, batch: Any) -> int:
         try:
             with warnings.catch_warnings():
-                if self._closing.by_windows:  # the number only names places there
+                if self._counters.by_windows:  # the number only names places there
                     warnings.simplefilter("ignore")
                 return self._framework.extract_batch_size(batch)
         except self._framework.misconfiguration as error:
-            if self._closing.by_windows:
+            if self._counters.by_windows:
                 return 1
             raise ConfigError(
                 "`target_batch_size` counts samples, and this batch does not show how many it has: "

@@ -7,8 +7,8 @@ from lightning.pytorch import Trainer
 from lightning_swarm.data import SharedData
 
 
-class Closing:
-    """Of one trainer's batches.
+class Counters:
+    """Of one trainer's loop.
 
     Args:
         trainer: Lightning's.
