@@ -4,9 +4,10 @@ from lightning_swarm.partition.bindings import CALLS, CARRIED, BlockCall, Pick, 
 from lightning_swarm.partition.blocks import Blocks, find_blocks
 from lightning_swarm.partition.boundaries import check_cuts, insert_at_cuts, layers_behind
 from lightning_swarm.partition.choice import choose_ranges
+from lightning_swarm.partition.cuts import batch_norms, cut, parameter_costs
 from lightning_swarm.partition.guard import computing, guard, is_computing
 from lightning_swarm.partition.policy import balanced, named
-from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec, batch_norms, cut, parameter_costs
+from lightning_swarm.partition.stages import StageModule, StageSpec, TensorSpec
 from lightning_swarm.partition.timing import time_costs
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Finding the blocks of a model: which modules, in which order, and whose forward they replace."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,6 +38,12 @@ class Blocks:
     def one_by_one(self) -> bool:
         """Whether a forward of the user's own calls the blocks, because the root is a list and has none."""
         return isinstance(self.root, nn.ModuleList)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All that are in blocks, by their names from the block's own on."""
+        for block_name, block in zip(self.names, self.modules, strict=True):
+            for name, module in block.named_modules():
+                yield (f"{block_name}.{name}" if name else block_name), module
 
 
 def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.partition.blocks import Blocks
+from lightning_swarm.partition.cuts import parameter_costs
 from lightning_swarm.partition.policy import balanced, named
-from lightning_swarm.partition.stages import parameter_costs
 
 
 def choose_ranges(
