@@ -210,9 +210,12 @@ class SharedData:
         """At the lead: list an epoch that begins or goes on, and tell the others."""
         if self._start is None:
             self._start = self._first_position(epoch)
-            for older in range(self._start[0], epoch):  # its rest is in no update of the weights that are gone on from
-                self._tell(self._again(older))
-            if self._start[0] < epoch and epoch not in self._restored:
+            older = sorted(one for one in self._restored if one < epoch)
+            for one in older:  # where one ended, the generator of the next one's order goes on
+                plan = self._again(one)
+                if one >= self._start[0]:  # its rest is in no update of the weights that are gone on from
+                    self._tell(plan)
+            if older and epoch not in self._restored:
                 self._seed_workers()
         self._tell(self._again(epoch) if epoch in self._restored else self._listed(epoch))
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 from typing_extensions import override
 
@@ -24,9 +25,9 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.steps.enrolment import Enrolment
 from lightning_swarm.steps.succession import choose_heir, seniority
 from lightning_swarm.types.snapshots import HeldSnapshots
-from tests.parity.models import DigitsMLP, Recipe
+from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.test_shared_data import Weights, assert_each_once, assert_same, validation
-from tests.parity.trainers import Seen, ThreadStrategy, train
+from tests.parity.trainers import Seen, ThreadStrategy, shuffled, train
 
 LIMITS = Limits(
     call_timeout=10.0,
@@ -291,6 +292,30 @@ def test_another_one_leads(alone: Seen, num_trainers: int, at: int, place: str) 
     for step, tensors in found.items():
         for name, tensor in tensors.items():
             assert (tensor - ALONE.found[step][name]).abs().max() <= 1e-10, step
+
+
+class AtTheSeam(Several):
+    """The others go back to where an epoch ends with a step."""
+
+    @override
+    def is_due(self, place: str) -> bool:
+        chosen = heir_of(self.seen) if super().is_due(place) else None
+        return chosen is not None and chosen[1] in (4, 8)
+
+
+def test_it_goes_on_between_two_epochs() -> None:
+    """The next one's order is drawn where the generator of the loader would have been."""
+
+    def data() -> DataLoader[Any]:
+        return shuffled(TensorDataset(*(part[:48] for part in digits().tensors)))
+
+    plain = one_trainer([], data=data)
+    seen = run(3, {4: "in a batch"}, make=AtTheSeam, data=data)
+    assert seen.killed == ["peer-0"]
+    assert seen.went_back[0] in (4, 8)
+    assert plain.records[3].position == (0, 12)
+    seen.weights = seen.modules[heirs(seen)[-1]].state_dict()
+    assert_same(seen, plain)
 
 
 class Deciding(Several):

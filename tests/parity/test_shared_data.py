@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 from typing_extensions import override
 
 from lightning_swarm.config import Limits
@@ -25,7 +25,7 @@ from tests.parity.models import DigitsMLP, digits
 from tests.parity.test_trainers_come import enrolment
 from tests.parity.test_trainers_go_back import LIMITS as BACK
 from tests.parity.test_trainers_go_back import Killing
-from tests.parity.trainers import Seen, default_dtype, numbered, place_of, shuffled, train
+from tests.parity.trainers import Curve, Seen, default_dtype, numbered, place_of, shuffled, train
 
 QUICK = Limits(call_timeout=30.0, start_timeout=30.0, lead_timeout=30.0, silence_timeout=1.0)
 
@@ -44,7 +44,7 @@ class Weights(L.Callback):
         self.found[trainer.global_step] = {name: tensor.clone() for name, tensor in state.items()}
 
 
-def curve(seen: Seen) -> list[list[tuple[list[int], float]]]:
+def curve(seen: Curve) -> list[list[tuple[list[int], float]]]:
     """The batches of each step and their losses, in the order of their places."""
     return [
         [(seen.batches[place][1], seen.losses[place]) for place in sorted(places, key=of_step)] for places in seen.steps
@@ -212,6 +212,23 @@ def test_a_run_goes_on_between_two_epochs(alone: Seen, before: int, after: int, 
         setattr(seen, name, old | getattr(seen, name))
     assert_same(seen, alone)
     assert_each_once(seen, 3)
+
+
+@ANOTHER_CALLBACK
+def test_a_run_goes_on_where_an_epoch_ended_with_a_step(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_epochs=1, save_top_k=-1)
+
+    def data() -> DataLoader[Any]:
+        return shuffled(TensorDataset(*(part[:48] for part in digits().tensors)))
+
+    begun = run(1, callbacks=lambda rank: [saving] if rank == 0 else [], data=data, enable_checkpointing=True)
+    seen = run(2, ckpt_path=tmp_path / "step=4.ckpt", data=data)
+    assert_same_from(seen, begun, 4)
+
+
+def assert_same_from(seen: Seen, reference: Seen, step: int) -> None:
+    reference.steps = reference.steps[step:]
+    assert_same(seen, reference)
 
 
 @ANOTHER_CALLBACK
