@@ -1,6 +1,6 @@
-"""Servers in processes of their own, taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is.
+"""Peers in processes of their own, taken away: by a seeded hand, by a plan, by a cloud. The curve stays as it is.
 
-Or left in peace, with codecs.
+Or left in peace, with codecs. They serve; where the lead dies they train, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ from lightning_swarm.testing import FaultySwarmStrategy
 from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
 from tests.features.test_trainers import Lines
 from tests.p2p import train
+from tests.p2p.several import BATCHES, BATCHES_OF_A_STEP, NUM_EPOCHS, Losses, Several, Validated, said
 from tests.p2p.warm import LIMITS, Server, Zygote, wait_until
 from tests.p2p.zygote import Planned, planned
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, run_plain
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
+from tests.parity.test_shared_data import curve
 
 # Cold starts in this file: 1, the process that all peers are forked from.
 
@@ -276,6 +279,62 @@ def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(
             assert steps.events["replay"] == 0
         else:
             assert steps.events["retry"] + steps.events["replay"] > 0, "nothing was under way"
+
+
+# ---------------------------------------------------------------------- the lead of several trainers
+
+
+def test_another_trainer_leads_when_the_lead_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+    """In the middle of an epoch. What is trained and validated is what one trainer has that nothing happens to."""
+    limits = {**LIMITS, "silence_timeout": 2.0, "revive_timeout": 1.0, "snapshot_interval": 0.001}
+    options = {"folder": str(tmp_path), "limits": limits}
+    trainers = [zygote.begin_trainer(number=0, others=2, initial_peers=[], **options)]
+    try:
+        known = [trainers[0].address]
+        trainers += [zygote.begin_trainer(number=one, others=0, initial_peers=known, **options) for one in (1, 2)]
+
+        def held() -> bool:
+            assert all(one.alive for one in trainers), [(one.state, one.said) for one in trainers]
+            return any(kind == "held" for kind, *_ in said(tmp_path, 0))
+
+        wait_until(held, "nobody could lead after it")
+        os.kill(trainers[0].pid, signal.SIGKILL)
+        wait_until(lambda: not any(one.alive for one in trainers), "a trainer outlived its run")
+    finally:
+        for one in trainers:
+            if one.alive:
+                os.kill(one.pid, signal.SIGKILL)
+    kind, epoch, index = said(tmp_path, 0)[-1]
+    assert (kind, 0 < index < BATCHES) == ("held", True), "it said nothing after that"
+    (leads,) = [number for number, one in enumerate(trainers) if "This peer takes the run over" in one.said]
+    seen = Several.read(tmp_path)
+    assert len(seen.generations) == 2
+    after = {rank for (step, _), (rank, _) in seen.batches.items() if step >= seen.generations[1]}
+    assert after == {1, 2}, "the other one trains on beside it"
+    assert [rank for _, (rank, _) in sorted(seen.validated.items())] == [0] * epoch + [leads] * NUM_EPOCHS
+    assert_undisturbed(seen)
+
+
+def assert_undisturbed(seen: Several) -> None:
+    """Samples, losses and weights are those of the plain Trainer, each sample once an epoch."""
+    loader, validated, num_epochs = Validated().train_dataloader(), Losses(), len(seen.validated)
+    listed = [batch[-1].tolist() for _ in range(num_epochs) for batch in islice(loader, BATCHES)]
+    for epoch in range(num_epochs):
+        samples = [sample for batch in listed[epoch * BATCHES : (epoch + 1) * BATCHES] for sample in batch]
+        assert sorted(samples) == list(range(len(loader.dataset)))  # type: ignore[arg-type]
+    counted = [batch for step in curve(seen) for batch in step]
+    assert [ids for ids, _ in counted] == listed
+    plain = run_plain(
+        Validated, Validated().train_dataloader(), Validated().val_dataloader(),
+        max_epochs=num_epochs, accumulate_grad_batches=BATCHES_OF_A_STEP, callbacks=[validated],
+    )  # fmt: skip
+    # Lightning shows the loss as its part of the step.
+    assert [loss / BATCHES_OF_A_STEP for _, loss in counted] == pytest.approx(plain.losses, rel=LOSS_TOLERANCE)
+    assert [loss for _, (_, loss) in sorted(seen.validated.items())] == pytest.approx(
+        validated.losses, rel=LOSS_TOLERANCE
+    )
+    for name, tensor in plain.weights.items():
+        assert float((seen.weights[name] - tensor).abs().max()) <= WEIGHT_TOLERANCE
 
 
 # ---------------------------------------------------------------------- by a plan

@@ -41,11 +41,18 @@ class Zygote:
 
     def begin(self, initial_peers: list[str], **options: Any) -> Server:
         """One server; the first one has nobody to join. `options` are those of `serve` in `zygote.py`."""
+        return self._begin("serve", {"model": "digits", "initial_peers": initial_peers, "limits": LIMITS, **options})
+
+    def begin_trainer(self, **options: Any) -> Server:
+        """One trainer that serves, too. `options` are those of `train` in `several.py`."""
+        return self._begin("train", options)
+
+    def _begin(self, role: str, options: dict[str, Any]) -> Server:
         self._num_begun += 1
-        log = self._folder / f"server-{self._num_begun}.log"
-        serve = {"model": "digits", "initial_peers": initial_peers, "limits": LIMITS, **options}
+        log = self._folder / f"{role}-{self._num_begun}.log"
+        order = {"log": str(log), "role": role, "options": options}
         assert self._process.stdin is not None
-        print(json.dumps({"log": str(log), "serve": serve}), file=self._process.stdin, flush=True)
+        print(json.dumps(order), file=self._process.stdin, flush=True)
         return Server(int(self._read()), log)
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from lightning_swarm.compression import codec
 from lightning_swarm.config import Limits
 from lightning_swarm.preemption.http import Endpoint
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
+from tests.p2p.several import train
 from tests.p2p.train import WatchedStrategy, Wide
 from tests.parity.models import MODELS, Net, Recipe
 
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def _live(order: dict[str, Any]) -> None:
-    """Be a server until the run is over."""
+    """Be a peer until the run is over."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -76,7 +77,8 @@ def _live(order: dict[str, Any]) -> None:
     os.dup2(log, 2)
     status = 1
     try:
-        serve(**order["serve"])
+        _ROLES[order["role"]](**order["options"])
+        status = 0
     except SystemExit as end:
         status = int(end.code or 0)
     except BaseException:  # noqa: BLE001 - it is the end of this process
@@ -141,6 +143,9 @@ def serve(
         enable_model_summary=False,
     )
     trainer.fit(build(model))
+
+
+_ROLES = {"serve": serve, "train": train}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,239 @@
+"""One of several trainers, each in a process of its own: what it saw goes into a file, line by line, for it may die."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from typing_extensions import override
+
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.config import Limits
+from lightning_swarm.steps.snapshot_orders import ask_held
+from lightning_swarm.steps.succession import choose_heir, has_majority, seniority
+from lightning_swarm.types.batches import RecordReply
+from lightning_swarm.types.steps import Record
+from tests.p2p.warm import wait_until
+from tests.parity.harness import QUIET
+from tests.parity.models import DigitsMLP, Recipe, digits
+from tests.parity.trainers import Curve, places_of, shuffled, watched
+
+NUM_EPOCHS = 3  # that who takes over ends, in the first of which it begins
+BATCHES = 12  # of an epoch
+BATCHES_OF_A_STEP = 2
+_BATCH_SIZE = 4
+
+
+class Validated(DigitsMLP):
+    """Brings its own data, as every trainer of a run does."""
+
+    def __init__(self) -> None:
+        super().__init__(Recipe(schedule="constant"))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return shuffled(TensorDataset(*(part[: BATCHES * _BATCH_SIZE] for part in digits().tensors)))
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(digits(), 26)
+
+    @override
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch[:2], batch_idx)  # the plain Trainer's has the samples' numbers, too
+
+    @override
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", DigitsMLP.training_step(self, batch, batch_idx))
+
+
+class Losses(L.Callback):
+    """What was validated."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+
+class Notes:
+    """A file whose lines outlive its process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, kind: str, *values: Any) -> None:
+        """On whatever thread."""
+        os.write(self._file, f"{json.dumps([kind, *values])}\n".encode())
+
+
+class NotedStrategy(SwarmStrategy):
+    """Notes each generation of the run, and its records."""
+
+    def __init__(self, notes: Notes, **options: Any) -> None:
+        super().__init__(**options)
+        self._notes = notes
+
+    @property
+    def generation(self) -> int:
+        """Of the run."""
+        assert self._session is not None
+        return self._session.run.manifest.generation
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        assert self._session is not None
+        generation, steps = self.generation, self._session._steps
+        learn = steps._learn
+
+        async def noted(record: Record, reply: RecordReply) -> None:
+            await learn(record, reply)
+            self._notes.write("record", generation, places_of(record))
+
+        steps._learn = noted  # type: ignore[method-assign]
+        self._notes.write("begun", generation, self._session.run.manifest.first_step)
+
+    def has_heir(self) -> bool:
+        """Whether another one could take the run over now, if this process died."""
+        assert self.peer is not None
+        assert self._session is not None
+        run, own = self._session.run, self.peer.transport.peer_id
+        held = self.peer.runtime.run(ask_held(self.peer.transport, run.servers, timeout=10.0))
+        held.pop(own, None)
+        return choose_heir(held, seniority(run), len(run.rosters)) is not None and has_majority(run, list(held))
+
+
+class Watch(Losses):
+    """Notes what its trainer validates. The first one waits for the others, and then for its death; the next one ends.
+
+    Args:
+        notes: Of this trainer.
+        others: How many it waits for; none: it is another one.
+    """
+
+    def __init__(self, notes: Notes, others: int) -> None:
+        super().__init__()
+        self._notes = notes
+        self._others = others
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        if not self._others or batch_idx or trainer.current_epoch:
+            return
+        assert isinstance(strategy, NotedStrategy)
+        assert strategy.peer is not None
+        assert strategy.peer.server is not None
+        runtime = strategy.peer.runtime
+        coordinator = strategy.peer.server.admission.coordinator
+        assert coordinator is not None
+        enrolment = coordinator.trainers.enrolment
+
+        async def all_there() -> bool:  # on the loop, whose clock it asks
+            return len(enrolment.waiting) == self._others
+
+        wait_until(lambda: runtime.run(all_there()), "not all have come")
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        self._notes.write("validated", trainer.current_epoch, self.losses[-1])
+        trainer.should_stop = not self._others and len(self.losses) == NUM_EPOCHS
+
+    def hold(self, trainer: L.Trainer) -> None:
+        """In a batch: stay there, once another one could lead and the run is in the middle of an epoch."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, NotedStrategy)
+        assert strategy._session is not None
+        run = strategy._session.run
+        position = run.position
+        if not self._others or position is None or position[0] == 0 or not 0 < position[1] < BATCHES:
+            return
+        if len(run.trainers) == 1 + self._others and strategy.has_heir():
+            self._notes.write("held", *position)
+            threading.Event().wait()
+
+
+def train(*, folder: str, number: int, others: int, initial_peers: list[str], limits: Mapping[str, Any]) -> None:
+    """As a user's script does that trains in a run.
+
+    Args:
+        folder: For what it notes, and for the weights of who led last.
+        number: Of this trainer.
+        others: As of `Watch`.
+        initial_peers: Whom it joins; none: it begins the run.
+        limits: As in `Limits`.
+    """
+    notes = Notes(Path(folder) / f"trainer-{number}")
+    strategy = NotedStrategy(
+        notes,
+        role="both",
+        num_stages=None if initial_peers else 2,
+        pipeline="net",
+        microbatch_size=2,
+        target_batch_size=BATCHES_OF_A_STEP * _BATCH_SIZE,
+        initial_peers=initial_peers,
+        limits=Limits(**limits),
+    )
+    L.seed_everything(0)
+    module, watch = Validated(), Watch(notes, others)
+    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=-1, callbacks=[watch], **QUIET)
+
+    def note(place: tuple[int, int], at: tuple[int, int], ids: list[int], loss: float) -> None:
+        watch.hold(trainer)  # what it never finishes is not noted
+        notes.write("batch", strategy.generation, place, ids, loss)
+
+    watched(module, note)
+    trainer.fit(module)
+    notes.write("led", trainer.global_step)
+    torch.save(module.state_dict(), Path(folder) / "weights.pt")
+
+
+@dataclass
+class Several(Curve):
+    """What trainers noted, without what was void."""
+
+    generations: dict[int, int] = field(default_factory=dict)  # where each began
+    validated: dict[int, tuple[int, float]] = field(default_factory=dict)  # by whom in which epoch, and its loss
+
+    @classmethod
+    def read(cls, folder: Path) -> Several:
+        """Of a run that is over."""
+        found = cls(weights=torch.load(folder / "weights.pt"))
+        lines = [(number, one) for number in range(len(list(folder.glob("trainer-*")))) for one in said(folder, number)]
+        found.generations = {one[1]: one[2] for _, one in lines if one[0] == "begun"}
+        ends = {generation: found.generations.get(generation + 1) for generation in found.generations}
+        records: dict[int, list[tuple[int, int]]] = {}
+        for number, (kind, first, *rest) in lines:
+            if kind == "validated":
+                found.validated[first] = number, rest[0]
+            places = [rest[0]] if kind == "batch" else rest[0] if kind == "record" else []
+            end = ends.get(first)
+            for step, place in places:
+                if end is not None and step >= end:
+                    continue
+                if kind == "batch":
+                    found.batches[step, place] = number, rest[1]
+                    found.losses[step, place] = rest[2]
+                else:
+                    records[step] = [(a, b) for a, b in places]
+        found.steps = [records[step] for step in sorted(records)]
+        return found
+
+
+def said(folder: Path, number: int) -> list[Any]:
+    """What a trainer noted."""
+    path = folder / f"trainer-{number}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
