@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
 from lightning_swarm import settings
@@ -148,8 +147,8 @@ class EndingHooks(ResumingHooks):
         self._compiler, self._inherited = None, ()
         peer, self.peer = self.peer, None
         began = peer is not None and (peer.lead.run is not None or self._comes_to is not None)
-        if self._comes_to is not None:
-            self._comes_to, vars(rank_zero_only)["rank"] = None, self._rank_before
+        self._comes_to = None
+        self._leave_rank()
         try:
             if peer is not None:
                 try:

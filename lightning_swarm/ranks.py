@@ -45,7 +45,7 @@ class RankHooks(_Strategy):
         self._session: Session | None = None
         self._is_shared = False  # others train in the run, or may come to
         self._comes_to: RunView | None = None  # the run under way in which this process is one more trainer
-        self._rank_before = 0  # of this process, for Lightning
+        self._rank_before: int | None = None  # for Lightning, where this process was given another one
         self._looping = False  # in the training loop, not where it makes its loaders
 
     @property
@@ -97,9 +97,20 @@ class RankHooks(_Strategy):
         rules.check_trainers(trainer, self.config)
         rank_zero_info(f"Training in run {self.config.run_id!r}, which is at step {view.version}, beside its lead.")
         self._comes_to, self._is_shared, self.num_trainers = view, True, 1
-        ranks = vars(rank_zero_only)  # Lightning's own, for what is said and logged once
-        self._rank_before, ranks["rank"] = ranks["rank"], self.global_rank
+        self._take_rank()
         return True
+
+    def _take_rank(self) -> None:
+        """Have Lightning say and log once, in this process or in none, what belongs to its rank by now."""
+        ranks = vars(rank_zero_only)
+        if self._rank_before is None:
+            self._rank_before = ranks["rank"]
+        ranks["rank"] = self.global_rank
+
+    def _leave_rank(self) -> None:
+        """What the process had before."""
+        if self._rank_before is not None:
+            vars(rank_zero_only)["rank"], self._rank_before = self._rank_before, None
 
     # ------------------------------------------------------------------ what Lightning would do together
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -247,6 +246,7 @@ class ResumingHooks(RankHooks):
             self.config.run_id,
             goal.version,
         )
-        self._comes_to, vars(rank_zero_only)["rank"] = None, 0
+        self._comes_to = None
+        self._take_rank()
         self._put_back()
         return goal
