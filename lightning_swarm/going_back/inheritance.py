@@ -21,7 +21,6 @@ from torchmetrics import Metric
 
 from lightning_swarm import metric_states, plain
 from lightning_swarm.data import at_position
-from lightning_swarm.errors import ProtocolError
 from lightning_swarm.going_back.place import Place
 from lightning_swarm.going_back.states import Between, LoopState
 from lightning_swarm.metric_states import Contents
@@ -31,43 +30,18 @@ from lightning_swarm.session import News
 from lightning_swarm.steps.client import Heard, Metrics
 from lightning_swarm.types.batches import Logged, MetricState
 from lightning_swarm.types.data import BatchNumber
+from lightning_swarm.types.loops import NEEDED, TravellingLoop
+from lightning_swarm.types.loops import Metrics as SentMetrics
 from lightning_swarm.types.steps import Record
 from lightning_swarm.types.wire import decode, encode
 
 _log = logging.getLogger(__name__)
-
-_NEEDED: Final = ("epoch", "global_step", "state_dict", "loops", "optimizer_states", "lr_schedulers")
-"""Of a checkpoint: without these a loop cannot go on."""
 
 _OF_THE_MODULE: Final = ("hparams_name", "hparams_type", "hyper_parameters")
 """Of a checkpoint: the heir's module and data module have their own."""
 
 _ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
 """What `self.log` was called with, as Lightning keeps it."""
-
-
-_Metrics = tuple[list[bytes], list[Any]]  # the states of metrics, and the tensors of all of them
-
-
-class _Travelling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a `Between` and its `LoopState`, in `plain`'s values; what has a form on the wire is in that."""
-
-    checkpoint: dict[str, Any]
-    parameter_names: list[str]
-    made: dict[str, Any]
-    first: dict[str, Any]
-    now: dict[str, Any]
-    num_batches: int | None
-    metrics: dict[str, dict[str, Any]]
-    results: dict[str, dict[str, Any]]
-    shown: dict[str, dict[str, Any]]
-    logging: dict[str, Any]
-    followed: dict[str, bool]
-    logs: dict[int, list[bytes]]  # of its own batches in the step that it was in, by their leases
-    added: dict[int, _Metrics]  # likewise, to metrics
-    num_counted: int
-    heard: list[tuple[bytes, list[bytes], list[_Metrics]]]  # records that it had not counted, and what came with each
-    position: tuple[int, int] | None  # of the first batch that the weights know nothing of
 
 
 def pack(between: Between, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
@@ -88,14 +62,14 @@ def pack(between: Between, version: int, position: BatchNumber | None, left_out:
     checkpoint = {
         key: value for key, value in state.checkpoint.items() if not any(one in key for one in _OF_THE_MODULE)
     }
-    rest = {key: value for key, value in checkpoint.items() if key not in (*_NEEDED, "callbacks")}
+    rest = {key: value for key, value in checkpoint.items() if key not in (*NEEDED, "callbacks")}
     own: dict[str, Any] = {
-        **{key: checkpoint[key] for key in _NEEDED if key in checkpoint},
+        **{key: checkpoint[key] for key in NEEDED if key in checkpoint},
         "callbacks": parts(checkpoint.get("callbacks", {}), "the state of callback"),
         **parts(rest, "what is saved as"),
     }
     results = {name: _entry(one, gathered) for name, (one, gathered) in state.results.items()}
-    travelling = _Travelling(
+    travelling = TravellingLoop(
         checkpoint=own,
         parameter_names=list(state.parameter_names),
         made=state.place.made,
@@ -127,10 +101,7 @@ def unpack(value: Any, version: int, trainer: Trainer) -> Between:
     Raises:
         ProtocolError: It is no loop's state.
     """
-    try:
-        came = msgspec.convert(value, _Travelling)
-    except msgspec.ValidationError as error:
-        raise ProtocolError(f"the state of a loop has other fields: {error}") from error
+    came = TravellingLoop.read(value)
     at_position(came.checkpoint, came.position)
     state = LoopState(
         checkpoint=came.checkpoint,
@@ -192,25 +163,25 @@ def _gaps(tree: Any) -> Iterator[Awaited]:
 # ---------------------------------------------------------------------- what trainers share
 
 
-def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> _Metrics:
+def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics:
     parts = list(packed)
     return [encode(state) for state, _ in parts], [tensor for _, tensors in parts for tensor in tensors]
 
 
-def _of_record(heard: Heard) -> tuple[bytes, list[bytes], list[_Metrics]]:
+def _of_record(heard: Heard) -> tuple[bytes, list[bytes], list[SentMetrics]]:
     metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in heard.metrics]
     return encode(heard.record), list(map(encode, heard.logs)), metrics
 
 
-def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[_Metrics]) -> Heard:
+def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> Heard:
     came: list[Metrics] = [([decode(one, MetricState) for one in states], tensors) for states, tensors in metrics]
     return Heard(decode(record, Record), [decode(one, Logged) for one in logs], came)
 
 
-def _pending(came: _Travelling, trainer: Trainer) -> Pending:
+def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
     modules = dict(trainer.lightning_module.named_modules())
 
-    def contents(sent: _Metrics) -> Iterator[tuple[str, Contents]]:
+    def contents(sent: SentMetrics) -> Iterator[tuple[str, Contents]]:
         states, tensors = sent
         rest = iter(tensors)
         for one in states:

@@ -16,6 +16,7 @@ from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.server import KEEP_LOOP
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.stepping import Stepping
+from lightning_swarm.types.loops import TravellingLoop
 from lightning_swarm.types.runs import Manifest
 from lightning_swarm.types.snapshots import KeptLoop
 from lightning_swarm.types.wire import decode
@@ -76,7 +77,7 @@ class Loops:
         self._check(caller, head)
         if head.version not in self._ordered():
             raise ProtocolError(f"nobody said that there is a snapshot of version {head.version}")
-        plain.unpack(message.tensors)
+        TravellingLoop.read(plain.unpack(message.tensors))
         self._kept[head.version] = message
         self.prune()
         return Message()

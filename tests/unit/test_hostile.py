@@ -137,6 +137,7 @@ from lightning_swarm.types.steps import (
     Vacancy,
 )
 from lightning_swarm.types.wire import PROTOCOL_VERSION, Wire, decode, encode
+from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
@@ -379,7 +380,7 @@ def kept(swarm: Swarm) -> Message:
 
 
 def loop_state(swarm: Swarm) -> Message:
-    return Message(encode(KeptLoop(generation=0, version=1)), tuple(values.pack({"seed": torch.zeros(3), "epoch": 1})))
+    return Message(encode(KeptLoop(generation=0, version=1)), tuple(values.pack(travelling())))
 
 
 SAMPLES = [
