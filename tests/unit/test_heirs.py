@@ -24,16 +24,20 @@ from lightning_swarm.server import KEEP_LOOP, RELEASE
 from lightning_swarm.steps import INHERIT, JOIN, RENEW
 from lightning_swarm.steps.snapshot_orders import ask_held
 from lightning_swarm.steps.succession import appoint, choose_heir, seniority
+from lightning_swarm.types.batches import MetricState
 from lightning_swarm.types.joining import JoinRequest
+from lightning_swarm.types.loops import NEEDED
 from lightning_swarm.types.runs import InheritRequest, ReleaseRequest
 from lightning_swarm.types.snapshots import HeldSnapshot, HeldSnapshots, KeptLoop
 from lightning_swarm.types.wire import PROTOCOL_VERSION, encode
+from tests.loops import travelling
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, Swarm, rows
 
 A, B, C, D = map(PeerId, "abcd")
 LIMITS = Limits(call_timeout=30.0, silence_timeout=10.0, revive_timeout=60.0, lead_timeout=1000.0, loop_bytes=10_000)
-STATE = {"epoch": 1, "generator": torch.arange(5)}
+STATE = travelling()
+METRIC = encode(MetricState(name="accuracy", num_updates=1, lengths=[2]))
 
 # ---------------------------------------------------------------------- values that travel
 
@@ -183,7 +187,7 @@ def test_an_heir_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm)
     swarm = begun(make_swarm, Limits(call_timeout=30.0, snapshot_interval=0.001))
     loops = swarm.servers[B].snapshots.loops
     keep(swarm, B)
-    assert loops.get(1)["epoch"] == 1
+    assert loops.get(1)["checkpoint"]["epoch"] == 1
     assert swarm.run(ask_held(swarm.trainer, [B], timeout=1.0))[B].loops == [1]
     kept = []
     for seed in (1, 2, 3):
@@ -199,6 +203,13 @@ def test_an_heir_keeps_a_loop_for_as_long_as_its_snapshot(make_swarm: MakeSwarm)
         ({"by": A}, "the lead trainer says what its loop was at, not a"),
         ({"version": 0}, "nobody said that there is a snapshot of version 0"),
         ({"value": torch.zeros(20_000)}, "bytes"),
+        # What could not be read when the loop is to go on is refused when it comes.
+        ({"value": {"epoch": 1}}, "the state of a loop has other fields"),
+        ({"value": travelling(checkpoint={"epoch": 1})}, "is a checkpoint with epoch, .*lacks .*'global_step'"),
+        ({"value": travelling(checkpoint=dict.fromkeys(NEEDED))}, "lacks loops"),
+        ({"value": travelling(heard=[(b"no record", [], [])])}, "Record"),
+        ({"value": travelling(logs={7: [b"nothing logged"]})}, "Logged"),
+        ({"value": travelling(added={7: ([METRIC], [])})}, "made of 2 tensors, got 0"),
     ],
 )
 def test_what_an_heir_does_not_keep(make_swarm: MakeSwarm, changes: dict[str, Any], refusal: str) -> None:
@@ -246,6 +257,30 @@ def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, ca
     assert [name for name, server in swarm.servers.items() if server.snapshots.loops.versions] == [B, D]
     swarm.run(heirs.send(run, 1, lambda: pack(torch.zeros(20_000))))
     assert "`Limits.loop_bytes` are 10000" in caplog.text
+
+
+def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = begun(make_swarm)
+    run = RunState(swarm.manifest)
+    *older, youngest = seniority(run)
+    assert len(older) == 3
+
+    async def known() -> list[PeerId]:
+        return seniority(run)
+
+    for peer in older:
+        swarm.servers[peer].snapshots.loops.unfit = lambda manifest: "it has no data"
+    heirs = Heirs(swarm.trainer, known, limits=LIMITS)
+    swarm.run(heirs.send(run, 1, lambda: plain.pack(STATE)))
+    assert heirs.holding == [youngest]
+    assert swarm.servers[youngest].snapshots.loops.versions == [1]
+    # However many there are, one snapshot costs no more than so many tries: the next one begins with others.
+    monkeypatch.setattr("lightning_swarm.heirs._MAX_TRIED", 1)
+    heirs.holding = ()
+    swarm.run(heirs.send(run, 1, lambda: plain.pack(STATE)))
+    assert heirs.holding == [youngest]
 
 
 def inherit(swarm: Swarm, heir: PeerId, *peers: PeerId, by: PeerId = A) -> None:
