@@ -299,6 +299,7 @@ class Lead:
     def inherit(self, run: RunState) -> None:
         """Lead a run that another peer led, and that is to go back. As its servers know it, this peer leads it."""
         self.run, self._inherited = run, True
+        self._config = starting.kept(self._config, run.manifest)
 
     def give_up(self) -> None:
         """Lead it no more, before it went back: its servers would take this peer's end for the run's."""

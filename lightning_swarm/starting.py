@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from lightning_swarm import membership, survey
-from lightning_swarm.config import SwarmConfig
+from lightning_swarm.config import Compression, SwarmConfig
 from lightning_swarm.errors import ConfigError, SwarmError
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.server.model import Model
@@ -89,6 +89,17 @@ async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
         )
 
 
+def kept(config: SwarmConfig, manifest: Manifest) -> SwarmConfig:
+    """The settings of a peer that goes on with another one's run: where the starter's word holds, those of the run."""
+    return replace(
+        config,
+        microbatch_size=manifest.microbatch_size or None,
+        compression=Compression(**structs.asdict(manifest.encoding)),
+        rebalancing=manifest.rebalancing,
+        rebalance_interval=manifest.rebalance_interval,
+    )
+
+
 def manifest(
     spec: RunSpec,
     config: SwarmConfig,
@@ -124,6 +135,7 @@ def manifest(
         coordinator=servers[0].peer_id,
         voters=choose_voters(rosters, servers[:1], hosts),
         target_batch_size=config.target_batch_size,
+        microbatch_size=config.microbatch_size or UNSET,
         rebalancing=config.rebalancing,
         rebalance_interval=config.rebalance_interval,
         delay_optimizer_step=config.delay_optimizer_step,

@@ -89,7 +89,7 @@ class Training:
         config = PipelineConfig(
             stages=[stage for stage in stages if not stage.spec.on_trainers],
             shared=self._config.shared,
-            microbatch_size=self._config.microbatch_size,
+            microbatch_size=run.manifest.microbatch_size or None,
             num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
             max_in_flight=self._config.limits.max_in_flight,
             device=device,

@@ -100,6 +100,7 @@ class Manifest(Wire, frozen=True):
     deterministic: bool = False  # what gradients add up to does not depend on who adds up which of them
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
+    microbatch_size: NumSamples | msgspec.UnsetType = msgspec.UNSET  # samples routed at once; unset: parts of a batch
     open_to_trainers: bool = False  # others may come to train beside the lead
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
     # Its class, and what can be set of it; None: no peer has one, or the starter does not say.
