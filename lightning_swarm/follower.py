@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Final
 
 import torch
 
 from lightning_swarm import entering, membership, survivors
+from lightning_swarm.clock import now_s
 from lightning_swarm.config import SwarmConfig
-from lightning_swarm.errors import DeadlineExceeded, RunOver, SwarmError
+from lightning_swarm.errors import DeadlineExceeded, RunOver, SwarmError, Unreachable
 from lightning_swarm.hosting import Host
 from lightning_swarm.network import Directory, Transport
+from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.run_state import RunState
 from lightning_swarm.runtime import Runtime
 from lightning_swarm.server.model import Model
 from lightning_swarm.session import Session
 from lightning_swarm.steps import enlisting
+from lightning_swarm.tasks import first_of
 from lightning_swarm.training import Training
 from lightning_swarm.types.runs import RunView, ranges_of
+
+_LOOK_S: Final = 1.0
 
 
 class Follower:
@@ -150,7 +156,7 @@ class Follower:
         admission, beside.waits = self._host.admission, True
         try:
             async with asyncio.timeout(timeout):
-                await admission.ready.wait()
+                await first_of(admission.ready.wait(), self._lead_is_gone())
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the run's starter did not begin within {timeout:g} s. Look for its error, or raise "
@@ -161,6 +167,22 @@ class Follower:
         run = admission.trains_in = RunState(admission.run.manifest)
         beside.begin(run)
         return run
+
+    async def _lead_is_gone(self) -> None:
+        """Raises when that of a run which goes back does not answer any more: nobody begins the next one."""
+        limits, lead = self._config.limits, self._host.admission.lead
+        if lead is None:  # it is the first run, whose starter is not known as yet
+            await asyncio.Event().wait()
+            return
+        heard_s = now_s()
+        while now_s() - heard_s < limits.revive_timeout:
+            await asyncio.sleep(_LOOK_S)
+            if await alive_among(self._transport, [lead], timeout=limits.silence_timeout):
+                heard_s = now_s()
+        raise Unreachable(
+            f"{lead}, which was to go on with the run, has not answered for {limits.revive_timeout:g} s. Start the "
+            "run again with `ckpt_path`."
+        )
 
     def wait_until_dismissed(self) -> None:
         """Serve until the run is over.
