@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,23 +103,24 @@ def settle_dtype(precision: Precision) -> Callable[[], None]:
     return lambda: torch.set_default_dtype(before)
 
 
-def share(trainer: Trainer, dataloader: Any, *, num_trainers: int) -> Any:
+def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, comes: bool = False) -> Any:
     """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`.
 
     Of an iterable dataset each takes every n-th sample, of its own iteration. What is no DataLoader, and any dataset
     with `use_distributed_sampler=False`, is read whole by every trainer. Then they must draw at random, and a warning
-    says so if they are not seen to.
+    says so if they are not seen to. One that `comes` to a run under way reads all of it, too, whatever it is.
     """
-    if num_trainers == 1:
+    if num_trainers == 1 and not comes:
         return dataloader
+    parts = not comes and trainer._accelerator_connector.use_distributed_sampler
     iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
-    if iterable and isinstance(dataloader, DataLoader) and trainer._accelerator_connector.use_distributed_sampler:
+    if iterable and isinstance(dataloader, DataLoader) and parts:
         return part_of(dataloader, trainer.global_rank, num_trainers)
     if iterable:
         remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
     elif isinstance(dataloader.sampler, DistributedSampler):
         return dataloader
-    elif trainer._accelerator_connector.use_distributed_sampler:
+    elif parts:
         framework = framework_of(trainer)
         sampler = framework.distributed_sampler(
             dataloader,
@@ -129,11 +131,14 @@ def share(trainer: Trainer, dataloader: Any, *, num_trainers: int) -> Any:
         )
         return framework.with_sampler(dataloader, sampler)
     elif isinstance(dataloader.sampler, SequentialSampler):
-        remedy = "Leave `use_distributed_sampler` out, or shuffle"
+        remedy = "Shuffle" if comes else "Leave `use_distributed_sampler` out, or shuffle"
     else:
         return dataloader
-    rank_zero_warn(
-        f"Every trainer of the run reads all of its {type(dataloader).__name__}, and as far as can be seen in the same "
-        f"order: then each sample counts once for every trainer. {remedy}."
+    who = "This trainer, which comes to a run under way," if comes else "Every trainer of the run"
+    warn = warnings.warn if comes else rank_zero_warn  # its rank is never zero
+    warn(
+        f"{who} reads all of its {type(dataloader).__name__}, and as far as can be seen in the same order as the "
+        f"others: then each sample counts once for every trainer. {remedy}.",
+        stacklevel=2,
     )
     return dataloader
