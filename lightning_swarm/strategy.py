@@ -72,7 +72,8 @@ class SwarmHooks(EndingHooks):
             with the LightningModule's `example_input_array`. Or the names of the blocks where stages begin.
         boundary: Layers that are put into the model where it is cut, so that fewer features travel, and trained with
             it: `Bottleneck(ratio=4)` or `Maxout(ratio=4)`. A model that has such layers is cut where they stand.
-        microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy.
+        microbatch_size: Samples routed at once. None: each batch in as many parts as keep the stages busy. The
+            starter's word holds.
         shared: Names of keyword arguments of the pipelined module that go whole to every microbatch.
         target_batch_size: Samples of one optimizer step, whatever the batches are. None: Lightning's own
             arithmetic with `accumulate_grad_batches`.
@@ -225,7 +226,9 @@ class SwarmHooks(EndingHooks):
         trainer = self._own_module.trainer
         if not trainer.training:
             return dataloader
-        part = partial(following.share, trainer, dataloader, num_trainers=self.num_trainers)
+        part = partial(
+            following.share, trainer, dataloader, num_trainers=self.num_trainers, comes=self._comes_to is not None
+        )
         if self._shares_data and can_share(dataloader, trainer):
             made: object = self._data_of(trainer).share(dataloader, part)
         else:
@@ -292,8 +295,13 @@ class SwarmHooks(EndingHooks):
     def setup_environment(self) -> None:
         """The first that is asked of a strategy once the module has brought its callbacks."""
         super().setup_environment()
-        if not (self.is_global_zero or self.config.only_serves):
-            following.leave_decisions(self._own_module.trainer)
+        if self.config.only_serves:
+            return
+        trainer, beside = self._own_module.trainer, self.num_trainers > 1 or not self.is_global_zero
+        if not self.is_global_zero:
+            following.leave_decisions(trainer)
+        rules.check_brought_callbacks(trainer, self.config, beside_others=beside)
+        self._is_shared = beside or rules.may_be_shared(trainer, self.config)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:

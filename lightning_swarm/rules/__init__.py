@@ -17,6 +17,7 @@ from lightning_swarm.rules.optimizers import ONE_OPTIMIZER as ONE_OPTIMIZER
 from lightning_swarm.rules.optimizers import check_optimizers as check_optimizers
 from lightning_swarm.rules.optimizers import hyperparameters as hyperparameters
 from lightning_swarm.rules.several import check_alone as check_alone
+from lightning_swarm.rules.several import check_brought_callbacks as check_brought_callbacks
 from lightning_swarm.rules.several import check_servers as check_servers
 from lightning_swarm.rules.several import check_trainers as check_trainers
 from lightning_swarm.rules.several import may_be_shared as may_be_shared

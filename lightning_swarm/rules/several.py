@@ -10,7 +10,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_swarm.config import SwarmConfig
 from lightning_swarm.errors import ConfigError
 from lightning_swarm.framework import callbacks_named
-from lightning_swarm.rules.callbacks import of_tuner
+from lightning_swarm.rules.callbacks import check_callbacks, of_tuner
+from lightning_swarm.rules.imports import check_callback_imports
 from lightning_swarm.session import Session
 
 # They change what the servers hold between two batches of the lead; other trainers have batches under way then.
@@ -45,6 +46,24 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
                 "callbacks must not change weights or what trains while other trainers are in the middle of a batch: "
                 f"got {type(callback).__name__}{of_tuner(callback)}. Use it with `role='auto'`."
             )
+
+
+def check_brought_callbacks(trainer: Trainer, config: SwarmConfig, *, beside_others: bool) -> None:
+    """Refuse callbacks that the module brings (`configure_callbacks`), once they are the Trainer's.
+
+    Args:
+        trainer: Whose.
+        config: The user's settings.
+        beside_others: It is one of several that train.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    check_callback_imports(trainer)
+    if trainer.state.fn == TrainerFn.FITTING:
+        check_callbacks(trainer)
+        if beside_others:
+            check_trainers(trainer, config)
 
 
 def check_servers(config: SwarmConfig, num_devices: int) -> None:

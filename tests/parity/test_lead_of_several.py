@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_swarm.assembly import Peer
 from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError, Replaced
+from lightning_swarm.errors import ProtocolError, Replaced, Unreachable
 from lightning_swarm.going_back import inheritance
 from lightning_swarm.network import PeerId
 from lightning_swarm.steps.enrolment import Enrolment
@@ -385,6 +385,49 @@ def test_the_lead_and_its_heir_die_at_once(alone: Seen) -> None:
     assert len(seen.killed) == 2
     assert heirs(seen)[0] not in dead(seen)
     assert_right(seen, alone, gone=dead(seen))
+
+
+def test_the_run_keeps_its_starters_settings(alone: Seen) -> None:
+    """Where the starter's word holds for those who come, it does so for the one that leads in its place."""
+    seen = run(2, {4: "in a batch"}, roles={1: {"microbatch_size": 1, "compression": "8bit", "rebalancing": "none"}})
+    assert heirs(seen) == [1]
+    assert_right(seen, alone)
+    manifests = [one for rank in (0, 1) for one in seen.trainers[rank].strategy.manifests]  # type: ignore[attr-defined]
+    assert {one.generation for one in manifests} == {0, 1}
+    assert {(one.microbatch_size, one.rebalancing) for one in manifests} == {(3, "gain")}
+    assert {(one.encoding.activations, one.encoding.averaging) for one in manifests} == {("none", "none")}
+
+
+def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, leave = {}, ThreadStrategy.leave
+
+    def left(strategy: ThreadStrategy) -> None:
+        leave(strategy)
+        found[strategy._rank] = vars(rank_zero_only)["rank"]
+
+    monkeypatch.setattr(ThreadStrategy, "leave", left)
+    monkeypatch.setitem(vars(rank_zero_only), "rank", 7)
+    seen = run(2, {4: "in a batch"})
+    assert heirs(seen) == [1]
+    assert found[1] == 7
+
+
+def test_an_heir_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has released the others, who wait for the run that it would begin."""
+    begin = ThreadStrategy._begin_run
+
+    def dying(strategy: ThreadStrategy, *args: Any) -> Any:
+        if strategy._seen.killed:
+            strategy._seen.kill(f"peer-{strategy._rank}")
+            raise RuntimeError("it is dead")
+        return begin(strategy, *args)
+
+    monkeypatch.setattr(ThreadStrategy, "_begin_run", dying)
+    seen = run(3, {4: "in a batch"}, gone=[1, 2])
+    assert len(seen.killed) == 2
+    (left,) = {1, 2} - set(dead(seen))
+    assert isinstance(seen.errors[left], Unreachable)
+    assert "which was to go on with the run, has not answered for 0.5 s" in str(seen.errors[left])
 
 
 def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_swarm.data import part_of
 from lightning_swarm.errors import ConfigError, StepError
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, make_optimizer, make_schedule, sentences
+from tests.parity.test_trainers_come import under_way
 from tests.parity.trainers import Seen, ThreadStrategy, numbered, place_of, shuffled, train
 from tests.parity.trainers import assert_exact as assert_exact_curve
 
@@ -392,6 +393,46 @@ def test_it_is_refused_before_anything_starts(options: dict[str, Any], swarm: di
     callbacks = options.pop("callbacks", [])
     with pytest.raises(ConfigError, match=words):
         train(2, swarm=swarm, callbacks=lambda rank: callbacks, **({"precision": None} if options else {}), **options)
+
+
+@pytest.mark.parametrize("come", [{}, {1: under_way}], ids=["started", "comes"])
+def test_what_a_module_brings_is_refused_too(come: dict[int, Any]) -> None:
+    class Brings(DigitsMLP):
+        @override
+        def configure_callbacks(self) -> L.Callback:
+            return StochasticWeightAveraging(1e-2)
+
+    made: list[Any] = []
+
+    def make(seen: Seen) -> DigitsMLP:
+        made.append(DigitsMLP() if come and not made else Brings())
+        return made[-1]
+
+    seen = train(2, make, come=come, raises=False)
+    for rank in (1,) if come else (0, 1):
+        assert isinstance(seen.errors[rank], ConfigError)
+        assert re.search("must not change weights.*got StochasticWeightAveraging.*Use it", str(seen.errors[rank]))
+    assert (0 in seen.errors) == (not come)
+
+
+def test_a_module_that_averages_its_weights_trains_alone() -> None:
+    """As with that callback given to the Trainer: nobody may come to it."""
+
+    class Brings(DigitsMLP):
+        @override
+        def configure_callbacks(self) -> L.Callback:
+            return StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+
+    class Watches(L.Callback):
+        @override
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            assert isinstance(trainer.strategy, ThreadStrategy)
+            assert trainer.strategy._session is not None
+            seen.append((trainer.strategy._session.is_shared, trainer.strategy._is_shared))
+
+    seen: list[tuple[bool, bool]] = []
+    train(1, lambda _: Brings(), callbacks=lambda rank: [Watches()], max_steps=-1, max_epochs=3)
+    assert seen == [(False, False)]
 
 
 def assert_refused(seen: Seen, words: str) -> None:

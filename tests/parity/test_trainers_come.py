@@ -11,13 +11,13 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, Unreachable
 from lightning_swarm.steps.enrolment import Enrolment
 from tests.parity.models import DigitsMLP, Recipe, digits
-from tests.parity.trainers import LIMITS, Seen, ThreadStrategy, assert_exact, train
+from tests.parity.trainers import LIMITS, Seen, ThreadStrategy, assert_exact, numbered, train
 
 LATE, RANK = "peer-1", 1
 NUM_STEPS = 10
@@ -86,6 +86,21 @@ def come(
         return train(2, making, callbacks=lambda rank: [late, *callbacks(rank)], **options), late
     finally:
         vars(rank_zero_only)["rank"] = rank
+
+
+def test_one_that_reads_all_of_a_stream_says_so() -> None:
+    class Stream(IterableDataset[Any]):
+        @override
+        def __iter__(self) -> Any:
+            while True:
+                yield from numbered(digits())
+
+    with pytest.warns(
+        UserWarning, match="comes to a run under way, reads all of its DataLoader.*global_rank"
+    ) as warned:
+        seen, _ = come(data=lambda: DataLoader(Stream(), batch_size=4))
+    assert [LATE] in trainers_of(seen)
+    assert sum("reads all of its" in str(one.message) for one in warned) == 1, "the lead has no reason to"
 
 
 def trainers_of(seen: Seen) -> list[list[str]]:

@@ -34,7 +34,7 @@ from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.model import Model
 from lightning_swarm.strategy import SwarmStrategy
 from lightning_swarm.types.batches import RecordReply
-from lightning_swarm.types.runs import Member
+from lightning_swarm.types.runs import Manifest, Member
 from lightning_swarm.types.steps import Record
 from tests.held import batches_of
 from tests.parity.harness import QUIET
@@ -200,6 +200,7 @@ class ThreadStrategy(SwarmStrategy):
             kwargs["initial_peers"] = SOMEBODY
         super().__init__(**{"role": "both", **kwargs})
         self.comes = comes
+        self.manifests: list[Manifest] = []  # of the runs that it was in
         self._rank = rank
         self._network = network
         self._seen = seen
@@ -270,6 +271,7 @@ class ThreadStrategy(SwarmStrategy):
         super().setup(trainer)
         assert self._session is not None
         steps = self._session._steps
+        self.manifests.append(self._session.run.manifest)
         learn = steps._learn
 
         async def noted(record: Record, reply: RecordReply) -> None:
