@@ -15,11 +15,13 @@ from lightning_swarm.averaging.exact import Exact
 from lightning_swarm.averaging.low_rank import LowRank
 from lightning_swarm.averaging.parts import Parts
 from lightning_swarm.averaging.tied import TiedMeans
+from lightning_swarm.clock import now_s
 from lightning_swarm.errors import ProtocolError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.selection import trained_names
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradient_sums import GradientSums
+from lightning_swarm.server.lull import Lull
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.steps import AVERAGE
 from lightning_swarm.tasks import gather
@@ -48,7 +50,12 @@ class Rounds:
         sums: Of the server.
         boot_id: Of this process's life.
         timeout: Seconds for one exchange of a round.
+
+    Attributes:
+        lull: What averaging waits for if it is late.
     """
+
+    lull: Lull
 
     def __init__(
         self,
@@ -128,8 +135,13 @@ class Rounds:
         run = sums.run
         rosters = run.present(closing.absent)
         try:
+            if request.late:
+                await self.lull.wait()
+                sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
+            begin_s = now_s()
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters, self._me))
             found = await self._averaged(closing, run.ties, rosters, places)
+            self.lull.note(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, RoundFailed):

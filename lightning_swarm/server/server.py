@@ -21,6 +21,7 @@ from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.joiner import Joiner
 from lightning_swarm.server.lending import Lending
 from lightning_swarm.server.loading import Loading
+from lightning_swarm.server.lull import Lull
 from lightning_swarm.server.model import Model
 from lightning_swarm.server.snapshots import Snapshots
 from lightning_swarm.server.stepping import Stepping
@@ -98,6 +99,7 @@ class Server:
         self.calls = Calls(
             transport, tickets, executor, self.admission, self.stepping, spawn=self._tasks.spawn, limits=limits
         )
+        self.stepping.rounds.lull = Lull(self.calls.under_way, timeout=limits.call_timeout)
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         self.snapshots = Snapshots(transport, executor, self.admission, self.stepping, limits=limits)

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_swarm.errors import SwarmError
 from lightning_swarm.tasks import ended
 from lightning_swarm.tickets import TicketStore
+from lightning_swarm.types.calls import Direction
 
 _log = logging.getLogger(__name__)
 
@@ -30,13 +31,28 @@ class UnderWay:
         self._tickets = tickets
         self._spawn = spawn
         self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._begun = asyncio.Event()
 
     def begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start work that fulfils a ticket, unless it is under way, or its result is there."""
         if self._tickets.promise(name):
             task = self._spawn(self._guarded(name, work))
             self.tasks[name] = task
+            self._begun.set()
             task.add_done_callback(partial(self._ended, name))
+
+    def of(self, direction: Direction) -> list[asyncio.Task[None]]:
+        """The calls that go one way."""
+        return [task for name, task in self.tasks.items() if name.endswith(f"/{direction}")]
+
+    async def begins(self, *, within_s: float) -> bool:
+        """Wait until the next call is taken; whether one is."""
+        self._begun.clear()
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._begun.wait()
+        except TimeoutError:
+            return False
 
     async def cancel(self, name: str) -> None:
         """Take it back, as if it had never been begun."""

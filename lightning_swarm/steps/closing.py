@@ -207,7 +207,7 @@ class Closer:
         """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
         begin_s, closing = now_s(), closed.closing
         hearing = [] if late else self._gate.listen(closing, reselected, closed.version_hashes)
-        replies = await self._servers.average(closing, closed.named)
+        replies = await self._servers.average(closing, closed.named, late=late)
         failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
         heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
         if not failed and not any(reply.failure for reply in heard.values()):

@@ -112,10 +112,13 @@ class Servers:
         return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
 
     async def average(
-        self, closing: Closing, named: Mapping[PeerId, list[Named]]
+        self, closing: Closing, named: Mapping[PeerId, list[Named]], *, late: bool
     ) -> dict[PeerId, AverageReply | SwarmError]:
         """A round. Where all went well, every server of its rosters holds its stages' means then."""
-        bodies = {peer: encode(AverageRequest(closing=closing, named=held)) for peer, held in sorted(named.items())}
+        requests = {
+            peer: AverageRequest(closing=closing, named=held, late=late) for peer, held in sorted(named.items())
+        }
+        bodies = {peer: encode(request) for peer, request in requests.items()}
         return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
 
     async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:

@@ -155,6 +155,7 @@ class AverageRequest(Wire, frozen=True):
 
     closing: Closing
     named: list[Named]  # for each stage of this server
+    late: bool = False  # the next step takes batches meanwhile
 
 
 class PartNorm(Wire, frozen=True):
