@@ -61,11 +61,11 @@ def watched() -> Iterator[Held]:
     average = Servers.average
 
     async def noted(
-        self: Servers, closing: Closing, named: Mapping[PeerId, list[Named]]
+        self: Servers, closing: Closing, named: Mapping[PeerId, list[Named]], *, late: bool
     ) -> dict[PeerId, AverageReply | SwarmError]:
         for peer, one in named.items():
             held.note(peer, closing, one)
-        return await average(self, closing, named)
+        return await average(self, closing, named, late=late)
 
     with patch.object(Servers, "average", noted):
         yield held

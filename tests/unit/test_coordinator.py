@@ -415,7 +415,7 @@ def test_a_bug_while_closing_reaches_who_waits() -> None:
     """And it ends the server."""
     swarm = Swarm("a")
 
-    async def odd(*_: object) -> float:
+    async def odd(*_: object, **__: object) -> float:
         raise ZeroDivisionError("a bug")
 
     swarm.coordinator._servers.average = odd  # type: ignore[method-assign]
