@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
+from lightning_swarm.server.lull import Lull
 from lightning_swarm.steps.client import StepClient
 from tests.parity.harness import SwarmRun, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
@@ -49,6 +50,20 @@ def test_an_optimizer_that_gives_parameters_other_memory() -> None:
     begin = {name: one.clone().double() for name, one in Reassigned().state_dict().items()}
     swarm = train(Reassigned, loader(digits()))
     assert any(float((swarm.weights[name] - one).abs().max()) > 1e-6 for name, one in begin.items())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_only_averaging_that_is_late_waits_for_a_lull(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Lull] = []
+    wait = Lull.wait
+
+    async def noted(self: Lull) -> None:
+        waits.append(self)
+        await wait(self)
+
+    monkeypatch.setattr(Lull, "wait", noted)
+    train(DigitsMLP, loader(digits()), delay_optimizer_step=late)
+    assert (len(waits) >= STEPS) if late else not waits, "of two servers, in all steps that are late"
 
 
 def test_a_checkpoint_between_windows_lacks_no_batch(tmp_path: Path) -> None:
