@@ -377,13 +377,18 @@ class SwarmHooks(EndingHooks):
             trainer,
             ranges,
             selection,
-            num_servers=max(1, len(self._devices) - (not serves)),  # whoever else is there serves, too
+            num_servers=self._num_servers,
             num_trainers=self.num_trainers if serves else 0,
             open_to_trainers=rules.may_be_shared(trainer, self.config),
             # Lightning restores its own counter only after this.
             first_step=trainer.global_step if self._restored_step is None else self._restored_step,
         )
         return self.peer.start_run(spec, model, self.root_device, self.check_peers)
+
+    @property
+    def _num_servers(self) -> int:
+        """How many of them the run waits for; whoever else is there serves, too."""
+        return max(1, len(self._devices) - (self.config.role == "trainer"))
 
     def check_peers(self) -> None:
         """Raise if a peer that this process started has ended."""
