@@ -22,7 +22,7 @@ from lightning_swarm.errors import ConfigError
 from lightning_swarm.network import PeerId
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits
-from tests.parity.test_trainers_come import enrolment
+from tests.parity.test_trainers_come import enrolment, server_of_lead
 from tests.parity.test_trainers_go_back import LIMITS as BACK
 from tests.parity.test_trainers_go_back import Killing
 from tests.parity.trainers import Curve, Seen, default_dtype, numbered, place_of, shuffled, train
@@ -148,27 +148,43 @@ def test_what_a_dead_trainer_held_is_brought_by_the_others(alone: Seen, num_trai
 class Meets(L.Callback):
     """Once one has died, the lead waits for another one to come."""
 
+    def __init__(self, comes: int) -> None:
+        self.comes = comes
+
     @override
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         seen = pl_module.seen
-        if trainer.is_global_zero and seen.killed and 2 not in seen.errors:
-            seen.wait_for(lambda: "peer-2" in (*enrolment(seen).waiting, *seen.trainers_of_the_run) or 2 in seen.errors)
+        if trainer.is_global_zero and seen.killed:
+            seen.wait_for(lambda: self.has_come(seen) or self.comes in seen.errors)
+
+    def has_come(self, seen: Seen) -> bool:
+        if server_of_lead(seen) is None:
+            return True  # the run goes back, and the lead waits again where it has begun anew
+        return f"peer-{self.comes}" in (*enrolment(seen).waiting, *seen.trainers_of_the_run)
 
 
-def test_one_is_killed_and_another_one_comes_in_mid_epoch(alone: Seen) -> None:
+@pytest.mark.parametrize(
+    ("comes", "went_back"),
+    [
+        pytest.param(2, [1], id="its stage is gone with it"),
+        pytest.param(4, [], id="another one has its stage"),
+    ],
+)
+def test_one_is_killed_and_another_one_comes_in_mid_epoch(alone: Seen, comes: int, went_back: list[int]) -> None:
     rank = vars(rank_zero_only)["rank"]
     try:
-        come = {2: lambda seen: seen.wait_for(lambda: bool(seen.killed))}
+        come = {comes: lambda seen: seen.wait_for(lambda: bool(seen.killed))}
         options = {"validation": validation, "raises": False, "swarm": {"limits": QUICK}}
-        seen = run(3, Dying, come=come, callbacks=lambda rank: [Meets()], **options)
+        seen = run(comes + 1, Dying, come=come, callbacks=lambda rank: [Meets(comes)], **options)
     finally:
         vars(rank_zero_only)["rank"] = rank
     assert seen.killed == ["peer-1"]
+    assert seen.went_back == went_back
     assert set(seen.errors) == {1}
-    came = next(record for record in seen.records if "peer-2" in record.enlisted)
+    came = next(record for record in seen.records if f"peer-{comes}" in record.enlisted)
     assert came.position is not None
     assert 0 < came.position[1] < 13, "it is in the middle of an epoch"
-    assert {rank for rank, _ in seen.batches.values()} == {0, 1, 2}
+    assert {rank for rank, _ in seen.batches.values()} == set(range(comes + 1))
     assert_same(seen, alone)
     assert_each_once(seen, 3)
 

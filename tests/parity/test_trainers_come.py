@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.server.server import Server
 from lightning_swarm.steps.enrolment import Enrolment
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.trainers import LIMITS, Seen, ThreadStrategy, assert_exact, numbered, train
@@ -23,9 +24,17 @@ LATE, RANK = "peer-1", 1
 NUM_STEPS = 10
 
 
+def server_of_lead(seen: Seen) -> Server | None:
+    """Of the run that it is in: one that went back has another server."""
+    strategy = seen.trainers[0].strategy
+    assert isinstance(strategy, ThreadStrategy)
+    return None if strategy.peer is None else strategy.peer.server
+
+
 def enrolment(seen: Seen) -> Enrolment:
-    assert seen.peers[0].server is not None
-    coordinator = seen.peers[0].server.admission.coordinator
+    server = server_of_lead(seen)
+    assert server is not None
+    coordinator = server.admission.coordinator
     assert coordinator is not None
     return coordinator.trainers.enrolment
 
