@@ -215,9 +215,7 @@ class Session:
     def withdraw_batch(self) -> None:
         """The batch will not be trained on: nothing of it counts, and what was added of it is discarded."""
         batch = self._taken()
-        self._runtime.run(
-            self._steps.done(batch.grant.lease, [], withdrawn=True, begun=batch.backward_begun, dropped=True),
-        )
+        self._runtime.run(self._steps.withdraw(batch.grant.lease, begun=batch.backward_begun, dropped=True))
 
     def revoke_batch(self) -> None:
         """The batch was struck: nothing of it counts, and it may run again in another place."""
@@ -267,7 +265,7 @@ class Session:
 
     def close_step(self, *, window: float | None) -> None:
         """Ask to close the open step with what it has; its total weight is `window`, or what adds up."""
-        self._runtime.run(self._steps.done(None, [], close=True, total_weight=window))
+        self._runtime.run(self._steps.close(total_weight=window))
 
     def end_step(self) -> bool:
         """Wait until the next step is open: with the record of the closing one, or of the one before if late.

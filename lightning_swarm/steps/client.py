@@ -233,7 +233,7 @@ class StepClient:
         if self._kept is not None:
             (grant, _), self._kept = self._kept, None
             with contextlib.suppress(LeaseRevoked):
-                await self._done(self._about(grant, [], withdrawn=True))
+                await self._done(replaced(self._said_of(grant), withdrawn=True))
 
     async def _take_kept(self, num_samples: int, gradient_scale: float) -> Grant | None:
         """The place that is kept, if it is for such a batch."""
@@ -334,40 +334,54 @@ class StepClient:
 
     async def done(
         self,
-        lease: int | None,
+        lease: int,
         completed: Sequence[Receipt],
         *,
-        withdrawn: bool = False,
-        begun: bool = False,
-        dropped: bool = False,
         close: bool = False,
         total_weight: float | None = None,
         logs: Sequence[Logged] = (),
         ahead: Ahead | None = None,
     ) -> bool:
-        """Report a batch; True when its step closes now. See `BatchDone` and `Ahead` for the arguments.
+        """Report a batch that is through; True when its step closes now. See `BatchDone` and `Ahead` for the arguments.
 
         Raises:
             LeaseRevoked: It was struck from its step, for nothing was heard of this trainer. It may run again.
         """
-        request = BatchDone(
+        ends = self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None
+        following = self._following(ahead)
+        said = self._said(lease, completed, logs)
+        return await self._done(replaced(said, close=close, total_weight=total_weight, ends=ends, following=following))
+
+    async def withdraw(self, lease: int, *, begun: bool = False, dropped: bool = False) -> bool:
+        """Report a batch that is not to count; as `done`."""
+        return await self._done(replaced(self._said(lease), withdrawn=True, begun=begun, dropped=dropped))
+
+    async def close(self, *, total_weight: float | None = None) -> bool:
+        """Ask to close the open step with what it has; as `done`."""
+        return await self._done(replaced(self._said(), close=True, total_weight=total_weight))
+
+    def _said(
+        self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[Logged] = ()
+    ) -> BatchDone:
+        """Of the open step, and of a batch of it if there is a lease."""
+        return BatchDone(
             step=self.open,
             lease=lease,
             completed=list(completed),
-            withdrawn=withdrawn,
-            close=close,
-            total_weight=total_weight,
+            withdrawn=False,
+            close=False,
+            total_weight=None,
             generation=self.run.manifest.generation,
             first=self._journal.place(self.open, lease) if lease is not None else 0,
-            begun=begun,
-            dropped=dropped,
             logs=list(logs),
             noted=self.events.report(),
             version=self.version,
-            ends=self._record_request(self.open, decided=False) if ahead is not None and ahead.ends else None,
-            following=self._following(ahead),
         )
-        return await self._done(request)
+
+    def _said_of(self, grant: Grant, completed: Sequence[Receipt] = (), logs: Sequence[Logged] = ()) -> BatchDone:
+        """Of a batch that may be of another step."""
+        said = self._said(grant.lease, completed, logs)
+        return replaced(said, step=grant.step, first=grant.first, generation=grant.generation)
 
     def _following(self, ahead: Ahead | None) -> GrantRequest | None:
         if ahead is None or ahead.num_samples is None:
@@ -405,7 +419,7 @@ class StepClient:
         """
         await self._coordinator.look()
         with contextlib.suppress(LeaseRevoked):
-            await self.done(lease, [], withdrawn=True, begun=True)
+            await self.withdraw(lease, begun=True)
 
     async def record(self, step: int) -> Record | None:
         """The record of `step` or a newer one, when it is decided and applied; None: the step takes batches again.
@@ -492,26 +506,9 @@ class StepClient:
         """Ask whether batches that are through count still, by saying so again."""
         for entry in entries:
             try:
-                await self._say_done(self._about(entry.grant, entry.completed or [], logs=entry.logs))
+                await self._say_done(self._said_of(entry.grant, entry.completed or (), entry.logs))
             except LeaseRevoked:
                 self.lost.append(entry.grant.lease)
-
-    def _about(
-        self, grant: Grant, completed: Sequence[Receipt], *, withdrawn: bool = False, logs: Sequence[Logged] = ()
-    ) -> BatchDone:
-        """A batch that is not the one in hand."""
-        return BatchDone(
-            step=grant.step,
-            lease=grant.lease,
-            completed=list(completed),
-            withdrawn=withdrawn,
-            close=False,
-            total_weight=None,
-            generation=grant.generation,
-            first=grant.first,
-            logs=list(logs),
-            noted=self.events.report(),
-        )
 
     async def renew(self) -> None:
         """A sign of life. While the lead validates or saves, the record goes on waiting for it.

@@ -59,7 +59,7 @@ class Replayer:
     async def step(self, *microbatches: Tensor) -> Record:
         """A step of one batch."""
         if not await self.batch(*microbatches):
-            await self.swarm.steps.done(None, [], close=True)
+            await self.swarm.steps.close()
         record = await self.swarm.record(self.swarm.steps.version)
         self.copies.clear()
         return record

@@ -444,7 +444,7 @@ class Swarm:
     async def step(self, *microbatches: Tensor) -> Record:
         """A step of one batch."""
         if not await self.batch(*microbatches):
-            await self.steps.done(None, [], close=True)
+            await self.steps.close()
         return await self.record(self.steps.version)
 
     async def record(self, step: int) -> Record:

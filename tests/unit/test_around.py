@@ -59,7 +59,7 @@ def close(swarm: Swarm, *grants: Grant, microbatch: bool = True) -> Record:
         swarm.run(swarm.steps.done(grant.lease, completed))
     record = None
     while record is None:  # its lead lost a batch, and might run it again before it asks to close once more
-        swarm.run(swarm.steps.done(None, [], close=True))
+        swarm.run(swarm.steps.close())
         record = swarm.run(swarm.steps.record(swarm.steps.version))
     return record
 

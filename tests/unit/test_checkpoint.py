@@ -37,7 +37,7 @@ def trained(make_swarm: MakeSwarm, batches: list[Tensor], *rosters: str) -> Swar
 
     async def step(x: Tensor) -> None:
         await swarm.batch(x)
-        await swarm.steps.done(None, [], close=True)
+        await swarm.steps.close()
         await swarm.record(swarm.steps.version)
 
     for x in batches:
@@ -121,7 +121,7 @@ def test_nothing_in_a_snapshot_goes_on_training(make_swarm: MakeSwarm) -> None:
     before = {index: one["exp_avg"].clone() for index, one in snapshot.items()}
 
     swarm.run(swarm.batch(rows(2)))
-    swarm.run(swarm.steps.done(None, [], close=True))
+    swarm.run(swarm.steps.close())
     swarm.run(swarm.record(1))
 
     assert all(torch.equal(before[index], one["exp_avg"]) for index, one in snapshot.items())

@@ -257,7 +257,7 @@ def test_a_withdrawn_batch_leaves_the_step_to_the_others(make_swarm: MakeSwarm) 
 
     async def go() -> Record:
         withdrawn = await swarm.steps.grant(2)
-        assert await swarm.steps.done(withdrawn.lease, [], withdrawn=True) is False
+        assert await swarm.steps.withdraw(withdrawn.lease) is False
         assert await swarm.batch(rows(1)) is False
         assert await swarm.batch(rows(2)) is True
         return await swarm.record(0)
@@ -271,7 +271,7 @@ def test_an_empty_step_changes_no_weights(make_swarm: MakeSwarm) -> None:
     before = {name: tensor.clone() for name, tensor in swarm.weights().items()}
 
     async def go() -> Record:
-        assert await swarm.steps.done(None, [], close=True)
+        assert await swarm.steps.close()
         return await swarm.record(1)
 
     assert swarm.counted(swarm.run(go())) == []
@@ -284,7 +284,7 @@ def test_a_window_divides_the_sum(make_swarm: MakeSwarm) -> None:
 
     async def go() -> None:
         await swarm.batch(rows(1))
-        await swarm.steps.done(None, [], close=True, total_weight=4.0)
+        await swarm.steps.close(total_weight=4.0)
         await swarm.record(0)
 
     swarm.run(go())
@@ -354,7 +354,7 @@ def test_hyperparameters_come_from_the_lead_alone(make_swarm: MakeSwarm) -> None
 
     async def go() -> Record:
         await swarm.batch(rows(1))
-        await swarm.steps.done(None, [], close=True)
+        await swarm.steps.close()
         waiting = asyncio.create_task(other.record(0))
         await asyncio.sleep(1.0)
         record = await swarm.record(0)
@@ -439,7 +439,7 @@ def test_a_step_needs_hyperparameters(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
 
     async def go() -> None:
-        await swarm.steps.done(None, [], close=True)
+        await swarm.steps.close()
         await swarm.record(0)
 
     swarm.steps.hyperparameters = None
@@ -561,7 +561,7 @@ def test_a_step_that_is_full_and_closed_at_once_is_decided_once(make_swarm: Make
 
     async def go() -> None:
         assert await swarm.batch(rows(1))
-        assert await swarm.steps.done(None, [], close=True)
+        assert await swarm.steps.close()
         await swarm.record(0)
 
     swarm.run(go())

@@ -39,7 +39,7 @@ async def step(swarm: Swarm, number: int, *, factor: float = 1.0, scale: float =
         await swarm.backward(k, output * factor * scale, route=route, weight=grant.weight)
         done.append(k.receipt)
     await swarm.steps.done(grant.lease, done)
-    await swarm.steps.done(None, [], close=True)
+    await swarm.steps.close()
     await swarm.record(grant.step)
 
 

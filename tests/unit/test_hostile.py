@@ -573,7 +573,8 @@ def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
 def test_the_samples_are_in_place(make_swarm: MakeSwarm, sample: Sample) -> None:
     swarm = sample.prepared(make_swarm)
     if sample.method == RECORD:
-        swarm.run(swarm.steps.done(1, [], withdrawn=True, close=True))
+        swarm.run(swarm.steps.withdraw(1))
+        swarm.run(swarm.steps.close())
     sample.send(swarm, sample.message(swarm))
 
 

@@ -66,7 +66,7 @@ async def step(swarm: Swarm, *seeds: int, among: str | None = None) -> Record:
         await swarm.through(k, rows(seed), route=route, weight=grant.weight)
         done.append(k.receipt)
     await swarm.steps.done(grant.lease, done)
-    await swarm.steps.done(None, [], close=True)
+    await swarm.steps.close()
     return await swarm.record(grant.step)
 
 
@@ -107,7 +107,7 @@ def test_a_server_leaves_by_the_next_record_and_nothing_is_computed_twice(make_s
             done.append(k.receipt)
         await swarm.steps.done(grant.lease, done)
         assert not b.task.done(), "it serves until the record is applied"
-        await swarm.steps.done(None, [], close=True)
+        await swarm.steps.close()
         record = await swarm.record(1)
         assert swarm.names_after(record) == ["a", "c"]
         await asyncio.wait_for(b.task, 5.0)

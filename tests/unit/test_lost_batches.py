@@ -82,7 +82,7 @@ def test_records_that_were_passed_over(make_swarm: MakeSwarm, is_lost: bool) -> 
         grant = trial.swarm.run(other.grant(2))
         trial.swarm.run(trial.swarm.through(key(grant.first), rows(7)))
         trial.swarm.run(other.done(grant.lease, [key(grant.first).receipt]))
-        trial.swarm.run(trial.swarm.steps.done(None, [], close=True))
+        trial.swarm.run(trial.swarm.steps.close())
     trial.swarm.run(trial.swarm.record(0))
     trial.train(1)
     assert trial.swarm.run(other.grant(2)).step == 2

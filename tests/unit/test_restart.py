@@ -211,7 +211,7 @@ def old_calls(swarm: Swarm) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]
     state = {"0.0.weight": {"momentum_buffer": torch.ones(3, 3, dtype=torch.float64)}}
     return {
         "grant": lambda: steps.grant(2),
-        "done": lambda: steps.done(None, [], close=True),
+        "done": lambda: steps.close(),
         "record": lambda: steps.record(0),
         "forward": lambda: swarm.forward(key(), rows(1)),
         "backward": lambda: swarm.backward(key(), output),

@@ -23,7 +23,7 @@ async def step(swarm: Swarm, number: int) -> None:
         await swarm.backward(k, output * SCALE, route=route, weight=grant.weight)
         done.append(k.receipt)
     await swarm.steps.done(grant.lease, done)
-    await swarm.steps.done(None, [], close=True)
+    await swarm.steps.close()
     await swarm.record(grant.step)
 
 

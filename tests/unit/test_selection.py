@@ -101,7 +101,7 @@ def test_no_selection_after_the_first_grant(make_swarm: MakeSwarm) -> None:
     with pytest.raises(ProtocolError, match="before a step's first grant"):
         swarm.run(swarm.steps.select(bias_only(swarm)))
     assert swarm.state() == before
-    swarm.run(swarm.steps.done(grant.lease, [], withdrawn=True))
+    swarm.run(swarm.steps.withdraw(grant.lease))
     swarm.run(swarm.steps.select(bias_only(swarm)))
 
 

@@ -224,12 +224,12 @@ def test_a_batch_that_its_trainer_gives_back_is_dropped_and_others_are_granted_a
     swarm, other = planned(make_swarm)
     grant = swarm.run(swarm.steps.ask(1, 2, 1.0, (0, 0)))
     assert isinstance(grant, Grant)
-    swarm.run(swarm.steps.done(grant.lease, [], withdrawn=True))
+    swarm.run(swarm.steps.withdraw(grant.lease))
     again = swarm.run(other.ask(1, 2, 1.0, (0, 0)))
     assert isinstance(again, Grant)
     assert again.first != grant.first, "servers may have been told to give up what goes by that name"
     assert again.first % (1 << 26) == grant.first, "and draws are the same"
-    swarm.run(other.done(again.lease, [], withdrawn=True, dropped=True))
+    swarm.run(other.withdraw(again.lease, dropped=True))
     assert swarm.run(swarm.steps.ask(2, 2, 1.0, (0, 0))) is None
     third = swarm.run(swarm.steps.ask(3, 2, 1.0, (0, 2)))
     assert isinstance(third, Grant), "it comes in the place of the one that was dropped"
@@ -243,7 +243,7 @@ def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
     async def besides() -> Grant:
         begun = await swarm.steps.ask(1, 2, 1.0, (0, 0))
         assert isinstance(begun, Grant)
-        await swarm.steps.done(begun.lease, [], withdrawn=True)
+        await swarm.steps.withdraw(begun.lease)
         await bring(swarm, other, (0, 1), 1)
         found = await other.ask(other.number_batch(), 2, 1.0, (0, 3))
         assert found == 0, "it has to wait"
@@ -325,7 +325,7 @@ def test_a_new_coordinator_asks_the_lead_for_the_order(make_swarm: MakeSwarm) ->
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
     dropped = swarm.run(other.ask(1, 2, 1.0, (0, 1)))
     assert isinstance(dropped, Grant)
-    swarm.run(other.done(dropped.lease, [], withdrawn=True, dropped=True))
+    swarm.run(other.withdraw(dropped.lease, dropped=True))
     reports = {LEAD: swarm.steps._journal.report(), OTHER: other._journal.report()}
     run = swarm.steps.run
     books = rebuild(run, reports, {}, complete=True)
@@ -346,7 +346,7 @@ def test_a_batch_in_the_place_of_one_that_was_dropped_does_not_count_twice(make_
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
     dropped = swarm.run(other.ask(1, 2, 1.0, (0, 1)))
     assert isinstance(dropped, Grant)
-    swarm.run(other.done(dropped.lease, [], withdrawn=True, dropped=True))
+    swarm.run(other.withdraw(dropped.lease, dropped=True))
     swarm.run(bring(swarm, swarm.steps, (0, 2), 2))
     report = swarm.steps._journal.report()
     assert [lease.grant.batch for lease in report.leases] == [(0, 0), (0, 2)]

@@ -511,7 +511,7 @@ def test_a_trainer_that_calls_a_coordinator_as_it_begins_calls_again(
         grant = await trial.swarm.steps.grant(2)
         handing_over = asyncio.ensure_future(trial.swarm.servers[A].admission.leadership.abdicate())
         await asyncio.sleep(0.5)
-        await trial.swarm.steps.done(grant.lease, [], withdrawn=True)
+        await trial.swarm.steps.withdraw(grant.lease)
         await handing_over
 
     trial.swarm.run(go())
@@ -627,7 +627,7 @@ def test_what_a_deposed_coordinator_granted_while_another_one_closes_runs_again(
         trial.records.append(await closing)
         again = await other.grant(2)
         assert again.step == 2
-        await other.done(again.lease, [], withdrawn=True)
+        await other.withdraw(again.lease)
 
     swarm.run(go())
     assert trial.coordinators == [A, B], "it has not heard of it yet"
@@ -704,7 +704,7 @@ def test_batches_that_have_numbers_are_handed_out_on(make_swarm: MakeSwarm) -> N
     swarm.run(bring(swarm.steps, 2))
     dropped = swarm.run(other.ask(other.number_batch(), 2, 1.0, (0, 3)))
     assert isinstance(dropped, Grant)
-    swarm.run(other.done(dropped.lease, [], withdrawn=True, dropped=True))
+    swarm.run(other.withdraw(dropped.lease, dropped=True))
     network.kill(A)
     assert swarm.run(other.ask(other.number_batch(), 2, 1.0, (0, 2))) is None, "the lead has it"
     assert swarm.run(other.ask(other.number_batch(), 2, 1.0, (0, 3))) is None, "it was dropped"

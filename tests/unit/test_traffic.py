@@ -42,7 +42,7 @@ async def step_of(trainers: Sequence[BriefTrainer]) -> None:
     """A step that the lead, the first of them, closes without the others."""
     working = asyncio.gather(*(trainer.step() for trainer in trainers))
     await asyncio.sleep(1.0)
-    await trainers[0].steps.done(None, [], close=True)
+    await trainers[0].steps.close()
     await working
 
 

@@ -298,7 +298,7 @@ def test_a_place_that_is_withdrawn_is_somebody_elses(make_swarm: MakeSwarm) -> N
         grant = await other.grant(2)
         waiting = asyncio.create_task(swarm.steps.record(0))
         await asyncio.sleep(1.0)
-        assert await other.done(grant.lease, [], withdrawn=True) is False
+        assert await other.withdraw(grant.lease) is False
         assert await waiting is None
         assert await swarm.batch(rows(2)) is True
         return await swarm.record(0)
@@ -315,7 +315,7 @@ def test_a_lead_that_was_told_to_go_on_is_waited_for_again(make_swarm: MakeSwarm
         grant = await other.grant(2)
         waiting = asyncio.create_task(swarm.steps.record(0))
         await asyncio.sleep(1.0)
-        await other.done(grant.lease, [], withdrawn=True)
+        await other.withdraw(grant.lease)
         assert await waiting is None
         await batch(swarm, other, 1)
         await asyncio.sleep(50.0)
@@ -370,7 +370,7 @@ def test_when_the_last_step_is_decided_nobody_waits(make_swarm: MakeSwarm) -> No
 def test_a_trainer_that_ends_by_an_error_fails_the_step_for_all(make_swarm: MakeSwarm) -> None:
     swarm, other = begun(make_swarm, 4)
     swarm.run(other.quit("RuntimeError: the user's own mistake"))
-    for asking in (swarm.steps.grant(2), swarm.steps.record(0), swarm.steps.done(None, [], close=True)):
+    for asking in (swarm.steps.grant(2), swarm.steps.record(0), swarm.steps.close()):
         with pytest.raises(StepError, match=r"trainer other ended, and its server with it: .*own mistake"):
             swarm.run(asking)
 
@@ -392,7 +392,8 @@ def test_the_lead_gets_what_the_counted_batches_of_others_logged(make_swarm: Mak
     async def go() -> None:
         withdrawn = await other.grant(2)
         await batch(swarm, other, 1, [logged(1.0), logged(5.0, name="most", reduce="max")])
-        await other.done(withdrawn.lease, [], withdrawn=True, logs=[logged(1e9)])
+        await other.armed(withdrawn.lease, [], [logged(1e9)])
+        await other.withdraw(withdrawn.lease)
         await batch(swarm, second, 2, [logged(4.0, 6), logged(7.0, name="most", reduce="max")])
         waiting = asyncio.create_task(other.record(0))
         await swarm.record(0)
@@ -466,7 +467,7 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
         grant = await other.grant(2)
         await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))
         await other.send_metrics(grant.lease, of_metric(seed, [seed, 1]))  # the answer may have been lost
-        await other.done(grant.lease, [], withdrawn=withdrawn)
+        await (other.withdraw(grant.lease) if withdrawn else other.done(grant.lease, []))
         with pytest.raises(LeaseRevoked if withdrawn else ProtocolError, match=r"was struck|no open lease"):
             await other.send_metrics(grant.lease, of_metric(seed, [1]))
 
@@ -485,7 +486,7 @@ def test_the_lead_gets_what_the_counted_batches_of_others_added_to_metrics(make_
     for seed, (_, tensors) in zip((1, 3), heard.metrics, strict=True):
         assert [tensor.tolist() for tensor in tensors] == [rows(seed).tolist()] * (seed + 1)
     swarm.run(batch(swarm, other, 1))
-    swarm.run(swarm.steps.done(None, [], close=True))
+    swarm.run(swarm.steps.close())
     swarm.run(swarm.record(1))
     assert [len(one.metrics) for one in swarm.steps.heard] == [2, 0], "each step's once"
 
