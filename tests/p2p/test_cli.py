@@ -161,6 +161,7 @@ def watch_until(onlooker: Run, wanted: Callable[[Any], bool]) -> Any:
 def assert_planned(command: Command, address: str) -> None:
     """From what it measured, the live swarm is told which settings are best, beside those that it has."""
     planning = command("plan", "--swarm", address, "--json", "--over", 0.5, "--largest-batch-size", 64)
+    nobody = command("plan", "--swarm", f"127.0.0.1:1/{address.partition('/')[2]}", "--timeout", 5)
     said = json.loads(planning.wait_for('{"best"'))
     assert planning.wait() == 0, "".join(planning.output)
     now, best = said["now"], said["best"]
@@ -173,7 +174,6 @@ def assert_planned(command: Command, address: str) -> None:
     assert best["samples_per_s"] > 0
     assert best["setting"]["target_batch_size"] <= 64
     assert said["worth_it"] is False  # so small a model is faster on one machine
-    nobody = command("plan", "--swarm", f"127.0.0.1:1/{address.partition('/')[2]}", "--timeout", 5)
     assert nobody.wait() == 1, "".join(nobody.output)
     assert "127.0.0.1:1/" in "".join(nobody.output)
     assert "cannot be reached: " in "".join(nobody.output)

@@ -261,10 +261,10 @@ def terminate(hand: Hand, server: Server) -> bool:
 @pytest.mark.parametrize(
     ("take", "times"),
     [
-        pytest.param(kill, TIMES or 8, id="kill -9"),
+        pytest.param(kill, TIMES or 6, id="kill -9"),
         # Each takes `silence_timeout` at the least.
-        pytest.param(freeze, TIMES or 3, id="SIGSTOP and SIGCONT"),
-        pytest.param(terminate, TIMES or 8, id="SIGTERM"),
+        pytest.param(freeze, TIMES or 2, id="SIGSTOP and SIGCONT"),
+        pytest.param(terminate, TIMES or 6, id="SIGTERM"),
     ],
 )
 def test_the_curve_is_the_plain_trainers_whoever_is_taken_away(

@@ -465,7 +465,7 @@ def test_a_lost_stage_names_the_checkpoint_to_resume_from(tmp_path: Any, saves: 
         checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="{step}")
         return [KillAll(lambda: found[0]), *([checkpoint] if saves else [])] if rank == 0 else []
 
-    limits = replace(LIMITS, call_timeout=5.0, stage_timeout=8.0, leave_timeout=0.5, snapshot_interval=None)
+    limits = replace(LIMITS, call_timeout=3.0, stage_timeout=4.0, leave_timeout=0.5, snapshot_interval=None)
     seen = train(
         2, Module, callbacks=callbacks, raises=False, max_steps=24, swarm={"limits": limits}, enable_checkpointing=saves
     )
