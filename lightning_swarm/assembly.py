@@ -14,11 +14,12 @@ import torch
 
 from lightning_swarm import hello, membership, preemption, starting, survey
 from lightning_swarm.config import Preemption, SwarmConfig
-from lightning_swarm.environment import talks_to_neighbours
+from lightning_swarm.environment import talks_to_neighbours, tunes_malloc
 from lightning_swarm.events import EventLog
 from lightning_swarm.follower import Follower
 from lightning_swarm.heirs import PackLoop
 from lightning_swarm.hosting import Host
+from lightning_swarm.housekeeping import Housekeeping
 from lightning_swarm.lead import Lead
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.network.addresses import Address, widest
@@ -259,7 +260,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     """A peer on a real network, with its loop and its compute in threads of their own."""
     from lightning_swarm.network import hivemind  # starts nothing, but costs a second that tests can do without
 
-    runtime = ThreadRuntime()
+    runtime = ThreadRuntime(housekeeping=Housekeeping(keeps_memory=not tunes_malloc()))
     try:
         transport, directory = runtime.run(
             hivemind.start(

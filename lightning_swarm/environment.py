@@ -45,6 +45,11 @@ def talks_to_neighbours() -> bool:
     return told == "1"
 
 
+def tunes_malloc() -> bool:
+    """Whether somebody has told glibc what to do with freed memory, by its own variables."""
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+
+
 def launch_id() -> str:
     """Of the peers that were started together; empty in the first of them."""
     return os.environ.get(_LAUNCH, "")

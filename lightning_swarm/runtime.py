@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import PeerError, StageLost, SwarmError, WentBack
+from lightning_swarm.housekeeping import Housekeeping
 from lightning_swarm.tasks import ended
 
 _T = TypeVar("_T")
@@ -44,15 +44,13 @@ class Runtime(ABC):
 class ThreadRuntime(Runtime):
     """A uvloop (where there is one) in a daemon thread.
 
-    While there is one, the collector of garbage leaves alone what the process has by then: to look through all that
-    torch and the others brought stops every thread for a third of a second, and whoever waits for this peer.
+    Args:
+        name: Of the thread.
+        housekeeping: Of the process, which ends with the loop.
     """
 
-    def __init__(self, name: str = "swarm") -> None:
-        self._froze = gc.get_freeze_count() == 0  # else somebody sees to it
-        if self._froze:
-            gc.collect()  # what is garbage by now is not to stay
-            gc.freeze()
+    def __init__(self, name: str = "swarm", housekeeping: Housekeeping | None = None) -> None:
+        self._housekeeping = housekeeping
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -78,8 +76,6 @@ class ThreadRuntime(Runtime):
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        if self._froze:
-            gc.unfreeze()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # hivemind leaves tasks behind: the timer of its bootstrap, say. Nobody else can end them.
@@ -89,6 +85,8 @@ class ThreadRuntime(Runtime):
         if left:
             self._loop.run_until_complete(asyncio.wait(left))
         self._loop.close()
+        if self._housekeeping is not None:
+            self._housekeeping.close()
 
 
 class InlineRuntime(Runtime):

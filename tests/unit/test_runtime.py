@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
 import threading
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ import pytest
 
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.errors import StepError
+from lightning_swarm.housekeeping import Housekeeping
 from lightning_swarm.runtime import InlineRuntime, Runtime, ThreadRuntime
 
 
@@ -53,27 +53,16 @@ def test_closing_twice_is_fine(runtime: Runtime) -> None:
     runtime.close()
 
 
-@pytest.fixture
-def _nothing_frozen() -> Iterator[None]:
-    gc.unfreeze()
-    yield
-    gc.freeze()  # as all tests have it
-
-
-@pytest.mark.usefixtures("_nothing_frozen")
-def test_while_a_thread_answers_others_garbage_is_not_sought_in_what_was_there_before() -> None:
-    runtime = ThreadRuntime()
-    assert gc.get_freeze_count() > 10_000
+def test_the_housekeeping_ends_with_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Housekeeping] = []
+    monkeypatch.setattr(Housekeeping, "close", lambda self: ended.append(self))
+    housekeeping = Housekeeping(keeps_memory=False)
+    runtime = ThreadRuntime(housekeeping=housekeeping)
+    assert runtime.run(answer()) == 42
+    assert not ended
     runtime.close()
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("_nothing_frozen")
-def test_what_others_froze_stays_frozen() -> None:
-    gc.freeze()
-    runtime = ThreadRuntime()
     runtime.close()
-    assert gc.get_freeze_count() > 10_000
+    assert ended == [housekeeping]
 
 
 def test_an_inline_runtime_leaves_the_loop_to_others(loop: VirtualLoop) -> None:
