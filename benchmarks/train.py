@@ -153,9 +153,9 @@ class Clock(L.Callback):
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that a process has held; Linux says so. Its parent's is no part of it."""
-    said = Path("/proc", str(pid), "status").read_text()
-    return int(said.partition("VmHWM:")[2].split()[0]) << 10
+    """The most memory that a process has held; 0 of one that was killed. Its parent's is no part of it."""
+    held = Path("/proc", str(pid), "status").read_text().partition("VmHWM:")[2].split()
+    return int(held[0]) << 10 if held else 0
 
 
 class Turns(L.Callback):
