@@ -154,7 +154,8 @@ class Clock(L.Callback):
 
 def peak_bytes(pid: int) -> int:
     """The most memory that a process has held; 0 of one that was killed. Its parent's is no part of it."""
-    held = Path("/proc", str(pid), "status").read_text().partition("VmHWM:")[2].split()
+    status = Path("/proc", str(pid), "status")
+    held = status.read_text().partition("VmHWM:")[2].split() if status.exists() else []
     return int(held[0]) << 10 if held else 0
 
 

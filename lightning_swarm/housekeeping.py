@@ -8,10 +8,11 @@ import platform
 from typing import Final
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
-_KEPT_BYTES: Final = 1 << 30
 _ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads beside the main one have pieces of that size
-_OWN_BYTES: Final = _ARENA_BYTES
-"""What is as large as this has memory of its own, which is given back when it is freed."""
+_OLD_MAX_BYTES: Final = (
+    32 << 20
+)  # the largest threshold for mmap that older glibc takes, and the largest that any finds
+_KEPT_BYTES: Final = 1 << 30
 
 
 class Housekeeping:
@@ -32,19 +33,28 @@ class Housekeeping:
             gc.collect()  # what is garbage by now is not to stay
             gc.freeze()
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None
-        self._keep(_KEPT_BYTES, _ARENA_BYTES)
+        if not self._keep(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
+            self._keep(_OLD_MAX_BYTES, _KEPT_BYTES, _ARENA_BYTES)
 
     def close(self) -> None:
         """End that, and give back what is free."""
         if self._froze:
             gc.unfreeze()
-        self._keep(_ARENA_BYTES, 0)  # as it comes to be by itself where something large is freed
-        if self._libc is not None:
+        # What glibc comes to by itself where something large is freed, and its own pad.
+        if self._libc is not None and self._keep(_OLD_MAX_BYTES, 2 * _OLD_MAX_BYTES, 128 << 10):
             self._libc.malloc_trim(0)
 
-    def _keep(self, at_top: int, pad: int) -> None:
-        """Give back what is free at the end of the heap beyond `at_top` bytes, and get `pad` more than is asked for."""
-        if self._libc is not None:
-            self._libc.mallopt(_TRIM_THRESHOLD, at_top)
-            self._libc.mallopt(_TOP_PAD, pad)
-            self._libc.mallopt(_MMAP_THRESHOLD, _OWN_BYTES)
+    def _keep(self, own: int, at_top: int, pad: int) -> bool:
+        """Say what glibc keeps; whether it takes that.
+
+        Args:
+            own: Blocks from so many bytes on have memory of their own, which is given back when they are freed.
+            at_top: So many bytes may be free at the end of the main heap.
+            pad: So many are asked for beyond what is needed; a thread's piece stays while less than that would be left.
+        """
+        # This one first: it is the one that may be refused, and any of them ends what glibc would find by itself.
+        if self._libc is None or not self._libc.mallopt(_MMAP_THRESHOLD, own):
+            return False
+        self._libc.mallopt(_TRIM_THRESHOLD, at_top)
+        self._libc.mallopt(_TOP_PAD, pad)
+        return True

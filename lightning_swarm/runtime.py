@@ -76,6 +76,14 @@ class ThreadRuntime(Runtime):
     def close(self) -> None:
         if self._loop.is_closed():
             return
+        try:
+            self._end()
+        finally:
+            housekeeping, self._housekeeping = self._housekeeping, None
+            if housekeeping is not None:
+                housekeeping.close()
+
+    def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         # hivemind leaves tasks behind: the timer of its bootstrap, say. Nobody else can end them.
@@ -85,8 +93,6 @@ class ThreadRuntime(Runtime):
         if left:
             self._loop.run_until_complete(asyncio.wait(left))
         self._loop.close()
-        if self._housekeeping is not None:
-            self._housekeeping.close()
 
 
 class InlineRuntime(Runtime):
