@@ -9,9 +9,8 @@ from typing import Final
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
 _ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads beside the main one have pieces of that size
-_OLD_MAX_BYTES: Final = (
-    32 << 20
-)  # the largest threshold for mmap that older glibc takes, and the largest that any finds
+_OLD_MAX_BYTES: Final = 32 << 20
+"""The largest threshold for mmap that glibc before 2.35 takes, and the largest that any comes to by itself."""
 _KEPT_BYTES: Final = 1 << 30
 
 
