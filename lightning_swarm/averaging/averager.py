@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_swarm.averaging import butterfly
 from lightning_swarm.averaging.butterfly import Group
 from lightning_swarm.averaging.low_rank import LowRank
+from lightning_swarm.averaging.norms import squared_norm
 from lightning_swarm.averaging.parts import Compute, Parts
 
 
@@ -167,9 +168,8 @@ class PowerSGD(Averager):
         def end() -> Averaged:
             mean = low_rank.product(left, right_mean)
             part = mean[group.bounds(len(mean))[place]]
-            squared_norm = float(torch.linalg.vector_norm(part, dtype=torch.float64) ** 2)
             lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
-            return Averaged(mean, squared_norm, Carried(lost, low_rank.basis(right_mean, before)))
+            return Averaged(mean, squared_norm(part), Carried(lost, low_rank.basis(right_mean, before)))
 
         averaged: Averaged = await self.compute(end)
         return averaged

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_swarm.averaging.norms import squared_norm
 from lightning_swarm.averaging.parts import AS_THEY_ARE, Parts
 from lightning_swarm.errors import DeadlineExceeded, PeerError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.network import Message, PeerId
@@ -132,17 +133,17 @@ async def average(
     pieces[place] = vector[bounds[place]]
     mean = _new(vector)
     reduced = mean[bounds[place]]
-    squared_norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
+    norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
     if carried is not None:
         reduced += carried[bounds[place]]
     received = await send(f"reduced{place}", reduced, None if lost is None else lost[bounds[place]])
     if received is not reduced:
         reduced.copy_(received)
-        squared_norm = float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
+        norm = squared_norm(reduced)
 
     for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
         mean[bounds[i]] = part
-    return Mean(mean, squared_norm, lost)
+    return Mean(mean, norm, lost)
 
 
 async def taken(
@@ -219,15 +220,16 @@ async def collect(like: Tensor, group: Group, *, parts: Parts = AS_THEY_ARE) -> 
 
 async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -> float:
     """Add the pieces in their order, and divide once; returns the squared norm of what came of it."""
-    squared_norm = 0.0
+    total_norm = 0.0
     for begin in range(0, len(into), _SLICE):
-        reduced = into[begin : begin + _SLICE].zero_()
-        for piece in pieces:
-            reduced += piece[begin : begin + _SLICE].to(into.device)
-        reduced /= total_weight
-        squared_norm += float(torch.linalg.vector_norm(reduced, dtype=torch.float64) ** 2)
+        reduced = into[begin : begin + _SLICE]
+        total, *others = (piece[begin : begin + _SLICE].to(into.device) for piece in pieces)
+        for other in others:
+            total = torch.add(total, other, out=reduced)
+        torch.div(total, total_weight, out=reduced)
+        total_norm += squared_norm(reduced)
         await asyncio.sleep(0)  # others want to be heard meanwhile
-    return squared_norm
+    return total_norm
 
 
 def _new(like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_swarm.averaging import butterfly, fixed_point
 from lightning_swarm.averaging.averager import Averaged, Averager, Carried
 from lightning_swarm.averaging.butterfly import Group, fetched, taken
+from lightning_swarm.averaging.norms import squared_norm
 from lightning_swarm.averaging.parts import Compute
 from lightning_swarm.compression import from_message, to_message
 from lightning_swarm.errors import ProtocolError
@@ -66,7 +67,7 @@ class Exact(Averager):
         )
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
-        norm: float = await self.compute(lambda: fixed_point.squared_norm(mean)) if place == 0 else 0.0
+        norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
         return Averaged(mean, norm, Carried())
 
     @override

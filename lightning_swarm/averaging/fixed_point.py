@@ -7,7 +7,6 @@ overflowing. A last column counts what was added, and what could not be.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -24,9 +23,6 @@ MAX_ADDED: Final = 1 << 20
 
 _SLICE: Final = 1 << 17
 """Elements that are added at once: what they are made into takes memory several times."""
-
-_BLOCK: Final = 1 << 14
-"""Elements whose squares torch adds up at once: so few that it does so in one thread, so in one order."""
 
 
 def nothing(length: int, device: torch.device) -> Tensor:
@@ -75,9 +71,3 @@ def is_whole(counts: Tensor) -> bool:
 def quotient(sums: Tensor, divisor: float) -> Tensor:
     """``[n]`` float64: columns of a sum, divided."""
     return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(divisor)
-
-
-def squared_norm(vector: Tensor) -> float:
-    """In float64, and the same on machines that have another number of threads."""
-    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in vector.split(_BLOCK)]
-    return math.fsum(norm * norm for norm in torch.stack(norms).tolist()) if norms else 0.0

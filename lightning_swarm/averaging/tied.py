@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_swarm.averaging.averager import Averaged
 from lightning_swarm.averaging.butterfly import Group, taken, withhold
-from lightning_swarm.averaging.fixed_point import squared_norm
+from lightning_swarm.averaging.norms import squared_norm
 from lightning_swarm.averaging.parts import Compute
 from lightning_swarm.compression import to_message
 from lightning_swarm.tasks import gather
@@ -152,5 +152,5 @@ class TiedMeans:
         for one in self._ties.counted(index, self._trained):
             begin, end = max(one.start, part.start), min(one.stop, part.stop)
             if begin < end:
-                total += float(torch.linalg.vector_norm(mean[begin:end], dtype=torch.float64) ** 2)
+                total += squared_norm(mean[begin:end])
         return total

@@ -19,6 +19,7 @@ from lightning_swarm.averaging.averager import Averaged, Carried
 from lightning_swarm.averaging.butterfly import Group
 from lightning_swarm.averaging.exact import Exact
 from lightning_swarm.averaging.fixed_point import COARSE, FINE, LIMIT, MAX_ADDED
+from lightning_swarm.averaging.norms import squared_norm
 from lightning_swarm.clock import VirtualLoop
 from lightning_swarm.compression import to_message
 from lightning_swarm.errors import PeerError
@@ -112,23 +113,6 @@ def test_the_weight_counts() -> None:
     assert fixed_point.fit(below, 3.0)
     assert not fixed_point.fit(below, 4.0)
     assert value(added([0.5], weight=3.0)) == Fraction(3, 2)
-
-
-def test_a_squared_norm_is_one_of_blocks() -> None:
-    vector = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    expected = math.fsum(number * number for number in vector.tolist())
-    threads = torch.get_num_threads()
-    try:
-        found = set()
-        for number in (1, 2, 3):
-            torch.set_num_threads(number)
-            found.add(fixed_point.squared_norm(vector))
-    finally:
-        torch.set_num_threads(threads)
-    assert len(found) == 1
-    assert found.pop() == pytest.approx(expected, rel=1e-14)
-    assert fixed_point.squared_norm(torch.empty(0)) == 0.0
-    assert math.isnan(fixed_point.squared_norm(torch.tensor([1.0, math.nan])))
 
 
 # --- a stage's sum ---
@@ -232,7 +216,7 @@ def test_who_added_what_and_how_many_did_changes_no_bit_of_the_mean_nor_of_its_n
         norms.add(math.fsum(one.squared_norm for one in found))
     assert all(torch.equal(one, means[0]) for one in means)
     assert means[0].dtype == torch.float32
-    assert norms == {fixed_point.squared_norm(means[0])}
+    assert norms == {squared_norm(means[0])}
     torch.testing.assert_close(means[0], summed(GradientSum, gradients(9)).values / 7.0)
 
 

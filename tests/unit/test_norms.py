@@ -1,0 +1,27 @@
+"""The squared norm of a gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_swarm.averaging.norms import squared_norm
+
+
+def test_a_squared_norm_is_one_of_blocks() -> None:
+    vector = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    expected = math.fsum(number * number for number in vector.tolist())
+    threads = torch.get_num_threads()
+    try:
+        found = set()
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            found.add(squared_norm(vector))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(found) == 1
+    assert found.pop() == pytest.approx(expected, rel=1e-14)
+    assert squared_norm(torch.empty(0)) == 0.0
+    assert math.isnan(squared_norm(torch.tensor([1.0, math.nan])))
