@@ -71,6 +71,7 @@ def _of_bytes(tensor: Tensor) -> Generator[None, None, int]:
         raw = torch.nn.functional.pad(raw, (0, padding))
     words = raw.view(torch.int32)
     places = _places(words.device)
+    products = places.new_empty(min(_ROW, len(words)))
     total = 0
     for start in range(0, len(words), _ROW):
         if start and start % _PIECE == 0:
@@ -78,7 +79,8 @@ def _of_bytes(tensor: Tensor) -> Generator[None, None, int]:
         row = words[start : start + _ROW]
         # 32 bits times 64: a sign meets 33 bits of its place's multiplier. In 64 bits by 64 it would meet one, and
         # two changed signs would cancel. int64 arithmetic wraps alike everywhere.
-        total = (total * _PRIME + int((row.to(torch.int64) * places[: len(row)]).sum())) & _MASK
+        of_row = products[: len(row)].copy_(row).mul_(places[: len(row)]).sum()
+        total = (total * _PRIME + int(of_row)) & _MASK
     return total
 
 

@@ -220,7 +220,11 @@ class GradientSums:
 
     def look_ahead(self) -> bool:
         """Where there is nothing else to do, work for what the next freeze asks; whether more is left."""
-        return any(stage.look_ahead() for stage in tuple(self.stages.values()))
+        return any(self._has_replicas(stage) and stage.look_ahead() for stage in tuple(self.stages.values()))
+
+    def _has_replicas(self, stage: Stage) -> bool:
+        """Whether anybody else may hold the stage."""
+        return self._run is not None and len(self._run.rosters[stage.index]) > 1
 
     def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
         """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
@@ -248,7 +252,7 @@ class GradientSums:
                     stage_index=index,
                     held=pack(self.ledger(index, request.step).held),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
-                    version_hash=stage.fingerprint(),
+                    version_hash=stage.fingerprint() if request.joining or self._has_replicas(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),

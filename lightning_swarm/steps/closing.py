@@ -196,6 +196,7 @@ class Closer:
                 self._servers,
                 step,
                 selection,
+                joining=self._gate.is_awaited,
                 first_round=self._proposer.first_round,
                 fence=self._fence,
                 vigil=self._vigil,

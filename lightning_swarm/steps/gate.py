@@ -55,7 +55,7 @@ _WENT_BACK: Final = "The run went back, to weights that this peer does not have.
 @dataclass(frozen=True, eq=False)
 class _Round:
     request: ListenRequest
-    version_hashes: Sequence[int]  # of each stage before the step
+    version_hashes: Sequence[int | None]  # of each stage before the step
 
 
 @dataclass
@@ -67,6 +67,11 @@ class _Waiting:
     asked: _Round | None = None  # the last one it was asked to hold
     holds: _Round | None = None  # whose mean gradient it has
     refusal: str | None = None  # told when it asks next
+
+    @property
+    def may_enter(self) -> bool:
+        """Whether it may be asked to hold a round's result."""
+        return self.ready and self.refusal is None
 
 
 class Gate:
@@ -113,7 +118,11 @@ class Gate:
 
     def wants_changes(self) -> bool:
         """Whether somebody wants to leave, or to join and may."""
-        return bool(self._leaving) or any(one.ready and one.refusal is None for one in self._waiting.values())
+        return bool(self._leaving) or self.is_awaited()
+
+    def is_awaited(self) -> bool:
+        """Whether somebody wants to join, and may."""
+        return any(one.may_enter for one in self._waiting.values())
 
     @property
     def targets(self) -> dict[PeerId, int]:
@@ -293,7 +302,7 @@ class Gate:
     # ------------------------------------------------------------------ a round
 
     def listen(
-        self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int]
+        self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int | None]
     ) -> list[asyncio.Task[None]]:
         """Have candidates that have caught up hold the round's result, too.
 
@@ -303,7 +312,8 @@ class Gate:
         Args:
             closing: The round.
             selection: What trains in its step, if it is not what trained in the step before.
-            version_hashes: Of each stage before the step.
+            version_hashes: Of each stage before the step. Who has become ready since nobody was asked for a stage's
+                comes with a later round.
 
         Returns:
             A task for each.
@@ -315,7 +325,7 @@ class Gate:
         for one in self._waiting.values():
             index = one.candidate.stage_index
             most = max(_MIN_ENTERING, len(rosters[index]))
-            if one.ready and one.refusal is None and num_asked[index] < most:
+            if one.may_enter and version_hashes[index] is not None and num_asked[index] < most:
                 num_asked[index] += 1
                 one.asked = round_
                 hearing.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))

@@ -53,8 +53,8 @@ def read(reply: FreezeReply, member: Member, stage_index: int) -> Ledger:
     raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
 
 
-def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) -> int:
-    """Of the weights that a stage's replicas agree on.
+def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) -> int | None:
+    """Of the weights that a stage's replicas agree on. None: there is one, and nobody to compare them with.
 
     Raises:
         StepError: They do not.

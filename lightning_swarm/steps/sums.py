@@ -52,12 +52,12 @@ class Closed:
     Args:
         closing: What that is.
         named: What each server holds of it, for each of its stages.
-        version_hashes: For each stage, of the weights that its replicas agree on.
+        version_hashes: For each stage, of the weights that its replicas agree on. None: it has one, and nobody joined.
     """
 
     closing: Closing
     named: Mapping[PeerId, list[Named]]
-    version_hashes: Sequence[int]
+    version_hashes: Sequence[int | None]
 
 
 class Sums:
@@ -68,6 +68,7 @@ class Sums:
         servers: All that hold a stage.
         step: Which.
         selection: What it trains.
+        joining: Whether somebody may enter with the step's record.
         first_round: From here on nobody else counts rounds of this step.
         fence: Has servers give up what is under way of batches that are struck.
         vigil: Of the coordinator.
@@ -85,6 +86,7 @@ class Sums:
         step: OpenStep,
         selection: Selection | None,
         *,
+        joining: Callable[[], bool],
         first_round: int,
         fence: Callable[[OpenStep, Sequence[int]], None],
         vigil: Vigil,
@@ -94,6 +96,7 @@ class Sums:
         self._servers = servers
         self._step = step
         self._first_trained = first_trained(selection, run.manifest.stages)
+        self._joining = joining
         self._fence = fence
         self._vigil = vigil
         self._events = events
@@ -148,6 +151,7 @@ class Sums:
             round=round_,
             named=named,
             struck=struck,
+            joining=self._joining(),
         )
 
     async def _frozen(self, round_: int) -> Ledgers:

@@ -49,6 +49,7 @@ class FreezeRequest(Wire, frozen=True):
     round: Count = 0  # rises with each request of a step: what comes late is refused
     named: list[Named] | None = None  # for each stage of this server
     struck: Batches | None = None  # the step takes others in their place: sums that hold any of them begin anew
+    joining: bool = False  # somebody may enter with the step's record: say hashes of stages with one replica, too
 
 
 class FenceRequest(Wire, frozen=True):
@@ -89,7 +90,7 @@ class StageLedger(Wire, frozen=True):
     stage_index: int
     held: Receipts
     touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
-    version_hash: int  # of weights and optimizer state before the step
+    version_hash: int | None  # of weights and optimizer state before the step; None: nobody else has them
     samples_per_s: Positive | None = None  # forward and backward, as measured; None: not yet
     queued: NotNegative = 0.0  # jobs that wait here, on the average
     busy_share: NotNegative | None = None  # of the last steps' time, the part in which it computed; None: not known yet

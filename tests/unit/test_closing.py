@@ -466,6 +466,23 @@ def test_a_sum_that_holds_a_struck_batch_begins_anew_when_the_step_takes_others(
     assert stage.next_sum.values.any(), "others may be added"
 
 
+def test_weights_are_hashed_where_somebody_may_compare_them(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a c", "b")
+    coordinator = swarm.servers[A]._transport
+
+    def hash_of(peer: PeerId, *, joining: bool = False) -> int | None:
+        request = FreezeRequest(generation=0, step=0, attempt=0, joining=joining)
+        answer = swarm.run(coordinator.call(peer, FREEZE, encode(request), timeout=1.0))
+        return decode(answer, FreezeReply).ledgers[0].version_hash
+
+    def fingerprint_of(peer: PeerId, stage: int) -> int:
+        return swarm.servers[peer].stepping.stage(stage).fingerprint()
+
+    assert hash_of(A) == hash_of(C) == fingerprint_of(A, 0)
+    assert hash_of(B) is None
+    assert hash_of(B, joining=True) == fingerprint_of(B, 1)
+
+
 # ---------------------------------------------------------------------- what comes late
 
 

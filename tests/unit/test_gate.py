@@ -19,7 +19,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.server import ADMIT, FOLLOW, NEXT, pieces
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.steps import APPLY, JOIN, LISTEN, PROPOSE, READY
+from lightning_swarm.steps import APPLY, FREEZE, JOIN, LISTEN, PROPOSE, READY
 from lightning_swarm.tasks import gather
 from lightning_swarm.types.joining import FollowRequest, JoinRequest, ReadyRequest
 from lightning_swarm.types.runs import Selection
@@ -174,6 +174,28 @@ def test_who_enters_with_the_record_that_is_being_decided_may_not_begin_anew(mak
     handlers[PROPOSE] = propose
     swarm.run(swarm.step(rows(1)))
     assert joiner.stepping.version == 2
+
+
+def test_who_is_ready_only_when_the_sums_are_frozen_enters_with_the_next_record(make_swarm: MakeSwarm) -> None:
+    """Nobody was asked for the hash that its weights are compared with."""
+    swarm = make_swarm("a", "b")
+    joiner = swarm.join("j")
+    waiting = swarm.coordinator.gate._waiting[J]
+    waiting.ready = False
+    handlers = swarm.servers[A]._transport._call_handlers  # type: ignore[attr-defined]
+    freeze = handlers[FREEZE]
+
+    async def and_be_ready(caller: PeerId, body: bytes) -> bytes:
+        waiting.ready = True
+        answer: bytes = await freeze(caller, body)
+        return answer
+
+    handlers[FREEZE] = and_be_ready
+    assert swarm.run(swarm.step(rows(0))).newcomers == []
+    assert waiting.asked is None
+    record = swarm.run(swarm.step(rows(1)))
+    assert [newcomer.member.peer_id for newcomer in record.newcomers] == [J]
+    assert joiner.admission.is_member
 
 
 def test_a_changed_selection_is_over_with_the_step_that_lets_a_server_in(make_swarm: MakeSwarm) -> None:
