@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
+
+_TURNS_APART: Final = 4
+"""Turns of the loop from one microbatch's begin to the next one's: so many it takes until a call is on its way."""
 
 
 class TaskOwner:
@@ -110,15 +113,28 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -> list[_T]:
-    """`gather` with at most `limit` under way at once, begun in order."""
-    slots = asyncio.Semaphore(limit)
+    """`gather` with at most `limit` under way at once, begun in order.
 
-    async def one(work: Coroutine[Any, Any, _T]) -> _T:
+    They do not begin in one turn of the loop: what the first one sends has left before the last one sends anything.
+    """
+    slots = asyncio.Semaphore(limit)
+    turns = [asyncio.Event() for _ in works]
+
+    async def begin() -> None:
+        for turn in turns:
+            turn.set()
+            for _ in range(_TURNS_APART):
+                await asyncio.sleep(0)
+
+    async def one(turn: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T:
+        await turn.wait()
         async with slots:
             return await work
 
+    beginning = asyncio.ensure_future(begin())
     try:
-        return await gather(one(work) for work in works)
+        return await gather(map(one, turns, works))
     finally:
+        await ended([beginning])
         for work in works:
             work.close()  # those that a failure of another kept from beginning

@@ -118,6 +118,19 @@ def test_no_more_than_the_limit_are_under_way(loop: VirtualLoop, limit: int) -> 
     assert most == min(limit, 10)
 
 
+def test_the_first_has_gone_a_few_turns_of_the_loop_before_the_last_begins(loop: VirtualLoop) -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def work(number: int) -> None:
+        for turn in range(4):
+            seen.append((number, turn))
+            await asyncio.sleep(0)
+
+    loop.run_until_complete(gather_bounded([work(i) for i in range(8)], 8))
+    assert seen.index((0, 3)) < seen.index((2, 0))
+    assert sorted(seen) == [(number, turn) for number in range(8) for turn in range(4)]
+
+
 def test_what_a_failure_kept_from_beginning_is_closed(loop: VirtualLoop) -> None:
     """A coroutine that nobody awaits warns when it is collected, and a warning fails a test."""
     works = [fail(1.0, StepError("stop")), *(after(1.0, i) for i in range(5))]
