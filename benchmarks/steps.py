@@ -57,7 +57,7 @@ def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
         optimizer=torch.optim.SGD(model.parameters(), lr=1e-4),
         use_local_updates=False,
         matchmaking_time=2.0,
-        averaging_timeout=30.0,
+        averaging_timeout=10.0,
     )
     took: list[float] = []
     together.exchange()
