@@ -83,7 +83,7 @@ async def _measure(together: Together, repeats: int) -> dict[str, list[list[floa
             parts = await stub.rpc_tensor(runtime_pb2.ExpertRequest(uid=name))
             try:
                 return (await deserialize_tensor_stream(amap_in_executor(lambda part: part.tensors, parts)))[0]
-            except RuntimeError:  # parts of it were lost, and hivemind finds its shape wrong
+            except (RuntimeError, IndexError):  # parts of it were lost, so its shape is wrong; or all of them
                 return torch.empty(0)
 
         for one in (transport, next_door):

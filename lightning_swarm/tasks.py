@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
-
-_TURNS_APART: Final = 4
-"""Turns of the loop from one microbatch's begin to the next one's: so many it takes until a call is on its way."""
 
 
 class TaskOwner:
@@ -112,10 +109,14 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
         await ended(tasks)
 
 
-async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -> list[_T]:
+async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
     """`gather` with at most `limit` under way at once, begun in order.
 
-    They do not begin in one turn of the loop: what the first one sends has left before the last one sends anything.
+    Args:
+        works: What to run.
+        limit: See above.
+        turns_apart: Turns of the loop from one's begin to the next one's. With some, what the first sends has left
+            before the last sends anything; with none, all is sent together.
     """
     slots = asyncio.Semaphore(limit)
     turns = [asyncio.Event() for _ in works]
@@ -123,7 +124,7 @@ async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int) -
     async def begin() -> None:
         for turn in turns:
             turn.set()
-            for _ in range(_TURNS_APART):
+            for _ in range(turns_apart):
                 await asyncio.sleep(0)
 
     async def one(turn: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_swarm import trees
 from lightning_swarm.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.errors import ConfigError, LeaseRevoked
+from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.partition import CALLS, StageModule
 from lightning_swarm.pipeline import autograd
 from lightning_swarm.pipeline.copies import Microbatch
@@ -25,6 +26,12 @@ from lightning_swarm.server.mode import capture
 from lightning_swarm.tasks import gather, gather_bounded
 from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
+
+_TURNS_APART: Final = 4
+"""Turns of the loop from one microbatch's begin to the next one's: until what it sends is on its way.
+
+The first stage can begin when the first is there. Those that travel beside calls go in one piece, which is cheaper.
+"""
 
 
 @dataclass
@@ -197,6 +204,8 @@ class _Call:
             )
             for index, part in enumerate(parts)
         ]
+        first = trees.flatten(self._passages[0].microbatch.inputs)[1]
+        self._turns_apart = _TURNS_APART if sum(tensor.nbytes for tensor in first) > SMALL_BYTES else 0
         self.output_structure: trees.Structure = None
         pipeline.num_microbatches += len(parts)
         if self._batch is not None:
@@ -254,8 +263,8 @@ class _Call:
             yield begin()
 
     def _run(self, works: list[Any], *also: Coroutine[Any, Any, None]) -> list[Any]:
-        all_of_it: list[Coroutine[Any, Any, Any]] = [gather_bounded(works, self._pipeline.config.max_in_flight), *also]
-        return list(self._pipeline.runtime.run(gather(all_of_it))[0])
+        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=self._turns_apart)
+        return list(self._pipeline.runtime.run(gather([through, *also]))[0])
 
 
 def _detached(extras: dict[str, Any]) -> dict[str, Any]:

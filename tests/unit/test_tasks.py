@@ -126,8 +126,9 @@ def test_the_first_has_gone_a_few_turns_of_the_loop_before_the_last_begins(loop:
             seen.append((number, turn))
             await asyncio.sleep(0)
 
-    loop.run_until_complete(gather_bounded([work(i) for i in range(8)], 8))
+    loop.run_until_complete(gather_bounded([work(i) for i in range(8)], 8, turns_apart=2))
     assert seen.index((0, 3)) < seen.index((2, 0))
+    assert seen.index((1, 1)) < seen.index((2, 0))
     assert sorted(seen) == [(number, turn) for number in range(8) for turn in range(4)]
 
 

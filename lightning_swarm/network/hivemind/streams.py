@@ -42,9 +42,10 @@ class Stream:
             self._transport.set_write_buffer_limits()
 
     async def write(self, buffer: Buffer) -> None:
-        """Send a buffer, and wait until it may change again."""
+        """Send a buffer, and wait until it may change again. `bytes` never do: what follows goes in one piece with it."""
         self.write_soon(buffer)
-        await self.drain()
+        if not isinstance(buffer, bytes):
+            await self.drain()
 
     async def drain(self) -> None:
         """Wait until there is room for more."""
