@@ -93,7 +93,7 @@ def main() -> None:
     """Measure by turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=8.0)
     arguments = parser.parse_args()
     rows: list[list[object]] = [["round", *WAYS, "swarm / moe", "next door / moe"]]
     found: dict[str, list[float]] = {way: [] for way in WAYS}

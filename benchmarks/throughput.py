@@ -20,7 +20,7 @@ WIDTH = 512
 def main() -> None:
     """Take the turns, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--num-blocks", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=4)
     arguments = parser.parse_args()

@@ -42,7 +42,7 @@ class Stream:
             self._transport.set_write_buffer_limits()
 
     async def write(self, buffer: Buffer) -> None:
-        """Send a buffer, and wait until it may change again. `bytes` never do: what follows goes in one piece with it."""
+        """Send a buffer, and wait until it may change again; `bytes` go in one piece with what follows."""
         self.write_soon(buffer)
         if not isinstance(buffer, bytes):
             await self.drain()
