@@ -263,8 +263,10 @@ class _Call:
             yield begin()
 
     def _run(self, works: list[Any], *also: Coroutine[Any, Any, None]) -> list[Any]:
-        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=self._turns_apart)
-        return list(self._pipeline.runtime.run(gather([through, *also]))[0])
+        limit = self._pipeline.config.max_in_flight
+        through = gather_bounded(works, limit, turns_apart=self._turns_apart)
+        all_of_it: list[Coroutine[Any, Any, Any]] = [through, *also]
+        return list(self._pipeline.runtime.run(gather(all_of_it))[0])
 
 
 def _detached(extras: dict[str, Any]) -> dict[str, Any]:
