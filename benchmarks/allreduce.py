@@ -61,18 +61,24 @@ async def _measure(together: Together, num_parameters: int, repeats: int) -> dic
         processes = [psutil.Process(), psutil.Process(transport.daemon_pid), psutil.Process(p2p._child.pid)]
         spent: dict[str, list[Spent]] = {name: [] for name in ways}
         for number in range(repeats + 1):
+            taken: dict[str, Spent] = {}
             for name, way in ways.items():
                 once = await way(number, vector.clone())
                 await asyncio.to_thread(together.exchange)
                 began_s, began_cpu_s = time.perf_counter(), _cpu_s(processes)
                 found = await once()
                 took_s = time.perf_counter() - began_s
-                await asyncio.to_thread(together.exchange)  # until then others' rounds take of this peer's CPU
+                averaged = torch.equal(found, torch.full_like(found, mean))
+                # Until then others' rounds take of this peer's CPU.
+                all_averaged = all(await asyncio.to_thread(together.exchange, averaged))
                 tickets.drop(f"round{number}")
-                if not torch.equal(found, torch.full_like(found, mean)):
+                if all_averaged:
+                    taken[name] = took_s, _cpu_s(processes) - began_cpu_s
+                elif name != "hivemind":  # which loses parts now and then, and goes on without
                     raise RuntimeError(f"{name} did not average")
-                if number:  # the first round opens connections
-                    spent[name].append((took_s, _cpu_s(processes) - began_cpu_s))
+            if number and len(taken) == len(ways):  # the first round opens connections
+                for name, one in taken.items():
+                    spent[name].append(one)
         return spent
 
 
@@ -134,7 +140,8 @@ def main() -> None:
     rows += [[n, f"{statistics.median(seconds[n]):.3f}", f"{statistics.median(cpu[n]):.2f}"] for n in rounds]
     title = f"{arguments.parameters / 1e6:g}M float32 averaged among {arguments.peers} peers"
     ratios = [f"swarm / hivemind, {what}, by rounds: {_ratio(of)}" for what, of in (("time", seconds), ("CPU", cpu))]
-    write("allreduce", "\n".join([table(title, rows), *ratios]))
+    left_out = f"rounds left out, for hivemind lost parts: {arguments.repeats - len(seconds['swarm'])}"
+    write("allreduce", "\n".join([table(title, rows), *ratios, left_out]))
     picture("allreduce", title, "seconds", seconds)
 
 
