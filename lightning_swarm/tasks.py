@@ -136,6 +136,6 @@ async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *
     try:
         return await gather(map(one, turns, works))
     finally:
-        await ended([beginning])
         for work in works:
             work.close()  # those that a failure of another kept from beginning
+        await ended([beginning])

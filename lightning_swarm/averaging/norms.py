@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
@@ -17,5 +18,9 @@ to clear first.
 
 def squared_norm(vector: Tensor) -> float:
     """In float64, and the same on machines that have another number of threads."""
-    norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in vector.split(_BLOCK)]
-    return sum(norm * norm for norm in torch.stack(norms).tolist()) if norms else 0.0
+    blocks = vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
+    norms = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
+    try:
+        return math.fsum(norm * norm for norm in norms.tolist())
+    except OverflowError:  # where floats would become infinite
+        return math.inf

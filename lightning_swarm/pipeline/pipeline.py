@@ -204,8 +204,6 @@ class _Call:
             )
             for index, part in enumerate(parts)
         ]
-        first = trees.flatten(self._passages[0].microbatch.inputs)[1]
-        self._turns_apart = _TURNS_APART if sum(tensor.nbytes for tensor in first) > SMALL_BYTES else 0
         self.output_structure: trees.Structure = None
         pipeline.num_microbatches += len(parts)
         if self._batch is not None:
@@ -213,7 +211,8 @@ class _Call:
 
     def forward(self) -> tuple[list[Tensor], list[bool]]:
         """See `autograd.Call`."""
-        results = self._run([passage.forward() for passage in self._passages], *self._begun())
+        works = [passage.forward() for passage in self._passages]
+        results = self._run(works, self._passages[0].microbatch.inputs, *self._begun())
         config = self._pipeline.config
         outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
         self.output_structure, flat = trees.flatten(concat(outputs, self._sizes))
@@ -239,7 +238,7 @@ class _Call:
             for passage, part in zip(self._passages, parts, strict=True)
         ]
         try:
-            found = self._run(works)
+            found = self._run(works, parts[0])
         except LeaseRevoked:
             if batch.confirm is None:
                 raise
@@ -262,9 +261,10 @@ class _Call:
             begin, self._batch.begin = self._batch.begin, None
             yield begin()
 
-    def _run(self, works: list[Any], *also: Coroutine[Any, Any, None]) -> list[Any]:
-        limit = self._pipeline.config.max_in_flight
-        through = gather_bounded(works, limit, turns_apart=self._turns_apart)
+    def _run(self, works: list[Any], first: trees.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
+        """Results of all microbatches; `first` is what the first one sends."""
+        turns_apart = _TURNS_APART if sum(one.nbytes for one in trees.flatten(first)[1]) > SMALL_BYTES else 0
+        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart)
         all_of_it: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(all_of_it))[0])
 

@@ -50,6 +50,7 @@ class GradientSums:
         self._run: RunState | None = None
         self.stages: dict[int, Stage] = {}
         self._open: dict[int, _Open] = {}  # by step
+        self._joining = False  # somebody was, when this server froze last
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -218,20 +219,23 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closing
 
-    def look_ahead(self) -> bool:
+    def look_ahead(self, me: Member) -> bool:
         """Where there is nothing else to do, work for what the next freeze asks; whether more is left."""
-        return any(self._has_replicas(stage) and stage.look_ahead() for stage in tuple(self.stages.values()))
+        return any(self._is_compared(stage, me) and stage.look_ahead() for stage in tuple(self.stages.values()))
 
-    def _has_replicas(self, stage: Stage) -> bool:
-        """Whether anybody else may hold the stage."""
-        return self._run is not None and len(self._run.rosters[stage.index]) > 1
+    def _is_compared(self, stage: Stage, me: Member) -> bool:
+        """Whether the stage's weights are, with another replica's or with those of whoever joins."""
+        return self._run is not None and (self._joining or self._run.rosters[stage.index] != [me])
 
-    def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
+    def freeze(
+        self, request: FreezeRequest, term: Term, me: Member, *, now_s: float
+    ) -> tuple[list[StageLedger], list[str]]:
         """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
 
         Args:
             request: What for.
             term: Of the coordinator that asked.
+            me: Who freezes.
             now_s: On the loop's clock.
 
         Raises:
@@ -244,6 +248,7 @@ class GradientSums:
         named = {} if request.named is None else self._named(request.named)
         self.round = request.round
         self._frozen_under = term
+        self._joining = request.joining
         reports, stale = [], []
         for index, stage in sorted(self.stages.items()):
             stale += self._bound(stage, named.get(index), request)
@@ -252,7 +257,7 @@ class GradientSums:
                     stage_index=index,
                     held=pack(self.ledger(index, request.step).held),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
-                    version_hash=stage.fingerprint() if request.joining or self._has_replicas(stage) else None,
+                    version_hash=stage.fingerprint() if self._is_compared(stage, me) else None,
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),

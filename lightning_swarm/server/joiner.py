@@ -267,6 +267,7 @@ class Joiner:
 
     def _sit(self, seats: Seats, version: int) -> None:
         """Know who is in the run at this version. This peer was out when it joined, whoever named it before."""
+        self._admission.run.check_seats(seats)
         rosters = seats.rosters
         if version <= self._joined_at:
             rosters = [[member for member in roster if member != self._admission.me] for roster in rosters]

@@ -68,7 +68,7 @@ class Stepping:
         self.began_s = 0.0
         self.sums = GradientSums()
         self.rounds = Rounds(transport, tickets, executor, self.sums, boot_id=boot_id, timeout=timeout)
-        executor.while_idle(self.sums.look_ahead)
+        executor.while_idle(lambda: self.sums.look_ahead(self._me))
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FENCE, self._handle_fence)
         transport.handle_call(FREEZE, self._handle_freeze)
@@ -218,7 +218,9 @@ class Stepping:
         self.sums.check(caller, request.generation, request.step, request.attempt)
         term = self.sums.run.term
         at_s = now_s()
-        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term, now_s=at_s))
+        (ledgers, stale), _ = await self._executor.submit(
+            FIRST, lambda: self.sums.freeze(request, term, self._me, now_s=at_s)
+        )
         for name in stale:
             self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))

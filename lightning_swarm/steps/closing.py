@@ -99,7 +99,7 @@ class Closer:
         """
         begun = await self._proposer.begin()
         assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
-        sums = self._sums_of(step, selection)
+        sums = self._sums_of(step, selection, late=late)
         squared_norm: float | None = None
         while squared_norm is None:
             closed = await sums.close()
@@ -188,7 +188,7 @@ class Closer:
         self._vigil.end(step=self._run.manifest.first_step)
         self._someone_gone = False
 
-    def _sums_of(self, step: OpenStep, selection: Selection | None) -> Sums:
+    def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> Sums:
         """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
         if self._sums is None or not self._sums.are_of(step):
             self._sums = Sums(
@@ -196,7 +196,7 @@ class Closer:
                 self._servers,
                 step,
                 selection,
-                joining=self._gate.is_awaited,
+                joining=lambda: not late and self._gate.is_awaited(),
                 first_round=self._proposer.first_round,
                 fence=self._fence,
                 vigil=self._vigil,

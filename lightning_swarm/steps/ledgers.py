@@ -60,7 +60,7 @@ def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) ->
         StepError: They do not.
     """
     hashes = {ledger.said.version_hash for ledger in ledgers}
-    if len(hashes) != 1:
+    if len(hashes) != 1 or (None in hashes and len(ledgers) > 1):
         raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
     return hashes.pop()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.tensors import DTYPES
 from lightning_swarm.server.fingerprint import Fingerprint, fingerprint
+from lightning_swarm.server.server import Server
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import rows
 
@@ -100,3 +101,24 @@ def test_what_a_stage_took_ahead_counts_while_nothing_was_written(make_swarm: Ma
     with torch.no_grad():
         next(iter(stage.parameters.values())).view(-1)[0] += 1
     assert stage.fingerprint() != other.fingerprint()
+
+
+def test_a_server_works_ahead_where_it_will_be_asked(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.step(rows(0), rows(1)))
+
+    def is_asked(server: Server) -> bool:
+        stage = server.stepping.stage(server.stepping.stages[0])
+        return server.stepping.sums._is_compared(stage, server.admission.me)
+
+    both = [swarm.servers[PeerId(peer)] for peer in "ab"]
+    assert [is_asked(server) for server in both] == [False, False]
+    joiner = swarm.join("j")
+    assert is_asked(joiner), "before it is a member"
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert joiner.admission.is_member
+    assert [is_asked(server) for server in both] == [True, True], "somebody was joining"
+    swarm.run(swarm.step(rows(4), rows(5)))
+    joined = joiner.stepping.stages[0]
+    assert [is_asked(server) for server in both] == [joined == stage for stage in (0, 1)]
+    assert is_asked(joiner)

@@ -42,10 +42,9 @@ class Stream:
             self._transport.set_write_buffer_limits()
 
     async def write(self, buffer: Buffer) -> None:
-        """Send a buffer, and wait until it may change again; `bytes` go in one piece with what follows."""
+        """Send a buffer, and wait until it may change again."""
         self.write_soon(buffer)
-        if not isinstance(buffer, bytes):
-            await self.drain()
+        await self.drain()
 
     async def drain(self) -> None:
         """Wait until there is room for more."""
