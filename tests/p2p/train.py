@@ -154,7 +154,7 @@ class Watch(L.Callback):
         record = trainer.strategy._session.newest_record
         if record is not None and record.newcomers:
             self.newcomers.append([record.step, [one.member.peer_id for one in record.newcomers]])
-        print("batch", len(self.losses), flush=True)
+        print(f"batch {len(self.losses)}\n", end="", flush=True)  # one write: two processes share the pipe
         if len(self.losses) == self.fail_at and trainer.is_global_zero:
             raise RuntimeError("the user's own mistake")
 
