@@ -4,8 +4,8 @@ Both train next to nothing, so a step is all overhead: from the first place that
 here; there, how much longer than its samples an averaged update takes. For hivemind looks for a group while samples are
 computed, so each peer takes its time for them; without that every peer goes on by itself. The same number of parameters
 is averaged: two stages of two servers and a trainer on one of them here, four replicas there, whose matchmaking has the
-two seconds that hivemind's examples give it at least. Updates that not all four took together do not count. Both go
-through libp2p's daemons.
+two seconds that hivemind's examples give it at least. Updates that not all four took together, or that took ten seconds
+to average, do not count. Both go through libp2p's daemons.
 """
 
 from __future__ import annotations
