@@ -340,14 +340,15 @@ def assert_undisturbed(seen: Several) -> None:
 # ---------------------------------------------------------------------- by a plan
 
 FAULTS: Planned = [
-    ("kill", "server-2", {"at": "BACKWARD_DONE", "nth": 5}),
+    # The first one: a server whose first answer took long is asked seldom, and the fifth may be far away.
+    ("kill", "server-2", {"at": "BACKWARD_DONE"}),
     # Long enough to be left out even if it coordinates: then the others have to notice, and to agree on another.
-    ("freeze", "server-3", {"at": "CLOSE", "step": 8, "for_s": 4 * LIMITS["silence_timeout"]}),
+    ("freeze", "server-3", {"at": "CLOSE", "step": 16, "for_s": 4 * LIMITS["silence_timeout"]}),
 ]
 
 
 def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) -> None:
-    """One ends with its fifth gradient added and no receipt sent; one freezes when sums are, and joins again."""
+    """One ends with its first gradient added and no receipt sent; one freezes when sums are, and joins again."""
     fired = tmp_path / "fired"
 
     def told(number: int) -> dict[str, Any]:
@@ -355,18 +356,19 @@ def test_a_plans_faults_strike_real_processes(zygote: Zygote, tmp_path: Path) ->
 
     with closing(Swarm(zygote, num_stages=2, options=told)) as swarm:
         killed, frozen = swarm.servers[2:4]
-        there: list[bool] = []  # after each step since both have struck, whether the frozen one is in the roster
+        kills, freezes = (str(fault) for fault in planned(FAULTS).faults)
+        there: list[bool] = []  # after each step since it froze, whether the frozen one is in the roster
 
         def struck() -> list[str]:
             return sorted(fired.read_text().splitlines()) if fired.exists() else []
 
         def look(strategy: Strategy) -> bool:
-            if len(struck()) == len(FAULTS):
+            if freezes in struck():
                 there.append(frozen.peer_id in strategy.roster)
-            return bool(there) and there[-1] and not all(there)
+            return kills in struck() and bool(there) and there[-1] and not all(there)
 
         steps = swarm.train(look, FaultyStrategy, faults=planned(FAULTS), fired=fired)
-        assert struck() == sorted(str(fault) for fault in planned(FAULTS).faults)
+        assert struck() == sorted([kills, freezes])
         assert not killed.alive
         assert "lightning_swarm:" not in killed.said, "it had a last word"
         assert steps.events["retry"] > 0, "somebody else added what it had sent no receipt for"
