@@ -170,8 +170,11 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
         )
     payload_bytes = sum(view.nbytes for view in views)
     fixed = _FIXED.pack(_MAGIC, _VERSION, kind, 0, exchange_id, len(control), payload_bytes, crc32(control))
-    buffers = _buffers(fixed + _CHECKSUM.pack(crc32(fixed)) + control, views)
-    return iter((b"".join(buffers),)) if payload_bytes <= _JOIN_BYTES else buffers
+    head = fixed + _CHECKSUM.pack(crc32(fixed)) + control
+    if payload_bytes <= _JOIN_BYTES:
+        payload = b"".join(views)
+        return iter((b"".join((head, payload, _TRAILER.pack(_END, crc32(payload)))),))
+    return _buffers(head, views)
 
 
 def encode_error(exchange_id: int, error: BaseException) -> Iterator[Buffer]:
@@ -262,14 +265,17 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
-    yield head
-    checksum = 0
-    for view in views:
-        for at in range(0, view.nbytes, CHUNK_BYTES):
-            chunk = view[at : at + CHUNK_BYTES]
-            checksum = crc32(chunk, checksum)
-            yield chunk
-    yield _TRAILER.pack(_END, checksum)
+    """Of more than `_JOIN_BYTES`. Head and trailer go with their neighbours: the daemon makes a packet of each write."""
+    chunks = [view[at : at + CHUNK_BYTES] for view in views for at in range(0, view.nbytes, CHUNK_BYTES)]
+    chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
+    chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]
+    first, *middle, last = filter(len, chunks)
+    checksum = crc32(first)
+    yield b"".join((head, first))
+    for chunk in middle:
+        checksum = crc32(chunk, checksum)
+        yield chunk
+    yield b"".join((last, _TRAILER.pack(_END, crc32(last, checksum))))
 
 
 def check_outgoing(method: str, message: Message) -> None:

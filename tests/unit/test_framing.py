@@ -140,9 +140,38 @@ def test_a_parameter_arrives_as_a_plain_tensor(read: Read) -> None:
 def test_large_tensors_are_not_copied_to_be_sent() -> None:
     tensor = torch.zeros(framing.CHUNK_BYTES * 3 // 2, dtype=torch.uint8)
     _, *chunks, _ = framing.encode(Kind.STREAM, 1, "m", Message(tensors=(tensor,)))
-    assert [len(chunk) for chunk in chunks] == [framing.CHUNK_BYTES, framing.CHUNK_BYTES // 2]
+    joined = framing._JOIN_BYTES
+    assert [len(chunk) for chunk in chunks] == [framing.CHUNK_BYTES - joined, framing.CHUNK_BYTES // 2 - joined]
     tensor.fill_(5)
     assert bytes(chunks[1])[:3] == b"\5\5\5"
+
+
+_JOINED = framing._JOIN_BYTES
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (_JOINED,),
+        (_JOINED + 1,),
+        (2 * _JOINED,),
+        (2 * _JOINED + 1,),
+        (framing.CHUNK_BYTES + 1,),
+        (1, _JOINED),
+        (_JOINED, 1),
+        (_JOINED, _JOINED),
+        (1,) * 10 + (_JOINED,) + (0,) + (1,) * 10,
+    ],
+    ids=str,
+)
+def test_head_and_end_go_with_tensors_of_whatever_sizes(read: Read, sizes: tuple[int, ...]) -> None:
+    tensors = tuple(random_tensor(torch.uint8, (size,)) for size in sizes)
+    buffers = list(framing.encode(Kind.STREAM, 7, "m", Message(b"body", tensors)))
+    assert all(len(buffer) for buffer in buffers)
+    assert len(buffers[0]) > framing.HEADER_BYTES + len(b"body")
+    assert len(buffers[-1]) > framing.TRAILER_BYTES
+    _, back = read(b"".join(buffers), sum(sizes))
+    assert all(same_bytes(sent, received) for sent, received in zip(tensors, back, strict=True))
 
 
 def test_errors_come_back_by_name() -> None:
