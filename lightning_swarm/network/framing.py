@@ -265,7 +265,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
-    """Of more than `_JOIN_BYTES`. Head and trailer go with their neighbours: the daemon makes a packet of each write."""
+    """Of more than `_JOIN_BYTES`. Head and trailer share a write with tensors: the daemon makes a packet of each."""
     chunks = [view[at : at + CHUNK_BYTES] for view in views for at in range(0, view.nbytes, CHUNK_BYTES)]
     chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
     chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]
