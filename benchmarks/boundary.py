@@ -13,7 +13,7 @@ import statistics
 import torch
 from torch import nn
 
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT
 from lightning_swarm.boundary import Bottleneck, Boundary, BoundaryLayer, Maxout, boundary_layers, insert_boundary
@@ -69,13 +69,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[list[object]] = [["layers", "scale", "first loss", "half-way", f"after {arguments.steps} steps"]]
+    drawn: dict[str, list[float]] = {}
     kinds = [kind(ratio=ratio) for ratio in arguments.ratios for kind in (Bottleneck, Maxout)]
     for boundary, scale in [(None, "-"), *itertools.product(kinds, arguments.scales)]:
         found = losses(boundary, None if scale in ("-", "torch") else float(scale), arguments)
         middle = len(found) // 2
         means = [statistics.mean(found[end - min(LAST, end) : end]) for end in (middle, len(found))]
         rows.append([boundary or "none", scale, *(f"{number:.3f}" for number in (found[0], *means))])
+        drawn[f"{boundary or 'none'}, {scale}"] = means[-1:]
         write("boundary", table("Loss of the byte GPT, nats per byte", rows))
+    picture("boundary", f"Loss of the byte GPT after {arguments.steps} steps, by layers", "nats a byte", drawn)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import timeit
 from collections.abc import Callable
 from typing import Final
 
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.policy import StageRouter
 from lightning_swarm.rebalancing.policy import Costs, Stages, plan
@@ -67,13 +67,16 @@ def main() -> None:
     routes: list[list[object]] = [["peers", "microseconds"]]
     routes += [[num_peers, f"{route_us(num_peers):.0f}"] for num_peers in NUM_PEERS]
     moves: list[list[object]] = [["stages", "lost", "moves", "microseconds"]]
+    drawn: dict[str, list[float]] = {}
     for num_stages in NUM_STAGES:
         for num_lost in NUM_LOST:
             took_us, num_moves = move_us(num_stages, num_lost)
             moves.append([num_stages, num_lost, num_moves, f"{took_us:.0f}"])
+            drawn[f"{num_stages} stages, {num_lost} lost, {num_moves} moves"] = [took_us]
     tables = [table("A microbatch's peer, by peers of the stage", routes)]
     tables.append(table(f"Who moves, by stages of {PER_STAGE:,} peers and how many one of them has lost", moves))
     write("decisions", "\n\n".join(tables))
+    picture("decisions", f"Who moves, {PER_STAGE:,} peers a stage", "microseconds", drawn)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from benchmarks.compression import WAYS, Rate, train
-from benchmarks.report import OUT, table, write
+from benchmarks.report import OUT, picture, table, write
 
 RATES: Final = (3e-4, 5e-4, 1e-3)
 NAMES: Final = ("none", "delay_optimizer_step")
@@ -47,9 +47,11 @@ def study(jobs: Sequence[tuple[float, int, str, int]], num_processes: int) -> Fo
 def show(found: Mapping[str, float], rates: Sequence[float], seeds: Sequence[int], num_steps: int) -> None:
     """A table."""
     rows: list[Sequence[object]] = [["highest learning rate", "loss", "with late steps", "against it", "seeds"]]
+    drawn: dict[str, list[float]] = {}
     for rate in rates:
         waits, lates = ([found[_key(rate, seed, name)] for seed in seeds] for name in NAMES)
         shares = [100 * (late / wait - 1) for wait, late in zip(waits, lates, strict=True)]
+        drawn |= {f"steps that wait, {rate:g}": waits, f"late steps, {rate:g}": lates}
         rows.append(
             [
                 f"{rate:g}",
@@ -59,7 +61,9 @@ def show(found: Mapping[str, float], rates: Sequence[float], seeds: Sequence[int
                 f"{min(shares):+.1f} to {max(shares):+.1f}",
             ]
         )
-    write("late", table(f"Loss on unseen files after {num_steps} steps, in nats a byte", rows))
+    title = f"Loss on unseen files after {num_steps} steps, by highest learning rate"
+    write("late", table(f"{title}, in nats a byte", rows))
+    picture("late", title, "nats a byte", drawn)
 
 
 def main() -> None:

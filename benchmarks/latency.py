@@ -14,7 +14,7 @@ from itertools import product
 
 from benchmarks.ends import Measured
 from benchmarks.hosts import Hosts
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 
 ROWS = tuple(product((100.0, 500.0, 0.0), (0.0, 0.01, 0.05, 0.1)))
 """Mb/s of the lines, and seconds one way."""
@@ -61,12 +61,16 @@ def main() -> None:
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     rows: list[list[object]] = [["line, Mb/s", "one way, ms", "round trip, ms", "Mb/s"]]
+    drawn: dict[str, list[float]] = {}
     for mbit, latency_s in ROWS:
         found = measure(mbit, latency_s, seconds=arguments.seconds)
         line = f"{mbit:.0f}" if mbit else "no limit"
         rows.append([line, f"{latency_s * 1e3:.0f}", f"{found.round_trip_s * 1e3:.2f}", f"{found.mbit:.0f}"])
+        drawn[f"{line}, {latency_s * 1e3:.0f} ms one way"] = [found.mbit]
         print(*rows[-1], flush=True)
     write("latency", table("Lines with latency", rows))
+    limited = {line: mbit for line, mbit in drawn.items() if not line.startswith("no limit")}
+    picture("latency", "What one TCP connection carries, by line", "Mb/s", limited)
 
 
 if __name__ == "__main__":

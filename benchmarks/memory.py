@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
@@ -49,6 +49,7 @@ BATCH: Final = 16
 def peaks(seconds: float) -> None:
     """For each option, the peers' memory."""
     rows: list[list[object]] = [["option", "trainer, MB", "server, MB", "server, MB"]]
+    drawn: dict[str, list[float]] = {}
     for name, options in OPTIONS.items():
         found = train(
             *("--width", WIDTH, "--num-blocks", NUM_BLOCKS, "--sequence", SEQUENCE, "--role", "trainer"),
@@ -58,10 +59,12 @@ def peaks(seconds: float) -> None:
             seconds=seconds,
         )
         rows.append([name, *(f"{one / 1e6:.0f}" for one in found.peak_bytes)])
+        drawn[name] = [one / 1e6 for one in found.peak_bytes[1:]]
         print(*rows[-1], flush=True)
     parameters = sum(one.numel() for one in _transformer().parameters()) / 1e6
     batch = f"{NUM_MICROBATCHES} microbatches of {MICROBATCH} by {SEQUENCE} by {WIDTH}"
     write("memory", table(f"Peak memory of each peer: {parameters:.0f}M parameters in two stages, {batch}", rows))
+    picture("memory", "Peak memory of a server", "MB", drawn)
 
 
 def _transformer() -> nn.Module:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from lightning_swarm.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 from lightning_swarm.pipeline.loads import SMOOTHING, Charge
@@ -245,13 +245,18 @@ def share(name: str, rates: str, num_trainers: int, per_server: int, seed: int) 
 def main() -> None:
     """Simulate, and print the table."""
     rows: list[list[object]] = [["servers", "trainers", "microbatches a server", *ROUTERS]]
+    drawn: dict[str, list[float]] = {name: [] for name in ROUTERS}
     for rates, num_trainers, per_server in itertools.product(RATES, NUM_TRAINERS, PER_SERVER):
         found = [
             statistics.fmean(share(name, rates, num_trainers, per_server, seed) for seed in range(NUM_SEEDS))
             for name in ROUTERS
         ]
         rows.append([rates, num_trainers, per_server, *(f"{percent:.0f}" for percent in found)])
-    write("routing", table(f"Percent of what {NUM_SERVERS} servers of a stage could do", rows))
+        for name, percent in zip(ROUTERS, found, strict=True):
+            drawn[name].append(percent)
+    title = f"Percent of what {NUM_SERVERS} servers of a stage could do"
+    write("routing", table(title, rows))
+    picture("routing", title, "percent; a dot for each row", drawn)
 
 
 if __name__ == "__main__":

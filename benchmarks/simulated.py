@@ -17,7 +17,7 @@ from itertools import starmap
 from pathlib import Path
 
 from benchmarks.hosts import Hosts, serving
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from benchmarks.waiting import PACES
 from lightning_swarm.network import PeerId
@@ -194,13 +194,16 @@ def main() -> None:
     if Hosts.missing(delayed=True):
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     rows: list[list[object]] = [["swarm", "samples/s", "simulated", "simulated / real"]]
+    drawn: dict[str, list[float]] = {}
     for name, swarm in SWARMS.items():
         if arguments.only in name:
             real, placed = measured(swarm, arguments.seconds)
             told = predicted(placed, arguments.seconds)
             rows.append([name, f"{real:.2f}", f"{told:.2f}", f"{told / real:.3f}"])
+            drawn[name] = [told / real]
             print(*rows[-1], flush=True)
     write("simulated", table("Real swarms on this machine, and the same ones simulated", rows))
+    picture("simulated", "Samples/s, simulated / real", "ratio", drawn)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.hosts import DEVICE, Hosts, serving
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from benchmarks.train import SEQUENCE
 from lightning_swarm.compression import CODECS
@@ -41,14 +41,18 @@ def main() -> None:
         parser.error(f"it needs Linux, root and iproute2; not found: {Hosts.missing()}")
     elements = MICROBATCH_SIZE * SEQUENCE * arguments.width
     rows: list[list[object]] = [["codec", "KiB, counted", "KiB, by the bits", "ratio", "samples/s"]]
+    drawn: dict[str, list[float]] = {}
     for codec in ("none", *CODECS):
         num_bytes, rate = counted(codec, arguments.width, arguments.seconds)
         expected = elements * BITS[codec] / 8
         ratio = f"{num_bytes / expected:.3f}"
         rows.append([codec, f"{num_bytes / 1024:.0f}", f"{expected / 1024:.0f}", ratio, f"{rate:.0f}"])
+        drawn[codec] = [num_bytes / 1024]
         print(*rows[-1], flush=True)
     shape = f"[{MICROBATCH_SIZE}, {SEQUENCE}, {arguments.width}]"
-    write("wire", table(f"A tensor of shape {shape} over one line", rows))
+    title = f"A tensor of shape {shape} over one line"
+    write("wire", table(title, rows))
+    picture("wire", title, "KiB", drawn)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from benchmarks.hosts import Hosts
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from benchmarks.runs import Stepped
 from benchmarks.wan import swarm
 from benchmarks.wan.throughput import BOUNDARY_BYTES, LAYER_BYTES, LAYER_S
@@ -41,6 +41,7 @@ def main() -> None:
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     stages = [[2 * LAYER_S] * (NUM_PEERS // 2) for _ in range(2)]
     rows: list[list[object]] = [["Mb/s", "round trip", "two batches", "steps wait: lost", "delayed: lost"]]
+    drawn: dict[str, list[float]] = {}
     lines = [(max(MBITS), max(ROUND_TRIPS_S) / 4)] * (NUM_PEERS + 1)
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts([mbit for mbit, _ in lines], [way_s for _, way_s in lines]))
@@ -70,8 +71,12 @@ def main() -> None:
                 lost = [1.0 - alone_s / statistics.median(map(sum, steps)) for steps in found]
                 rows.append([f"{mbit:g}", f"{round_trip_s * 1e3:.0f} ms", f"{alone_s:.2f} s"])
                 rows[-1] += [f"{share:.1%}" for share in lost]
+                line = f"{mbit:g} Mb/s, {round_trip_s * 1e3:.0f} ms"
+                drawn |= {f"{line}, {way}": [100 * share] for way, share in zip(("wait", "late"), lost, strict=True)}
                 print(*rows[-1], flush=True)
-    write("overlap", table("Time lost to averaging and stepping, of a step", rows))
+    title = "Time lost to averaging and stepping, of a step"
+    write("overlap", table(title, rows))
+    picture("overlap", title, "percent", drawn)
 
 
 if __name__ == "__main__":

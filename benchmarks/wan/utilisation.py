@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.hosts import Hosts
-from benchmarks.report import table, write
+from benchmarks.report import picture, table, write
 from benchmarks.wan.swarm import Swarm, training
 
 MBIT: Final = 500.0
@@ -94,6 +94,7 @@ def main() -> None:
         parser.error(f"it needs Linux, root, iproute2 and TAP devices; not found: {Hosts.missing(delayed=True)}")
     trips = [f"{round_trip_s * 1e3:.0f} ms" for round_trip_s in ROUND_TRIPS_S]
     rows: list[list[object]] = [["layer", "compute", "tensor", "whose", *trips]]
+    drawn: dict[str, list[float]] = {}
     for name, percents in PAPER.items():
         if arguments.only in name:
             layer = derive(percents)
@@ -102,7 +103,11 @@ def main() -> None:
             rows.append([*of, "paper", *percents])
             ours = measure(layer, arguments.seconds, arguments.steps, arguments.send_bytes)
             rows.append(["", "", "", "swarm", *(f"{percent:.1f}" for percent in ours)])
-    write("utilisation", table(f"Share of the time that a stage computes, percent, by round trip; {MBIT:g} Mb/s", rows))
+            for trip, of_paper, of_swarm in zip(trips, percents, ours, strict=True):
+                drawn |= {f"swarm, {name}, {trip}": [of_swarm], f"paper, {name}, {trip}": [of_paper]}
+    title = f"Share of the time that a stage computes, percent, by round trip; {MBIT:g} Mb/s"
+    write("utilisation", table(title, rows))
+    picture("utilisation", title, "percent", drawn)
 
 
 if __name__ == "__main__":

@@ -118,8 +118,6 @@ def _check_patch(words: list[str]) -> None:
 
 
 def _check_python(words: list[str]) -> None:
-    if words == ["-m", "venv", ".venv"]:
-        return
     if ">" in words:  # what it writes is compared with the file by a test of its own
         words = words[: words.index(">")]
     if words[0] == "-m":
