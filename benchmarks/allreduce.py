@@ -68,12 +68,12 @@ async def _measure(together: Together, num_parameters: int, repeats: int) -> dic
                 began_s, began_cpu_s = time.perf_counter(), _cpu_s(processes)
                 found = await once()
                 took_s = time.perf_counter() - began_s
-                averaged = torch.equal(found, torch.full_like(found, mean))
-                # Until then others' rounds take of this peer's CPU.
-                all_averaged = all(await asyncio.to_thread(together.exchange, averaged))
+                await asyncio.to_thread(together.exchange)  # until then others' rounds take of this peer's CPU
+                took_cpu_s = _cpu_s(processes) - began_cpu_s
                 tickets.drop(f"round{number}")
-                if all_averaged:
-                    taken[name] = took_s, _cpu_s(processes) - began_cpu_s
+                averaged = torch.equal(found, torch.full_like(found, mean))
+                if all(await asyncio.to_thread(together.exchange, averaged)):
+                    taken[name] = took_s, took_cpu_s
                 elif name != "hivemind":  # which loses parts now and then, and goes on without
                     raise RuntimeError(f"{name} did not average")
             if number and len(taken) == len(ways):  # the first round opens connections
@@ -134,6 +134,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run_together(measure, arguments.peers, folder, arguments.parameters, arguments.repeats)
     rounds = {name: list(zip(*(one[name] for one in found), strict=True)) for name in found[0]}  # each, of all peers
+    if len(rounds["swarm"]) < 2:
+        parser.error(
+            f"hivemind lost parts in all but {len(rounds['swarm'])} of {arguments.repeats} rounds. Try it again."
+        )
     seconds = {name: [max(took_s for took_s, _ in each) for each in all_] for name, all_ in rounds.items()}
     cpu = {name: [sum(cpu_s for _, cpu_s in each) for each in all_] for name, all_ in rounds.items()}
     rows = [["way", "seconds, median", "CPU seconds, median"]]

@@ -33,7 +33,7 @@ def main() -> None:
     """Run it as often as asked, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seconds", type=float, default=30.0)
     arguments = parser.parse_args()
     rows: list[list[object]] = [["run", "pairs of blocks", "samples/s, safe / bare", "quartiles"]]
     found: list[float] = []

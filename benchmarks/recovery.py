@@ -47,7 +47,7 @@ def main() -> None:
     """Run it as often as asked, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=24.0)
     arguments = parser.parse_args()
     runs = [
         train("--role", "trainer", "--devices", 5, "--num-stages", 2, "--kill-after-s", arguments.seconds / 3,

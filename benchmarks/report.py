@@ -35,8 +35,9 @@ def picture(name: str, title: str, unit: str, found: Mapping[str, Sequence[float
         name: Of the file.
         title: Over it.
         unit: Of the values.
-        found: The values by way; those whose names begin with ``"swarm"`` stand out.
+        found: The values by way; those named ``"swarm"`` and so on stand out, those without any are left out.
     """
+    found = {way: values for way, values in found.items() if values}
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.45 * len(found)))
     for place, (way, values) in enumerate(found.items()):

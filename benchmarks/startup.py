@@ -49,7 +49,7 @@ def swarm_s() -> float:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     arguments = parser.parse_args()
     pairs = [(imports_s(), swarm_s()) for _ in range(arguments.repeats + 1)][1:]  # the first one fills the disk's cache
     rows: list[list[object]] = [["run", "four imports", "swarm's first batch", "ratio"]]

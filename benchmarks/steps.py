@@ -80,7 +80,7 @@ def optimizer_ms(together: Together, width: int, num_steps: int) -> list[float]:
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--steps", type=int, default=5, help="of hivemind's optimizer")
     arguments = parser.parse_args()
     rows: list[list[object]] = [["parameters", "swarm", "hivemind.Optimizer", "together", "swarm / hivemind"]]

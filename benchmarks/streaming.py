@@ -123,7 +123,7 @@ def main() -> None:
     for name, found in run_together(measure, 2, arguments.repeats)[0].items():
         size = f"{int(name) >> 20} MiB"
         rates = [[int(name) / 1e6 / each for each in seconds if not math.isnan(each)] for seconds in found]
-        ours, theirs, next_door = medians = [statistics.median(each) for each in rates]
+        ours, theirs, next_door = medians = [statistics.median(each or [math.nan]) for each in rates]
         lost = [str(sum(map(math.isnan, seconds))) for seconds in found]
         speeds = [f"{median:.0f} MB/s" for median in medians]
         rows.append([size, *speeds, f"{ours / theirs:.2f}", f"{next_door / theirs:.2f}", ", ".join(lost)])

@@ -15,6 +15,7 @@ from benchmarks.runs import Turns
 
 NUM_MICROBATCHES = 32
 WIDTH = 512
+SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 def main() -> None:
@@ -23,17 +24,18 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--num-blocks", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=4)
+    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["gpipe"], help="of pipelines")
     arguments = parser.parse_args()
     num_samples = NUM_MICROBATCHES * arguments.microbatch_size
     model = ("--width", WIDTH, "--num-blocks", arguments.num_blocks)
     batch = ("--batch-size", num_samples, "--microbatch-size", arguments.microbatch_size)
     by_turns = (*model, *batch, "--by-turns")
-    ways = {
+    ways: dict[str, tuple[str, tuple[object, ...]]] = {
         "swarm": ("benchmarks.train", (*by_turns, "--devices", 2, "--num-stages", 2)),
         "plain Trainer": ("benchmarks.train", (*by_turns, "--plain", "--num-threads", 2)),
-        "GPipe, gloo": ("benchmarks.gpipe", (*model, *batch, "--schedule", "gpipe")),
-        "1F1B, gloo": ("benchmarks.gpipe", (*model, *batch, "--schedule", "1f1b")),
     }
+    for schedule in arguments.schedules:
+        ways[f"{SCHEDULES[schedule]}, gloo"] = ("benchmarks.gpipe", (*model, *batch, "--schedule", schedule))
     rates: dict[str, list[float]] = {name: [] for name in ways}
     with Turns(ways) as turns:
         for _ in range(arguments.turns):

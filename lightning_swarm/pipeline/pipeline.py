@@ -28,7 +28,7 @@ from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
 
 _TURNS_APART: Final = 4
-"""Turns of the loop from one microbatch's begin to the next one's: until what it sends is on its way.
+"""Until what a microbatch sends is on its way.
 
 The first stage can begin when the first is there. Those that travel beside calls go in one piece, which is cheaper.
 """
@@ -262,11 +262,15 @@ class _Call:
             yield begin()
 
     def _run(self, works: list[Any], first: trees.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
-        """Results of all microbatches; `first` is what the first one sends."""
-        turns_apart = _TURNS_APART if sum(one.nbytes for one in trees.flatten(first)[1]) > SMALL_BYTES else 0
-        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart)
+        """Results of all microbatches; `first` is what the first one sends of the hidden state, or of its gradient."""
+        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
         all_of_it: list[Coroutine[Any, Any, Any]] = [through, *also]
         return list(self._pipeline.runtime.run(gather(all_of_it))[0])
+
+
+def turns_apart(sent: trees.Tree) -> int:
+    """Turns of the loop from the begin of one microbatch, which sends these tensors, to that of the next one."""
+    return _TURNS_APART if sum(tensor.nbytes for tensor in trees.flatten(sent)[1]) > SMALL_BYTES else 0
 
 
 def _detached(extras: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ class _Open:
 class GradientSums:
     """Of the stages of one server.
 
+    Args:
+        me: That server.
+
     Attributes:
         stages: By index.
         reselected: What trains in the step that is decided next, if it is not what trained in the step before.
@@ -46,7 +49,8 @@ class GradientSums:
         round: Of the newest freeze in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, me: Member) -> None:
+        self._me = me
         self._run: RunState | None = None
         self.stages: dict[int, Stage] = {}
         self._open: dict[int, _Open] = {}  # by step
@@ -80,10 +84,10 @@ class GradientSums:
         self._run, self.stages = None, {}
         self._begin_anew()
 
-    def go_back(self, me: Member) -> None:
-        """Begin anew with the run's next generation, and with what `me` holds in it."""
+    def go_back(self) -> None:
+        """Begin anew with the run's next generation, and with what this server holds in it."""
         manifest = self.run.manifest
-        self._keep_held(me)
+        self._keep_held()
         for stage in self.stages.values():
             stage.go_back(manifest.first_step, manifest.selection)
         self._begin_anew()
@@ -219,23 +223,20 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closing
 
-    def look_ahead(self, me: Member) -> bool:
+    def look_ahead(self) -> bool:
         """Where there is nothing else to do, work for what the next freeze asks; whether more is left."""
-        return any(self._is_compared(stage, me) and stage.look_ahead() for stage in tuple(self.stages.values()))
+        return any(self._is_compared(stage) and stage.look_ahead() for stage in tuple(self.stages.values()))
 
-    def _is_compared(self, stage: Stage, me: Member) -> bool:
+    def _is_compared(self, stage: Stage) -> bool:
         """Whether the stage's weights are, with another replica's or with those of whoever joins."""
-        return self._run is not None and (self._joining or self._run.rosters[stage.index] != [me])
+        return self._run is not None and (self._joining or self._run.rosters[stage.index] != [self._me])
 
-    def freeze(
-        self, request: FreezeRequest, term: Term, me: Member, *, now_s: float
-    ) -> tuple[list[StageLedger], list[str]]:
+    def freeze(self, request: FreezeRequest, term: Term, *, now_s: float) -> tuple[list[StageLedger], list[str]]:
         """The ledgers, and the tickets of earlier results that would keep what is named now from being computed.
 
         Args:
             request: What for.
             term: Of the coordinator that asked.
-            me: Who freezes.
             now_s: On the loop's clock.
 
         Raises:
@@ -257,7 +258,7 @@ class GradientSums:
                     stage_index=index,
                     held=pack(self.ledger(index, request.step).held),
                     touched=to_bitmap(stage.sum_of(request.step).touched),
-                    version_hash=stage.fingerprint() if self._is_compared(stage, me) else None,
+                    version_hash=stage.fingerprint() if self._is_compared(stage) else None,
                     samples_per_s=stage.load.samples_per_s,
                     queued=stage.load.queued,
                     busy_share=stage.load.busy_share(now_s=now_s),
@@ -304,13 +305,12 @@ class GradientSums:
 
     # ------------------------------------------------------------------ closed
 
-    def bind(self, request: AverageRequest, rosters: Sequence[Sequence[Member]], me: Member) -> dict[int, int]:
+    def bind(self, request: AverageRequest, rosters: Sequence[Sequence[Member]]) -> dict[int, int]:
         """Check that the frozen sums are what is named here.
 
         Args:
             request: Which round.
             rosters: Of the round.
-            me: This server.
 
         Returns:
             This server's place in the roster of each of its stages.
@@ -320,7 +320,7 @@ class GradientSums:
         self.check_frozen(closing)
         self.check_stages(closing)
         named = self._named(request.named)
-        places = {index: _place(rosters[index], me) for index in self.stages}
+        places = {index: _place(rosters[index], self._me) for index in self.stages}
         for index in places:
             from_bitmap(closing.touched[index], len(self.stages[index].trainable))
             ledger = self.ledgers[index]
@@ -328,8 +328,8 @@ class GradientSums:
                 raise ProtocolError(f"the ledger of stage {index} is not frozen; a sum that may change has no mean")
             if ledger.held != named[index]:
                 raise ProtocolError(
-                    f"the sum of stage {index} on {me.peer_id} is not what is named for step {closing.step}: it holds "
-                    f"{len(ledger.held - named[index])} others, and lacks {len(named[index] - ledger.held)}"
+                    f"the sum of stage {index} on {self._me.peer_id} is not what is named for step {closing.step}: it "
+                    f"holds {len(ledger.held - named[index])} others, and lacks {len(named[index] - ledger.held)}"
                 )
         return places
 
@@ -376,16 +376,16 @@ class GradientSums:
         others = {index: from_bitmap(bitmaps[index], len(ties.trainable(index, trained))) for index in partners}
         return ties.touched(stage.index, trained, {stage.index: own, **others})
 
-    def turn(self, record: Record, me: Member, *, now_s: float) -> None:
-        """The record is applied: the next step is open, and what `me` holds no more is freed."""
+    def turn(self, record: Record, *, now_s: float) -> None:
+        """The record is applied: the next step is open, and what this server holds no more is freed."""
         self.run.apply(record)
-        self._keep_held(me)
+        self._keep_held()
         for stage in self.stages.values():
             stage.load.note_step(now_s=now_s)
         self._begin_step()
 
-    def _keep_held(self, me: Member) -> None:
-        held = {index for index, roster in enumerate(self.run.rosters) if me in roster}
+    def _keep_held(self) -> None:
+        held = {index for index, roster in enumerate(self.run.rosters) if self._me in roster}
         if held:  # else this server joins still, or a record left it out: it joins again with what it has
             # New ones, for the compute thread may be looking at the old ones.
             self.stages = {index: stage for index, stage in self.stages.items() if index in held}

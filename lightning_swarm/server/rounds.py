@@ -139,7 +139,7 @@ class Rounds:
                 await self.lull.wait()
                 sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
             begin_s = now_s()
-            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters, self._me))
+            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters))
             found = await self._averaged(closing, run.ties, rosters, places)
             self.lull.note(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too

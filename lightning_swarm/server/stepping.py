@@ -66,9 +66,9 @@ class Stepping:
         self._on_fenced = on_fenced
         self._applied = asyncio.Condition()
         self.began_s = 0.0
-        self.sums = GradientSums()
+        self.sums = GradientSums(self._me)
         self.rounds = Rounds(transport, tickets, executor, self.sums, boot_id=boot_id, timeout=timeout)
-        executor.while_idle(lambda: self.sums.look_ahead(self._me))
+        executor.while_idle(self.sums.look_ahead)
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FENCE, self._handle_fence)
         transport.handle_call(FREEZE, self._handle_freeze)
@@ -97,7 +97,7 @@ class Stepping:
         self.rounds.forget()
         self.sums.reselected = None
         # After what runs on the compute thread; what comes later there looks at the generation first.
-        await self._executor.submit(FIRST, lambda: self.sums.go_back(self._me))
+        await self._executor.submit(FIRST, self.sums.go_back)
         await self._notify()
 
     async def reopen(self) -> None:
@@ -218,9 +218,7 @@ class Stepping:
         self.sums.check(caller, request.generation, request.step, request.attempt)
         term = self.sums.run.term
         at_s = now_s()
-        (ledgers, stale), _ = await self._executor.submit(
-            FIRST, lambda: self.sums.freeze(request, term, self._me, now_s=at_s)
-        )
+        (ledgers, stale), _ = await self._executor.submit(FIRST, lambda: self.sums.freeze(request, term, now_s=at_s))
         for name in stale:
             self._tickets.drop(name)
         return encode(FreezeReply(boot_id=self._me.boot_id, ledgers=ledgers, noted=self._events.report()))
@@ -255,7 +253,7 @@ class Stepping:
                 return
             self.rounds.carry(record)
             self.rounds.forget()
-            self.sums.turn(record, self._me, now_s=now_s())
+            self.sums.turn(record, now_s=now_s())
             self._on_decided(record, gradients)
             self._applied.notify_all()
 

@@ -60,7 +60,9 @@ def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) ->
         StepError: They do not.
     """
     hashes = {ledger.said.version_hash for ledger in ledgers}
-    if len(hashes) != 1 or (None in hashes and len(ledgers) > 1):
+    if None in hashes and len(ledgers) > 1:
+        raise StepError(f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all say what weights")
+    if len(hashes) != 1:
         raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
     return hashes.pop()
 

@@ -405,6 +405,14 @@ def test_replicas_whose_weights_differ_fail_the_step(make_swarm: MakeSwarm) -> N
     assert_undecided(swarm, "replicas of stage 1 have different weights")
 
 
+def test_a_replica_that_says_no_hash_of_its_weights_fails_the_step(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = make_swarm("a", "b c")
+    monkeypatch.setattr(swarm.servers[C].stepping.sums, "_is_compared", lambda _: False)
+    assert_undecided(swarm, "stage 1 has 2 replicas, and not all say")
+
+
 def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a", "b")
     swarm.servers[B].stepping._me = Member(peer_id=B, boot_id=999)

@@ -25,3 +25,10 @@ def test_a_squared_norm_is_one_of_blocks() -> None:
     assert found.pop() == pytest.approx(expected, rel=1e-14)
     assert squared_norm(torch.empty(0)) == 0.0
     assert math.isnan(squared_norm(torch.tensor([1.0, math.nan])))
+    assert squared_norm(torch.tensor([1.0, math.inf])) == math.inf
+
+
+def test_a_squared_norm_that_no_float_holds_is_infinite() -> None:
+    vector = torch.zeros(1 << 15, dtype=torch.float64)  # two blocks
+    vector[0] = vector[-1] = math.sqrt(1.5e308)
+    assert squared_norm(vector) == math.inf

@@ -8,6 +8,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.run_state import RunState
 from lightning_swarm.server.gradient_sums import GradientSums
 from lightning_swarm.server.load import StageLoad
+from lightning_swarm.types.runs import Member
 from tests.unit.conftest import MakeSwarm
 
 
@@ -52,7 +53,7 @@ def test_who_comes_back_was_not_idle_in_between() -> None:
 def test_a_stage_that_enters_a_run_again_was_not_idle_meanwhile(make_swarm: MakeSwarm) -> None:
     swarm = make_swarm("a")
     stage = swarm.servers[PeerId("a")].stepping.stage(0)
-    sums = GradientSums()
+    sums = GradientSums(Member(peer_id=PeerId("a"), boot_id=0))
     sums.begin(RunState(swarm.manifest), {0: stage}, now_s=0.0)
     stage.load.note(4, busy_s=8.0, queued=0)
     stage.load.note_step(now_s=10.0)

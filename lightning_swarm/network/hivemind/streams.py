@@ -15,7 +15,7 @@ from lightning_swarm.network.hivemind._engine import P2P, Multiaddr, PeerID, p2p
 from lightning_swarm.network.hivemind.inbox import Inbox
 
 _MAX_OPEN: Final = 64  # streams at once, busy or idle; who wants one more waits
-_MAX_IDLE: Final = 32  # to one peer
+_MAX_IDLE: Final = 32  # to one peer: as many as a batch of 32 large microbatches uses at once, step after step
 _IDLE_S: Final = 30.0  # until an idle stream is closed; less than the other side's patience
 
 
