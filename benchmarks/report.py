@@ -35,7 +35,7 @@ def picture(name: str, title: str, unit: str, found: Mapping[str, Sequence[float
         name: Of the file.
         title: Over it.
         unit: Of the values.
-        found: The values by way; those named ``"swarm"`` and so on stand out, those without any are left out.
+        found: The values by way; those that begin with ``"swarm"`` stand out; those without any are left out.
     """
     found = {way: values for way, values in found.items() if values}
     mpl.use("Agg")

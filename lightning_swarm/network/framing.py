@@ -155,7 +155,7 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
     """The buffers that make up a message, to be written in order.
 
     The checks are made at once; the payload is read chunk by chunk, as the buffers are taken, without
-    being copied (unless a tensor is not contiguous).
+    being copied, but for the first and the last 64 KiB (and tensors that are not contiguous).
 
     Raises:
         ProtocolError: A tensor cannot travel, or the body, the method or the number of tensors is too large.
@@ -265,7 +265,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
-    """Of more than `_JOIN_BYTES`. Head and trailer share a write with tensors: the daemon makes a packet of each."""
+    """Of a larger payload. Head and trailer share a write with a part of it: the daemon makes a packet of each write."""
     chunks = [view[at : at + CHUNK_BYTES] for view in views for at in range(0, view.nbytes, CHUNK_BYTES)]
     chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
     chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]

@@ -28,9 +28,10 @@ from lightning_swarm.types.batches import Grant
 from lightning_swarm.types.calls import CallKey, Mode, Receipt
 
 _TURNS_APART: Final = 4
-"""Until what a microbatch sends is on its way.
+"""Turns of the loop until what a microbatch sends is on its way.
 
-The first stage can begin when the first is there. Those that travel beside calls go in one piece, which is cheaper.
+The first stage can begin when the first is there. Microbatches that travel beside calls go in one piece, which is
+cheaper.
 """
 
 

@@ -57,11 +57,11 @@ def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) ->
     """Of the weights that a stage's replicas agree on. None: there is one, and nobody to compare them with.
 
     Raises:
-        StepError: They do not.
+        StepError: They do not, or not all say theirs.
     """
     hashes = {ledger.said.version_hash for ledger in ledgers}
     if None in hashes and len(ledgers) > 1:
-        raise StepError(f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all say what weights")
+        raise StepError(f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of theirs")
     if len(hashes) != 1:
         raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
     return hashes.pop()

@@ -410,7 +410,7 @@ def test_a_replica_that_says_no_hash_of_its_weights_fails_the_step(
 ) -> None:
     swarm = make_swarm("a", "b c")
     monkeypatch.setattr(swarm.servers[C].stepping.sums, "_is_compared", lambda _: False)
-    assert_undecided(swarm, "stage 1 has 2 replicas, and not all say")
+    assert_undecided(swarm, "stage 1 has 2 replicas, and not all give")
 
 
 def test_a_restarted_server_fails_the_step(make_swarm: MakeSwarm) -> None:

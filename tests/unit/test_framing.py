@@ -156,7 +156,11 @@ _JOINED = framing._JOIN_BYTES
         (_JOINED + 1,),
         (2 * _JOINED,),
         (2 * _JOINED + 1,),
+        (framing.CHUNK_BYTES,),
         (framing.CHUNK_BYTES + 1,),
+        (framing.CHUNK_BYTES + _JOINED,),
+        (framing.CHUNK_BYTES, 1),
+        (0, _JOINED + 1, 0),
         (1, _JOINED),
         (_JOINED, 1),
         (_JOINED, _JOINED),
@@ -167,7 +171,7 @@ _JOINED = framing._JOIN_BYTES
 def test_head_and_end_go_with_tensors_of_whatever_sizes(read: Read, sizes: tuple[int, ...]) -> None:
     tensors = tuple(random_tensor(torch.uint8, (size,)) for size in sizes)
     buffers = list(framing.encode(Kind.STREAM, 7, "m", Message(b"body", tensors)))
-    assert all(len(buffer) for buffer in buffers)
+    assert all(0 < len(buffer) <= framing.CHUNK_BYTES for buffer in buffers)
     assert len(buffers[0]) > framing.HEADER_BYTES + len(b"body")
     assert len(buffers[-1]) > framing.TRAILER_BYTES
     _, back = read(b"".join(buffers), sum(sizes))
