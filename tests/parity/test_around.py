@@ -417,8 +417,8 @@ def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkey
     assert deviation(swarm, plain)[0] > 1e3 * LOSS_TOLERANCE
 
 
-def bind_anyway(self: GradientSums, _: AverageRequest, rosters: Sequence[list[Member]], me: Member) -> dict[int, int]:
-    return {index: rosters[index].index(me) for index in self.stages}
+def bind_anyway(self: GradientSums, _: AverageRequest, rosters: Sequence[list[Member]]) -> dict[int, int]:
+    return {index: rosters[index].index(self._me) for index in self.stages}
 
 
 # ---------------------------------------------------------------------- refused
