@@ -24,7 +24,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--num-blocks", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=4)
-    parser.add_argument("--schedules", nargs="+", choices=list(SCHEDULES), default=["gpipe"], help="of torch's pipelines")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=list(SCHEDULES), default=["gpipe"], help="of torch's pipelines"
+    )
     arguments = parser.parse_args()
     num_samples = NUM_MICROBATCHES * arguments.microbatch_size
     model = ("--width", WIDTH, "--num-blocks", arguments.num_blocks)
