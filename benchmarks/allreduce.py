@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from hivemind.p2p import P2P, PeerID
 from torch import Tensor, distributed
 
 from benchmarks.peers import hivemind_peer, swarm_peer
-from benchmarks.report import picture, table, write
+from benchmarks.report import median, picture, table, write
 from benchmarks.together import Together, run_together
 from lightning_swarm.averaging.butterfly import Group, average
 from lightning_swarm.network import PeerId
@@ -138,7 +137,7 @@ def main() -> None:
     seconds = {name: [max(took_s for took_s, _ in each) for each in all_] for name, all_ in rounds.items()}
     cpu = {name: [sum(cpu_s for _, cpu_s in each) for each in all_] for name, all_ in rounds.items()}
     rows = [["way", "seconds, median", "CPU seconds, median"]]
-    rows += [[n, f"{_median(seconds[n]):.3f}", f"{_median(cpu[n]):.2f}"] for n in rounds]
+    rows += [[n, f"{median(seconds[n]):.3f}", f"{median(cpu[n]):.2f}"] for n in rounds]
     title = f"{arguments.parameters / 1e6:g}M float32 averaged among {arguments.peers} peers"
     ratios = [f"swarm / hivemind, {what}, by rounds: {_ratio(of)}" for what, of in (("time", seconds), ("CPU", cpu))]
     left_out = f"rounds left out, for hivemind lost parts: {arguments.repeats - len(seconds['swarm'])}"
@@ -146,17 +145,12 @@ def main() -> None:
     picture("allreduce", title, "seconds", seconds)
 
 
-def _median(found: Sequence[float]) -> float:
-    """NaN: hivemind lost parts in each round."""
-    return statistics.median(found or [math.nan])
-
-
 def _ratio(of: dict[str, list[float]]) -> str:
     ratios = [ours / theirs for ours, theirs in zip(of["swarm"], of["hivemind"], strict=True)]
     if len(ratios) < 2:
-        return f"{_median(ratios):.2f}"
-    low, median, high = statistics.quantiles(ratios, n=4)
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+        return f"{median(ratios):.2f}"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,11 @@ from matplotlib import pyplot as plt
 
 OUT = Path("runs/bench")
 """Pictures and tables."""
+
+
+def median(values: Sequence[float]) -> float:
+    """NaN where there is none: what was to be compared failed each time."""
+    return statistics.median(values or [math.nan])
 
 
 def table(title: str, rows: Sequence[Sequence[object]]) -> str:
@@ -41,7 +47,7 @@ def picture(name: str, title: str, unit: str, found: Mapping[str, Sequence[float
     mpl.use("Agg")
     figure, axes = plt.subplots(figsize=(7, 0.6 + 0.45 * len(found)))
     for place, (way, values) in enumerate(found.items()):
-        axes.barh(place, statistics.median(values), color="tab:blue" if way.startswith("swarm") else "tab:gray")
+        axes.barh(place, median(values), color="tab:blue" if way.startswith("swarm") else "tab:gray")
         axes.plot(values, [place] * len(values), ".", color="black", markersize=3)
     axes.set_yticks(range(len(found)), list(found))
     axes.invert_yaxis()

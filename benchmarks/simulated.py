@@ -135,6 +135,10 @@ def predicted(swarm: Swarm, seconds: float) -> float:
     )
     first, *others = simulate(Scenario(len(swarm.stages), changes, 2 * seconds, rule="none"), work)
     spans = [span for span in others if span.begin_s < first.end_s + seconds]  # as long as the real ones train
+    if not spans:
+        raise ValueError(
+            f"steps must end within the seconds of a training, none did in {seconds:g}. Give more (--seconds)."
+        )
     num_samples = sum((span.end_s - span.begin_s) * span.samples_per_s for span in spans)
     return num_samples / (spans[-1].end_s - first.end_s)
 

@@ -11,15 +11,13 @@ to average, do not count. Both go through libp2p's daemons.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import time
 
 import hivemind
 import torch
 import torch.multiprocessing
 
-from benchmarks.report import picture, table, write
+from benchmarks.report import median, picture, table, write
 from benchmarks.runs import FAR_APART, train
 from benchmarks.together import Together, run_together
 from benchmarks.train import Blocks, Nop
@@ -89,7 +87,7 @@ def main() -> None:
         name = f"{NUM_BLOCKS * width:,}"
         found[f"swarm, {name}"] = swarm_ms(width, arguments.seconds)
         found[f"hivemind, {name}"] = run_together(optimizer_ms, NUM_PEERS, width, arguments.steps)[0]
-        ours, theirs = (statistics.median(found[f"{way}, {name}"] or [math.nan]) for way in ("swarm", "hivemind"))
+        ours, theirs = (median(found[f"{way}, {name}"]) for way in ("swarm", "hivemind"))
         together = f"{len(found[f'hivemind, {name}'])} of {arguments.steps}"
         rows.append([name, f"{ours:.0f} ms", f"{theirs:.0f} ms", together, f"{ours / theirs:.2f}"])
     title = "One step of four peers that compute nothing"

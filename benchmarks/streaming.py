@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Awaitable, Callable
 from typing import AsyncIterator  # noqa: UP035 - hivemind knows a stream by this one
@@ -25,7 +24,7 @@ from hivemind.utils.asyncio import amap_in_executor, iter_as_aiter
 from hivemind.utils.streaming import split_for_streaming
 
 from benchmarks.peers import hivemind_peer, swarm_peer
-from benchmarks.report import picture, table, write
+from benchmarks.report import median, picture, table, write
 from benchmarks.together import Together, run_together
 from lightning_swarm.network import Message, PeerId
 
@@ -123,9 +122,9 @@ def main() -> None:
     for name, found in run_together(measure, 2, arguments.repeats)[0].items():
         size = f"{int(name) >> 20} MiB"
         rates = [[int(name) / 1e6 / each for each in seconds if not math.isnan(each)] for seconds in found]
-        ours, theirs, next_door = medians = [statistics.median(each or [math.nan]) for each in rates]
+        ours, theirs, next_door = medians = [median(each) for each in rates]
         lost = [str(sum(map(math.isnan, seconds))) for seconds in found]
-        speeds = [f"{median:.0f} MB/s" for median in medians]
+        speeds = [f"{rate:.0f} MB/s" for rate in medians]
         rows.append([size, *speeds, f"{ours / theirs:.2f}", f"{next_door / theirs:.2f}", ", ".join(lost)])
         drawn |= {f"{way}, {size}": each for way, each in zip(WAYS, rates, strict=True)}
     title = "Tensors from one process to another"

@@ -62,7 +62,7 @@ def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) ->
     hashes = {ledger.said.version_hash for ledger in ledgers}
     if None in hashes and len(ledgers) > 1:
         raise StepError(
-            f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of theirs"
+            f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of their weights"
         )
     if len(hashes) != 1:
         raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")

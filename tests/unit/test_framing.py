@@ -19,6 +19,7 @@ from lightning_swarm.network.exchange import Feed
 from lightning_swarm.network.framing import Head, Kind
 from lightning_swarm.network.tensors import DTYPES, MAX_DIMS
 
+_JOINED = framing._JOIN_BYTES
 MAX_BYTES = 1 << 20
 ALL_DTYPES = list(DTYPES.values())
 
@@ -140,13 +141,9 @@ def test_a_parameter_arrives_as_a_plain_tensor(read: Read) -> None:
 def test_large_tensors_are_not_copied_to_be_sent() -> None:
     tensor = torch.zeros(framing.CHUNK_BYTES * 3 // 2, dtype=torch.uint8)
     _, *chunks, _ = framing.encode(Kind.STREAM, 1, "m", Message(tensors=(tensor,)))
-    joined = framing._JOIN_BYTES
-    assert [len(chunk) for chunk in chunks] == [framing.CHUNK_BYTES - joined, framing.CHUNK_BYTES // 2 - joined]
+    assert [len(chunk) for chunk in chunks] == [framing.CHUNK_BYTES - _JOINED, framing.CHUNK_BYTES // 2 - _JOINED]
     tensor.fill_(5)
     assert bytes(chunks[1])[:3] == b"\5\5\5"
-
-
-_JOINED = framing._JOIN_BYTES
 
 
 @pytest.mark.parametrize(
