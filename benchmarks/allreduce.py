@@ -23,9 +23,9 @@ from torch import Tensor, distributed
 from benchmarks.peers import hivemind_peer, swarm_peer
 from benchmarks.report import median, picture, table, write
 from benchmarks.together import Together, run_together
-from lightning_swarm.averaging.butterfly import Group, average
 from lightning_swarm.network import PeerId
-from lightning_swarm.tickets import TicketStore
+from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.averaging.all_reduce import Group, average
 
 _TIMEOUT_S = 120.0
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks import train
+from lightning_swarm.client.pipeline.replay_buffer import Copies, Copy
+from lightning_swarm.coordinator.membership import rosters
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import Liveness, _Watched
-from lightning_swarm.pipeline.copies import Copies, Copy
-from lightning_swarm.run_state import RunState
-from lightning_swarm.steps import closing, rosters
-from lightning_swarm.types.runs import Member, Seats
-from lightning_swarm.types.steps import Record
+from lightning_swarm.protocol.messages.run import Member, Seats
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.run_state import RunState
 
 BLOCK = 4
 
@@ -52,7 +52,7 @@ def take_turns() -> None:
     Copies.keep = keep_by_turns  # type: ignore[method-assign]
     Liveness._arm = arm_by_turns  # type: ignore[method-assign]
     RunState.apply = count  # type: ignore[method-assign]
-    closing.choose_voters = choose
+    rosters.choose_voters = choose
 
 
 if __name__ == "__main__":

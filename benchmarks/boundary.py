@@ -16,8 +16,15 @@ from torch import nn
 from benchmarks.report import picture, table, write
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT
-from lightning_swarm.boundary import Bottleneck, Boundary, BoundaryLayer, Maxout, boundary_layers, insert_boundary
-from lightning_swarm.boundary.layers import SCALE
+from lightning_swarm.model.boundary_layers import (
+    SCALE,
+    Bottleneck,
+    Boundary,
+    BoundaryLayer,
+    Maxout,
+    boundary_layers,
+    insert_boundary,
+)
 
 AFTER = ("net.1", "net.2", "net.3")
 BATCH = 16

@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from benchmarks.report import OUT, table, write
-from lightning_swarm.compression import CODECS, Codec, codec
+from lightning_swarm.protocol.compression import CODECS, Codec, codec
 
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
 """Bytes of a tensor in float32."""

@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader
 from benchmarks.report import OUT, table, write
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
-from lightning_swarm.averaging.low_rank import LowRank
-from lightning_swarm.boundary import Bottleneck, Boundary, Maxout, boundary_layers, insert_boundary
-from lightning_swarm.compression import Codec, Codecs, decoded, encoded
-from lightning_swarm.config import Compression
-from lightning_swarm.types.runs import Encoding
+from lightning_swarm.model.boundary_layers import Bottleneck, Boundary, Maxout, boundary_layers, insert_boundary
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.protocol.compression import Codec, Codecs, decoded, encoded
+from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.server.averaging.powersgd import LowRank
 
 CONTEXT: Final = 64
 D_MODEL: Final = 64

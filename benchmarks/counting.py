@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from lightning_swarm.network import Directory, PeerId
-from lightning_swarm.network.exchange import Responder
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryDirectory
+from lightning_swarm.network.rpc import Responder
 
 OF_TENSORS: Final = ("stage.", "ticket.", "averaging.")
 """How the methods begin that are left out."""

@@ -17,30 +17,30 @@ from torch import nn
 from torch.optim import SGD
 
 from benchmarks.counting import OF_TENSORS, Calls, CountedDirectory
-from lightning_swarm import membership
-from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.config import Limits
-from lightning_swarm.events import EventLog
+from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.microbatch_run import Passage
+from lightning_swarm.client.pipeline.replay_buffer import Copies, Microbatch
+from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.client.step_client import StepClient
+from lightning_swarm.coordinator.membership.rosters import choose_voters
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.model.partition import find_blocks
+from lightning_swarm.model.selection import read_selection
 from lightning_swarm.network import Directory, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
-from lightning_swarm.partition import find_blocks
-from lightning_swarm.pipeline.copies import Copies, Microbatch
-from lightning_swarm.pipeline.link import Link
-from lightning_swarm.pipeline.passage import Passage
-from lightning_swarm.pipeline.policy import StageRouter
-from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import read_selection
+from lightning_swarm.peer import discovery
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.calls import CallKey, Mode
+from lightning_swarm.protocol.messages.run import Manifest, Member
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
-from lightning_swarm.steps.client import StepClient
-from lightning_swarm.steps.rosters import choose_voters
-from lightning_swarm.tasks import gather
-from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types.calls import CallKey, Mode
-from lightning_swarm.types.runs import Manifest, Member
-from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import PROTOCOL_VERSION
+from lightning_swarm.server.stage_builder import Model
 
 NUM_STAGES: Final = 2
 NUM_MICROBATCHES: Final = 4  # of a batch; of one sample each
@@ -157,7 +157,7 @@ class Swarm:
         return [self._server(one, member) for one, member in zip(self.transports, self.members, strict=False)]
 
     def _rosters(self) -> list[list[Member]]:
-        return membership.assign(NUM_STAGES, self.members)
+        return discovery.assign(NUM_STAGES, self.members)
 
     def _trainer(self, transport: MemoryTransport) -> TakesSteps:
         return Trainer(transport, self.manifest, self._rng)
@@ -166,7 +166,7 @@ class Swarm:
         directory = self._directories[transport.peer_id]
 
         async def announce(coordinator: PeerId) -> None:
-            await membership.announce_run(directory, RUN, coordinator)
+            await discovery.announce_run(directory, RUN, coordinator)
 
         return Server(
             transport,
@@ -176,7 +176,7 @@ class Swarm:
             boot_id=member.boot_id,
             limits=LIMITS,
             events=EventLog(),
-            connect=lambda: membership.connect_all(directory, transport, RUN),
+            connect=lambda: discovery.connect_all(directory, transport, RUN),
             announce=announce,
         )
 
@@ -204,8 +204,8 @@ class Swarm:
         lead = self._directories[self.manifest.lead]
         await self.gather(lead)
         stages = self.model.cut([range(index, index + 1) for index in range(NUM_STAGES)])
-        await membership.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)
-        await membership.announce_run(lead, RUN, self.manifest.coordinator)
+        await discovery.admit(self.network.find(self.manifest.lead), self.manifest, stages, timeout=60.0)
+        await discovery.announce_run(lead, RUN, self.manifest.coordinator)
         await self.step()
 
     async def gather(self, lead: Directory) -> None:
@@ -213,8 +213,8 @@ class Swarm:
         transport = self.network.find(self.manifest.lead)
         for server, member, one in zip(self.servers, self.members, self.transports, strict=False):
             await server.start()
-            await membership.announce(self._directories[one.peer_id], one, RUN, member.boot_id, timeout=10.0)
-        await membership.find_servers(
+            await discovery.announce(self._directories[one.peer_id], one, RUN, member.boot_id, timeout=10.0)
+        await discovery.find_servers(
             lead, transport, RUN, len(self.servers), num_trainers=0, timeout=10.0, check=lambda: None
         )
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Final
 
 from benchmarks.report import picture, table, write
+from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.coordinator.rebalancing.policy import Costs, Stages, plan
 from lightning_swarm.network import PeerId
-from lightning_swarm.pipeline.policy import StageRouter
-from lightning_swarm.rebalancing.policy import Costs, Stages, plan
 
 NUM_PEERS: Final = (10, 100, 1_000, 10_000)
 """Of a stage that microbatches are routed to."""

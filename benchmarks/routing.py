@@ -25,10 +25,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from benchmarks.report import picture, table, write
-from lightning_swarm.moving_average import MovingAverage
+from lightning_swarm.client.pipeline.router import SMOOTHING, Charge, StageRouter
+from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
-from lightning_swarm.pipeline.loads import SMOOTHING, Charge
-from lightning_swarm.pipeline.policy import StageRouter
 
 NUM_SERVERS: Final = 32
 NUM_TRAINERS: Final = (1, 4, 32)

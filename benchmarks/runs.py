@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import IO, Self
 
-from lightning_swarm.environment import NEIGHBOURS
+from lightning_swarm.peer.process import NEIGHBOURS
 
 _GRACE_S = 120.0
 

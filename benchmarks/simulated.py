@@ -21,9 +21,9 @@ from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from benchmarks.waiting import PACES
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.line import Direction, Line
-from lightning_swarm.simulator.fluid import Change, Scenario
-from lightning_swarm.simulator.microbatches import Work, simulate
+from lightning_swarm.network.memory import Direction, Line
+from lightning_swarm.planner.simulator.fluid import Change, Scenario
+from lightning_swarm.planner.simulator.microbatches import Work, simulate
 
 _LATENCY_S = 5e-4
 """Of a message between processes of one machine."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.simulator.fluid import Change
+from lightning_swarm.planner.simulator.fluid import Change
 
 _FOLDER: Final = Path(__file__).with_name("traces")
 

@@ -10,22 +10,16 @@ import torch
 from typing_extensions import override
 
 from benchmarks.crowd import HYPERPARAMETERS, LIMITS, NUM_STAGES, Swarm
-from lightning_swarm.events import EventLog
+from lightning_swarm.client.step_client import StepClient
+from lightning_swarm.coordinator.consensus import Voter, serve
 from lightning_swarm.network import Directory, Message, PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.run_state import RunState
-from lightning_swarm.server import ADMIT, KEEP, LOAD
-from lightning_swarm.server.server import Server
-from lightning_swarm.steps import APPLY, AVERAGE, FREEZE
-from lightning_swarm.steps.client import StepClient
-from lightning_swarm.steps.proposer import serve
-from lightning_swarm.steps.voting import Voter
-from lightning_swarm.types.batches import Grant
-from lightning_swarm.types.calls import CallKey, Receipt
-from lightning_swarm.types.events import EVENT_KINDS, Noted
-from lightning_swarm.types.many import pack, unpack
-from lightning_swarm.types.runs import Manifest, Member
-from lightning_swarm.types.steps import (
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.batches import Grant
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
+from lightning_swarm.protocol.messages.events import EVENT_KINDS, Noted
+from lightning_swarm.protocol.messages.run import Manifest, Member
+from lightning_swarm.protocol.messages.step import (
     AverageReply,
     AverageRequest,
     FreezeReply,
@@ -34,7 +28,10 @@ from lightning_swarm.types.steps import (
     Record,
     StageLedger,
 )
-from lightning_swarm.types.wire import decode, encode
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import ADMIT, APPLY, AVERAGE, FREEZE, KEEP, LOAD
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.server import Server
 
 _STAGE, _COORDINATORS = range(NUM_STAGES)
 

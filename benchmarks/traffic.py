@@ -14,9 +14,9 @@ from typing import Final
 from benchmarks.crowd import NUM_STEPS, Swarm
 from benchmarks.report import table, write
 from benchmarks.standins import Crowd
-from lightning_swarm.network.base import PING
-from lightning_swarm.steps import APPLY, AVERAGE, FREEZE, PROPOSE, RECORD
-from lightning_swarm.types.wire import encode
+from lightning_swarm.network.transport import PING
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.methods import APPLY, AVERAGE, FREEZE, PROPOSE, RECORD
 
 BESIDE: Final = ((8, 10), (8, 30), (8, 100), (8, 300), (8, 1000), (32, 10), (128, 10), (30, 30), (100, 100))
 """Servers and trainers of swarms that take their steps."""

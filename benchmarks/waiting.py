@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.train import Clock
-from lightning_swarm import SwarmStrategy, environment
-from lightning_swarm.simulator.model import Block, Simulated, batches
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.peer import process
+from lightning_swarm.planner.simulator.microbatches import Block, Simulated, batches
 
 PACES = "BENCHMARK_PACES"
 """The folder where paces are taken from: files named by stage, a dash, and microbatches/s."""
@@ -34,7 +35,7 @@ def _pace(stage: int) -> float:
     global _own  # noqa: PLW0603 - a process has one
     while _own is None:
         left = sorted(Path(os.environ[PACES]).glob(f"{stage}-*"))
-        chosen = left[-1 if environment.local_rank() == 0 else 0]
+        chosen = left[-1 if process.local_rank() == 0 else 0]
         try:
             chosen.unlink()
         except FileNotFoundError:

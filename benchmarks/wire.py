@@ -13,7 +13,7 @@ from benchmarks.hosts import DEVICE, Hosts, serving
 from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from benchmarks.train import SEQUENCE
-from lightning_swarm.compression import CODECS
+from lightning_swarm.protocol.compression import CODECS
 
 NUM_TENSORS = 3
 MICROBATCH_SIZE = 4

@@ -4,7 +4,7 @@
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_lightning.accelerators import Accelerator
 from pytorch_lightning.callbacks import ProgressBar
@@ -12,14 +12,11 @@ from pytorch_lightning.plugins.io import CheckpointIO
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import Strategy
 
-from lightning_swarm.framework import PYTORCH_LIGHTNING
-from lightning_swarm.strategy import SwarmHooks
-from lightning_swarm.view import ViewHooks
+from lightning_swarm.monitor.view import ViewHooks
+from lightning_swarm.strategy.framework import PYTORCH_LIGHTNING
+from lightning_swarm.strategy.strategy import SwarmHooks
 
-if TYPE_CHECKING:
-    from lightning_swarm.cli.pytorch_lightning import SwarmCLI
-
-__all__ = ["SwarmCLI", "SwarmStrategy", "SwarmView"]
+__all__ = ["SwarmCLI", "SwarmStrategy", "SwarmView"]  # noqa: F822 - `__getattr__` imports the first
 
 
 class SwarmStrategy(SwarmHooks, Strategy):  # type: ignore[misc]  # noqa: D101 - checked and documented in its first base

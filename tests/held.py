@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from lightning_swarm.errors import SwarmError
+from lightning_swarm.coordinator.server_calls import Servers
+from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.servers import Servers
-from lightning_swarm.types.calls import Receipt
-from lightning_swarm.types.many import to_ranges, unpack
-from lightning_swarm.types.steps import AverageReply, Closing, Named, Record
+from lightning_swarm.protocol.messages.calls import Receipt, to_ranges, unpack
+from lightning_swarm.protocol.messages.step import AverageReply, Closing, Named, Record
 
 
 class Held:

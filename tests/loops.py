@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lightning_swarm.types.loops import NEEDED, TravellingLoop
+from lightning_swarm.protocol.messages.batches import NEEDED, TravellingLoop
 
 
 def travelling(**changes: Any) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.averaging.low_rank import LowRank
-from lightning_swarm.compression import Codec, Codecs, decoded, encoded
-from lightning_swarm.config import Compression
-from lightning_swarm.types.runs import Encoding
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.protocol.compression import Codec, Codecs, decoded, encoded
+from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.server.averaging.powersgd import LowRank
 
 
 def travelled(tensor: Tensor, by: Codec | None) -> Tensor:

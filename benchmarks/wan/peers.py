@@ -29,7 +29,7 @@ from typing_extensions import override
 from benchmarks.hosts import DEVICE, Hosts
 from benchmarks.runs import Stepped
 from benchmarks.waiting import _Wait
-from lightning_swarm.simulator.model import Block
+from lightning_swarm.planner.simulator.microbatches import Block
 
 WAYS: Final = ("gpipe", "1f1b", "ddp", "hivemind")
 _MODULE = "benchmarks.wan.peers"

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import override
 
-from lightning_swarm import trees
-from lightning_swarm.compression import from_message
-from lightning_swarm.pipeline import pipeline
-from lightning_swarm.pipeline.passage import Passage, _nothing, _settle
-from lightning_swarm.server import BACKWARD, FORWARD
-from lightning_swarm.types.calls import BackwardRequest, ForwardRequest, Mode, StageReport
+from lightning_swarm.client.pipeline import microbatch_run
+from lightning_swarm.client.pipeline.microbatch_run import Passage, _nothing, _settle
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import from_message
+from lightning_swarm.protocol.messages.calls import BackwardRequest, ForwardRequest, Mode, StageReport
+from lightning_swarm.protocol.methods import BACKWARD, FORWARD
 
 
 @dataclass
@@ -38,7 +38,7 @@ def install() -> Switch:
 
         relays = property(lambda self: switch.on)
 
-    pipeline.Passage = Either  # type: ignore[misc]
+    microbatch_run.Passage = Either  # type: ignore[misc]
     return switch
 
 
@@ -48,11 +48,11 @@ class Relayed(Passage):
     relays = True
 
     @override
-    async def _forward(self) -> tuple[trees.Tree, list[bool]]:
+    async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         if not self.relays:
             return await super()._forward()
         calls = self._calls
-        hidden: trees.Tree = self.microbatch.inputs
+        hidden: serialization.Tree = self.microbatch.inputs
         reports: list[StageReport] = []
         for stage in range(calls.last + 1):
             await self._send_forward(stage, hidden)
@@ -64,7 +64,9 @@ class Relayed(Passage):
         return output, flags
 
     @override
-    async def backward(self, gradients: trees.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing) -> trees.Tree:
+    async def backward(
+        self, gradients: serialization.Tree, *, sent: Callable[[], Awaitable[None]] = _nothing
+    ) -> serialization.Tree:
         if not self.relays:
             return await super().backward(gradients, sent=sent)
         calls, link = self._calls, self.link
@@ -85,15 +87,15 @@ class Relayed(Passage):
         mode = self.microbatch.mode
         return msgspec.structs.replace(mode, input_grad=mode.grad) if stage else mode
 
-    async def _send_forward(self, stage: int, hidden: trees.Tree) -> None:
-        structure, tensors = trees.flatten((hidden, self.microbatch.extras[stage]))
+    async def _send_forward(self, stage: int, hidden: serialization.Tree) -> None:
+        structure, tensors = serialization.flatten((hidden, self.microbatch.extras[stage]))
         request = ForwardRequest(
             key=self.microbatch.key, stage_index=stage, mode=self._mode(stage), source=None, structure=structure
         )
         await self.link.send(self._calls.peer(stage), FORWARD, request, tensors)
 
-    async def _send_backward(self, stage: int, gradients: trees.Tree) -> None:
-        structure, tensors = trees.flatten((gradients, None))
+    async def _send_backward(self, stage: int, gradients: serialization.Tree) -> None:
+        structure, tensors = serialization.flatten((gradients, None))
         request = BackwardRequest(
             key=self.microbatch.key,
             stage_index=stage,

@@ -20,7 +20,7 @@ from benchmarks.train import Turns
 from benchmarks.waiting import PACES, Waiting
 from benchmarks.wan.relay import Switch, install
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.simulator.model import Simulated, batches
+from lightning_swarm.planner.simulator.microbatches import Simulated, batches
 
 _MODULE = "benchmarks.wan.swarm"
 

@@ -20,8 +20,8 @@ from lightning.pytorch.cli import (
 )
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.strategy.strategy import SwarmHooks, SwarmStrategy
 
 # The hooks stand before the classes of either import tree. Types are checked as if it were before these.
 if TYPE_CHECKING:

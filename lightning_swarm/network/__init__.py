@@ -14,7 +14,7 @@ from typing import NewType
 
 from torch import Tensor
 
-from lightning_swarm.network.links import Links
+from lightning_swarm.network.bandwidth import Links
 
 PeerId = NewType("PeerId", str)
 """A peer's identity: the base58 text of its public key's hash."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 
 _SHORT: Final = re.compile(r"(?:\[(?P<ip6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s/:\[\]]+)):(?P<port>\d{1,5})/(?P<peer>\w+)")

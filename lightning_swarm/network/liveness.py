@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from lightning_swarm.errors import SwarmError
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.exchange import Channel
-from lightning_swarm.tasks import gather
+from lightning_swarm.network.rpc import Channel
 
 PINGS_PER_SILENCE: Final = 4
 """A peer is silent when so many pings in a row were not answered; a lost one does no harm."""

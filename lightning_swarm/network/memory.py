@@ -8,19 +8,100 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from lightning_swarm.clock import now_s
-from lightning_swarm.errors import SwarmError, Unreachable
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import Directory, Message, PeerId
-from lightning_swarm.network.announcements import check_record
-from lightning_swarm.network.base import SILENCE_S, BaseTransport, Tap
-from lightning_swarm.network.exchange import Channel, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Kind, decode
-from lightning_swarm.network.line import PIECE_BYTES, Line, Window
+from lightning_swarm.network.rpc import Channel, Feed, ask, serve
+from lightning_swarm.network.transport import SILENCE_S, BaseTransport, Tap
+
+MAX_RECORD_BYTES: Final = 64 << 10
+"""Longest value of an announcement."""
+
+MAX_RECORD_TTL_S: Final = 86_400.0
+"""Longest life of an announcement: what claims to live longer is malformed."""
+
+
+def check_record(key: str, value: bytes, ttl_s: float) -> None:
+    """Refuse an announcement that others would leave out."""
+    if len(value) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"An announcement has at most {MAX_RECORD_BYTES} bytes, got {len(value)} for {key!r}.")
+    if not 0 < ttl_s <= MAX_RECORD_TTL_S:
+        raise ProtocolError(f"An announcement lives up to {MAX_RECORD_TTL_S:g} s, got {ttl_s:g} for {key!r}.")
+
+
+PIECE_BYTES: Final = 1 << 16
+"""Goes over a line at once."""
+
+FIRST_WINDOW_BYTES: Final = 1 << 18
+"""Of a stream."""
+
+
+@dataclass
+class Direction:
+    """One of a line's two. Who comes later waits.
+
+    Args:
+        bytes_per_s: What it carries.
+    """
+
+    bytes_per_s: float = math.inf
+    _free_s: float = 0.0
+
+    def take(self, num_bytes: int, now_s: float) -> float:
+        """Send some bytes after all that are there already. Returns when they are through."""
+        self._free_s = max(self._free_s, now_s) + num_bytes / self.bytes_per_s
+        return self._free_s
+
+
+@dataclass
+class Window:
+    """What a stream lets be under way before the reader gives way for more; then twice as much, and so on.
+
+    Args:
+        round_trip_s: Until the reader's word on what was sent first is there.
+
+    Source: yamux's specification, and the doubling of go-yamux, which libp2p's daemon has.
+    """
+
+    round_trip_s: float
+    _size_bytes: int = FIRST_WINDOW_BYTES
+    _left_bytes: int = FIRST_WINDOW_BYTES
+    _began_s: float | None = None
+
+    def take(self, num_bytes: int, now_s: float) -> float:
+        """Send a piece after the one before. Returns when it may leave."""
+        if self._began_s is None:
+            self._began_s = now_s
+        if self._left_bytes <= 0:
+            now_s = max(now_s, self._began_s + self.round_trip_s)
+            self._size_bytes *= 2
+            self._left_bytes, self._began_s = self._size_bytes, now_s
+        self._left_bytes -= num_bytes
+        return now_s
+
+
+@dataclass(frozen=True)
+class Line:
+    """Both directions.
+
+    Args:
+        up: What the peer sends.
+        down: What it gets.
+        latency_s: From the peer to where all lines meet, or back.
+    """
+
+    up: Direction = field(default_factory=Direction)
+    down: Direction = field(default_factory=Direction)
+    latency_s: float = 0.0
+
 
 _PIPE_BYTES: Final = 1 << 20
 

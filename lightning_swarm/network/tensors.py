@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lightning_swarm.errors import ProtocolError
+from lightning_swarm.core.errors import ProtocolError
 
 if sys.byteorder != "little":
     raise ImportError("lightning_swarm sends tensors as they lie in memory, so it runs on little-endian machines only.")

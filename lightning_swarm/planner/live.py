@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from lightning_swarm.errors import SwarmError
+from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.passage import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.planner.records import Block, Machine, Model, Setting
-from lightning_swarm.types.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
-from lightning_swarm.types.runs import Encoding
+from lightning_swarm.planner.timeline import GOODPUT, MICROBATCH_S_PER_PARAMETER
+from lightning_swarm.protocol.messages.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
+from lightning_swarm.protocol.messages.run import Encoding
 
 
 @dataclass(frozen=True, kw_only=True)

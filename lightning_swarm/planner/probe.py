@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_swarm import trees
-from lightning_swarm.compression import number_bytes
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.partition import Blocks, find_blocks, time_costs
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.partition import Blocks, find_blocks, time_costs
+from lightning_swarm.planner.cost_model import block as transformer_block
 from lightning_swarm.planner.records import Block, Model
-from lightning_swarm.planner.transformer import block as transformer_block
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import number_bytes
 
 _ROWS: Final = 4
 """Samples of the measurement, if the model brings no example."""
@@ -46,20 +46,20 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
             ".example_input_array is None. Set it to a batch of what `forward` takes, or describe the model by "
             "--layers, --width and --sequence."
         )
-    structure, tensors = trees.flatten(example)
+    structure, tensors = serialization.flatten(example)
     num_rows = tensors[0].shape[0]
-    example = trees.unflatten(structure, [tensor.to("meta") for tensor in tensors])
+    example = serialization.unflatten(structure, [tensor.to("meta") for tensor in tensors])
     model.to("meta")
     seen = _seen(model, blocks, example)
     counted = tuple(_cost(block, *seen[id(block)], num_rows) for block in blocks.modules)
-    first = trees.flatten(seen[id(blocks.modules[0])][0])[1]
-    extras = trees.flatten(seen[id(blocks.modules[-1])][1])[1]
+    first = serialization.flatten(seen[id(blocks.modules[0])][0])[1]
+    extras = serialization.flatten(seen[id(blocks.modules[-1])][1])[1]
     around = _around(model, blocks.modules, counted, example)
     return Model(
         blocks=counted,
         input_bytes=_bytes(first) // num_rows,
         # Who has parameters before the pipeline wants the gradient of what they gave.
-        input_gradient=bool(around.parameters) and any(trees.is_differentiable(one) for one in first),
+        input_gradient=bool(around.parameters) and any(serialization.is_differentiable(one) for one in first),
         extra_bytes=_bytes([one for one in extras if one.ndim and one.shape[0] == num_rows]) // num_rows,
         around=around,
         weight_bytes=max(parameter.element_size() for parameter in model.parameters()),
@@ -97,7 +97,7 @@ def _around(model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[Bl
     args, kwargs = (
         ((), example) if isinstance(example, dict) else (example if isinstance(example, tuple) else (example,), {})
     )
-    num_rows = trees.flatten(example)[1][0].shape[0]
+    num_rows = serialization.flatten(example)[1][0].shape[0]
     kept = _Kept(model)
     counter = FlopCounterMode(display=False)
     with torch.enable_grad(), counter, kept.hooks():
@@ -135,17 +135,17 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def _cost(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, num_rows: int) -> Block:
-    structure, tensors = trees.flatten((args, kwargs))
-    leaves = [tensor.detach().requires_grad_(trees.is_differentiable(tensor)) for tensor in tensors]
+    structure, tensors = serialization.flatten((args, kwargs))
+    leaves = [tensor.detach().requires_grad_(serialization.is_differentiable(tensor)) for tensor in tensors]
     kept = _Kept(block)
     counter = FlopCounterMode(display=False)
     with torch.enable_grad(), counter, kept.hooks():
-        given, named = trees.unflatten(structure, [leaf.clone() for leaf in leaves])
-        outputs = [one for one in trees.flatten(block(*given, **named))[1] if one.requires_grad]
+        given, named = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
+        outputs = [one for one in serialization.flatten(block(*given, **named))[1] if one.requires_grad]
         wanted = [one for one in [*block.parameters(), *leaves] if one.requires_grad]
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
-    given_on = trees.flatten(output)[1]
+    given_on = serialization.flatten(output)[1]
     return Block(
         parameters=sum(parameter.numel() for parameter in block.parameters()),
         flop=counter.get_total_flops() / num_rows,
@@ -169,5 +169,5 @@ def measure_transformer(width: int, sequence: int) -> float:
 
 def measure_blocks(model: nn.Module, pipeline: str | None, example: Any) -> float:
     """Seconds that a forward and a backward of one sample through all blocks of a model take on this machine."""
-    num_rows = trees.flatten(example)[1][0].shape[0]
+    num_rows = serialization.flatten(example)[1][0].shape[0]
     return sum(time_costs(model, find_blocks(model, pipeline), example)) / 1e9 / num_rows

@@ -6,23 +6,29 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import Busy, NotMember, ProtocolError, RunOver, StepError
-from lightning_swarm.events import EventLog
+from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.core.errors import Busy, NotMember, ProtocolError, RunOver, StepError
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import check_selection
-from lightning_swarm.server import ADMIT
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.run import (
+    BrokenOff,
+    InheritRequest,
+    Manifest,
+    Member,
+    ReleaseRequest,
+    RestartRequest,
+    check_selection,
+)
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.methods import ADMIT, BREAK_OFF, INHERIT, LEAVE, VIEW
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.server.election import Leadership
 from lightning_swarm.server.executor import FIRST, Executor
-from lightning_swarm.server.leadership import Leadership
-from lightning_swarm.server.model import Model
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import BREAK_OFF, INHERIT, LEAVE, VIEW
-from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.types.runs import BrokenOff, InheritRequest, Manifest, Member, ReleaseRequest, RestartRequest
-from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.step_handlers import Stepping
 
 
 class Admission:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from typing_extensions import override
 
-from lightning_swarm.types.calls import CallKey, Direction
+from lightning_swarm.protocol.messages.calls import CallKey, Direction
 
 _T = TypeVar("_T")
 

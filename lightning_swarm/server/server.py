@@ -4,36 +4,122 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_swarm.config import Limits
-from lightning_swarm.events import EventLog
+from lightning_swarm.coordinator import consensus
+from lightning_swarm.coordinator.consensus import Voter
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.server import RELEASE, RESTART, machine, reporting
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.reports import HeldStage, MachineReport, ServerReport, StepReport
+from lightning_swarm.protocol.messages.run import ReleaseRequest, RestartRequest, StageManifest
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import decode
+from lightning_swarm.protocol.methods import RELEASE, RESTART
+from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.calls import Calls
-from lightning_swarm.server.donor import Donor
 from lightning_swarm.server.executor import FIRST, Executor
-from lightning_swarm.server.joiner import Joiner
-from lightning_swarm.server.lending import Lending
-from lightning_swarm.server.loading import Loading
-from lightning_swarm.server.lull import Lull
-from lightning_swarm.server.model import Model
-from lightning_swarm.server.snapshots import Snapshots
-from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.server.writing import Writing
-from lightning_swarm.steps import proposer
-from lightning_swarm.steps.voting import Voter
-from lightning_swarm.tasks import TaskOwner
-from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types.reports import ServerReport
-from lightning_swarm.types.runs import ReleaseRequest, RestartRequest
-from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import decode
+from lightning_swarm.server.handlers import Calls
+from lightning_swarm.server.pending_work import Lull
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.state_transfer.donor import Donor
+from lightning_swarm.server.state_transfer.handlers import Lending, Loading, Writing
+from lightning_swarm.server.state_transfer.joiner import Joiner
+from lightning_swarm.server.state_transfer.snapshots import Snapshots
+from lightning_swarm.server.step_handlers import Stepping
+
+
+@cache
+def describe(device: torch.device) -> MachineReport:
+    """The machine around a device. Memory is all that there is, whoever uses it."""
+    host_bytes = _host_bytes()
+    if device.type == "cuda":
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+        return MachineReport(processor="accelerator", memory_bytes=memory_bytes, host_memory_bytes=host_bytes)
+    if device.type == "cpu":
+        return MachineReport(processor="cpu", memory_bytes=host_bytes)
+    return MachineReport(processor="accelerator", host_memory_bytes=host_bytes)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """What of a device's memory this process has held at once, at most; None: that cannot be told.
+
+    On a GPU that is what torch had allocated there. On a CPU it is all of the process, Python and libraries included.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return _peak_resident_bytes() if device.type == "cpu" else None
+
+
+def describe_peak(device: torch.device) -> str:
+    """The same as a sentence, after a space; nothing where it cannot be told."""
+    num_bytes = peak_bytes(device)
+    return f" It took at most {num_bytes / 1e9:.2f} GB of memory here." if num_bytes is not None else ""
+
+
+def _peak_resident_bytes() -> int | None:
+    try:
+        # Not by `getrusage`: there a child begins with what its parent held.
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else None
+    except OSError:  # not Linux
+        return None
+
+
+def _host_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not every system says so
+        return None
+
+
+def held(stages: Iterable[Stage], manifests: Sequence[StageManifest]) -> list[HeldStage]:
+    """The stages that microbatches go through, and what these take there."""
+    return [_held(stage, manifests[stage.index]) for stage in stages if not stage.on_trainers]
+
+
+def _held(stage: Stage, manifest: StageManifest) -> HeldStage:
+    parameters = stage.parameters.values()
+    return HeldStage(
+        index=stage.index,
+        num_blocks=manifest.end_block - manifest.first_block,
+        num_parameters=sum(one.numel() for one in parameters),
+        weight_bytes=max((one.element_size() for one in parameters), default=4),
+        samples_per_s=stage.load.samples_per_s,
+        microbatch_size=stage.load.microbatch_size,
+        costs=stage.computation.costs,
+    )
+
+
+def newest(record: Record | None) -> StepReport | None:
+    """What the newest step was made of, if one was decided, and counted something."""
+    if record is None or not record.closing.batches:
+        return None
+    return StepReport(num_samples=record.closing.num_samples, num_batches=len(record.closing.batches))
+
+
+def num_parameters(stage: StageManifest) -> int:
+    """Of a stage, as the manifest has it."""
+    return sum(_product(shape) for _, shape, _ in stage.parameters)
+
+
+def _product(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +194,7 @@ class Server:
         Writing(transport, executor, self.admission, self.stepping)
         Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter(boot_id)
-        proposer.serve(self.voter, transport, self.admission.serves_with)
+        consensus.serve(self.voter, transport, self.admission.serves_with)
         transport.handle_call(RESTART, self._handle_restart)
         transport.handle_call(RELEASE, self._handle_release)
 
@@ -144,11 +230,11 @@ class Server:
             age_s=time.monotonic() - self.stepping.began_s,
             num_samples=self.calls.num_samples // max(1, num_pipelined),
             queued=self._executor.queued,
-            held=reporting.held(self.stepping.sums.stages.values(), run.stages),
-            around_parameters=reporting.num_parameters(run.stages[around]) if around is not None else 0,
-            machine=machine.describe(self.admission.model.device),
-            peak_bytes=machine.peak_bytes(self.admission.model.device),
-            newest=reporting.newest(self.admission.run.newest),
+            held=held(self.stepping.sums.stages.values(), run.stages),
+            around_parameters=num_parameters(run.stages[around]) if around is not None else 0,
+            machine=describe(self.admission.model.device),
+            peak_bytes=peak_bytes(self.admission.model.device),
+            newest=newest(self.admission.run.newest),
             encoding=run.encoding,
         )
 

@@ -6,28 +6,142 @@ Everything here runs on the compute thread, one call at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm import trees
-from lightning_swarm.averaging.averager import Carried
-from lightning_swarm.compression import PLAIN, Codecs
-from lightning_swarm.errors import ProtocolError
-from lightning_swarm.optimizer_states import GROUP
-from lightning_swarm.partition import StageModule
-from lightning_swarm.selection import trained_names
-from lightning_swarm.server.computation import Computation
-from lightning_swarm.server.fingerprint import Fingerprint
-from lightning_swarm.server.gradient_sum import ExactSum, GradientSum
-from lightning_swarm.server.load import StageLoad
-from lightning_swarm.server.running_statistics import RunningStatistics
-from lightning_swarm.server.stepper import Stepper
-from lightning_swarm.server.versions import Versions
-from lightning_swarm.types.runs import Selection
-from lightning_swarm.types.steps import Record
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.moving_average import MovingAverage
+from lightning_swarm.model.fingerprint import Fingerprint
+from lightning_swarm.model.optimizer_state import GROUP
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import PLAIN, Codecs
+from lightning_swarm.protocol.messages.run import Selection, trained_names
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.server.averaging.averager import Carried
+from lightning_swarm.server.batch_norm import RunningStatistics
+from lightning_swarm.server.compute import Computation
+from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
+from lightning_swarm.server.optimizer import Stepper
+
+_SMOOTHING: Final = 0.05
+_OF_STEPS: Final = 0.3
+_FEW: Final = 4
+"""Microbatches: the first ones load and compile."""
+
+
+class StageLoad:
+    """Of one stage on one server."""
+
+    def __init__(self) -> None:
+        self._num_samples, self._busy_s, self._queued = (MovingAverage(_SMOOTHING) for _ in range(3))
+        self._num_measured = 0
+        self._busy_share = MovingAverage(_OF_STEPS)
+        self._busy_in_step_s = 0.0
+        self._step_began_s: float | None = None
+
+    def note(self, num_samples: int, *, busy_s: float, queued: int) -> None:
+        """A microbatch went through."""
+        self._num_measured += 1
+        self._num_samples.measure(num_samples)
+        self._busy_s.measure(busy_s)
+        self._queued.measure(queued)
+        self._busy_in_step_s += busy_s
+
+    def begin(self, *, now_s: float) -> None:
+        """A step begins, the first one or the first after an absence, which counts as no step."""
+        self._step_began_s, self._busy_in_step_s = now_s, 0.0
+
+    def note_step(self, *, now_s: float) -> None:
+        """A step is over, with all that belongs to it, and the next one begins."""
+        if (share := self._so_far(now_s)) is not None:
+            self._busy_share.measure(share)
+        self.begin(now_s=now_s)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """While it computes, of the last microbatches, forward and backward; None before a few were measured."""
+        num_samples, busy_s = self._num_samples.value, self._busy_s.value
+        return num_samples / busy_s if num_samples and busy_s and self._num_measured >= _FEW else None
+
+    @property
+    def microbatch_size(self) -> float | None:
+        """Samples, of the last ones; None: there was none."""
+        return self._num_samples.value
+
+    @property
+    def queued(self) -> float:
+        """Jobs that waited when these were done."""
+        return self._queued.value or 0.0
+
+    def busy_share(self, *, now_s: float) -> float | None:
+        """Of the last steps' time, the part in which it computed; in the first step, of that so far."""
+        return self._busy_share.value if self._busy_share.value is not None else self._so_far(now_s)
+
+    def _so_far(self, now_s: float) -> float | None:
+        """Likewise of the open step; None: it has only begun."""
+        began_s = self._step_began_s
+        return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
+
+
+NOWHERE: Final[Mapping[str, Versions]] = MappingProxyType({})
+
+
+class Versions:
+    """The newest of some parameters, which they hold themselves, and those before.
+
+    Args:
+        parameters: By name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._own = parameters
+        self._before: dict[str, Tensor] = {}  # of those that were stepped last
+        self._elsewhere: dict[str, Tensor] = {}  # likewise, of those that another stage's versions take care of
+        self._spare: dict[str, Tensor] = {}  # memory of older ones
+        self.has_before = False
+
+    @torch.no_grad()
+    def turn(self, names: Collection[str], elsewhere: Mapping[str, Versions] = NOWHERE) -> None:
+        """Begin a version, with the weights of the one before.
+
+        Args:
+            names: Of what it will change; nothing else may be changed until the next one.
+            elsewhere: Whose turn was before this one, and has had some of these change already.
+        """
+        self._spare.update(self._before)
+        self._before, self._elsewhere = {}, {}
+        for name in names:
+            if name in elsewhere:
+                there = elsewhere[name]
+                self._elsewhere[name] = (there._before | there._elsewhere)[name]
+                continue
+            own, spare = self._own[name], self._spare.pop(name, None)
+            newest = torch.empty_like(own.data) if spare is None else spare
+            newest.copy_(own.data)
+            self._before[name], own.data = own.data, newest
+        self.has_before = True
+
+    def forget(self) -> None:
+        """There is one version only."""
+        self._before, self._elsewhere, self._spare, self.has_before = {}, {}, {}, False
+
+    @contextlib.contextmanager
+    def before(self) -> Iterator[None]:
+        """Have the parameters hold the version before inside."""
+        before = self._before | self._elsewhere
+        newest = {name: self._own[name].data for name in before}
+        try:
+            for name, tensor in before.items():
+                self._own[name].data = tensor
+            yield
+        finally:
+            for name, tensor in newest.items():
+                self._own[name].data = tensor
 
 
 class Stage:
@@ -225,7 +339,7 @@ class Stage:
 
     def _begun_fingerprint(self) -> tuple[object, Fingerprint]:
         """And what changes where a tensor takes another's place, or is written to."""
-        state = trees.flatten(list(self.stepper.state().values()))[1]
+        state = serialization.flatten(list(self.stepper.state().values()))[1]
         held = [*self.module.named_stage_tensors().values(), *state]
         return [(tensor.data_ptr(), tensor._version) for tensor in held], Fingerprint(held)
 

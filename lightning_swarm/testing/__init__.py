@@ -4,11 +4,9 @@
 moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`.
 """
 
-from lightning_swarm.testing.faults import Fault, FaultPlan, Moment
-from lightning_swarm.testing.local import InMemoryStrategy
-from lightning_swarm.testing.phases import Phase
+from lightning_swarm.testing.faults import Fault, FaultPlan, Moment, Phase
+from lightning_swarm.testing.local import InMemoryStrategy, LocalSwarm, MakeLocalSwarm, local_swarm
 from lightning_swarm.testing.processes import FaultySwarmStrategy
-from lightning_swarm.testing.swarms import LocalSwarm, MakeLocalSwarm, local_swarm
 
 __all__ = [
     "Fault",

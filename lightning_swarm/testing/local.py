@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -16,23 +17,22 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.seed import isolate_rng
 from typing_extensions import override
 
-from lightning_swarm.assembly import Peer
-from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.errors import SwarmError
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.event_loop import InlineRuntime
+from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.line import Line
-from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.repeating import arguments_of, run_through
-from lightning_swarm.runtime import InlineRuntime
+from lightning_swarm.network.memory import Line, MemoryNetwork
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
-from lightning_swarm.server.model import Model
 from lightning_swarm.server.server import Server
-from lightning_swarm.session import Session
-from lightning_swarm.strategy import SwarmHooks, SwarmStrategy
-from lightning_swarm.tasks import TaskOwner, gather
+from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.strategy.restart import arguments_of, run_through
+from lightning_swarm.strategy.strategy import SwarmHooks, SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.sabotage import sabotage
-from lightning_swarm.types.runs import Selection
 
 if TYPE_CHECKING:
     _SwarmHooks = SwarmHooks
@@ -287,3 +287,62 @@ def _poison(module: LightningModule) -> None:
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
+
+
+_QUIET: Final[dict[str, Any]] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class LocalSwarm:
+    """Makes Trainers whose swarm is in this thread. `local_swarm` makes it.
+
+    Args:
+        num_peers: How many, the trainer's own included. They are called ``peer-0`` (the trainer's) to ``peer-<n - 1>``.
+        faults: What shall go wrong.
+        settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
+
+    Attributes:
+        faults: As they were given.
+        strategies: Those of the Trainers that were made, in order.
+    """
+
+    def __init__(self, num_peers: int, *, faults: FaultPlan | None = None, settings: dict[str, Any]) -> None:
+        self.faults = faults or FaultPlan()
+        self.strategies: list[InMemoryStrategy] = []
+        self._num_peers = num_peers
+        self._settings = settings
+
+    def trainer(self, **arguments: Any) -> Trainer:
+        """A Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` say otherwise."""
+        strategy = InMemoryStrategy(faults=self.faults, **self._settings)
+        self.strategies.append(strategy)
+        return Trainer(**{**_QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
+
+
+MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
+"""What the fixture `local_swarm` gives a test."""
+
+
+@contextmanager
+def local_swarm(num_peers: int = 2, *, faults: FaultPlan | None = None, **settings: Any) -> Iterator[LocalSwarm]:
+    """A swarm in this thread, on a virtual clock: nothing is started, nothing sleeps, a seed repeats the run.
+
+    At the end of the block all planned faults must have happened.
+
+    Args:
+        num_peers: How many, the trainer's own included.
+        faults: What shall go wrong.
+        settings: Arguments of `SwarmStrategy`, and ``seed`` (wires the pipelines), ``latency_s`` (of each message)
+            and ``microbatch_s`` (of each peer, to compute one).
+
+    Raises:
+        AssertionError: Some fault did not happen, so the test has not shown what it was written for.
+    """
+    swarm = LocalSwarm(num_peers, faults=faults, settings=settings)
+    yield swarm
+    swarm.faults.check()

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_swarm import testing
 from lightning_swarm.testing.faults import FaultPlan
-from lightning_swarm.testing.swarms import LocalSwarm, MakeLocalSwarm
+from lightning_swarm.testing.local import LocalSwarm, MakeLocalSwarm
 
 
 @pytest.fixture

@@ -12,16 +12,15 @@ from typing import Any
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.network.base import BaseTransport
-from lightning_swarm.server.model import Model
-from lightning_swarm.session import Session
-from lightning_swarm.strategy import SwarmStrategy
-from lightning_swarm.testing.faults import Fault, FaultPlan
-from lightning_swarm.testing.phases import Passing, Side
+from lightning_swarm.network.transport import BaseTransport
+from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.strategy.strategy import SwarmStrategy
+from lightning_swarm.testing.faults import Fault, FaultPlan, Passing, Side
 from lightning_swarm.testing.sabotage import Saboteur
-from lightning_swarm.types.runs import Selection
 
 
 class _OwnProcess:

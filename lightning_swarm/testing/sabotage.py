@@ -8,13 +8,12 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-from lightning_swarm.errors import Unreachable
+from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.exchange import Responder
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.testing.faults import Fault, FaultPlan, Kind
-from lightning_swarm.testing.phases import Passing, Side, read_passing
+from lightning_swarm.network.rpc import Responder
+from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, Passing, Side, read_passing
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from typing_extensions import override
 
-from lightning_swarm.preemption.http import Endpoint
+from lightning_swarm.peer.preemption import Endpoint
 
 TOKEN = "/latest/api/token"
 ACTION = "/latest/meta-data/spot/instance-action"

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_swarm.errors import Busy, Unreachable
+from lightning_swarm.core.errors import Busy, Unreachable
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import TRAILER_BYTES, Kind, encode, encode_cancel, read_head
 from lightning_swarm.network.liveness import alive_among
 from tests.contract.world import HivemindWorld
 
 pytest.importorskip("lightning_swarm.network.hivemind")
-from lightning_swarm.network.hivemind import calls, transport
+from lightning_swarm.network.hivemind import transport
 from lightning_swarm.network.hivemind.streams import Stream
 
 LONG_S = 60.0
@@ -43,7 +43,7 @@ async def ask(world: HivemindWorld, method: str = "echo", body: bytes = b"") -> 
     return await world.a.transport.call(world.b.id, method, body, timeout=LONG_S)
 
 
-async def line(world: HivemindWorld) -> calls._Line:
+async def line(world: HivemindWorld) -> transport._Line:
     """The stream that `a` calls `b` over."""
     return await world.a.transport._calls._lines[world.b.id]  # type: ignore[attr-defined]
 
@@ -95,7 +95,7 @@ def test_a_stream_that_breaks_ends_its_calls_and_the_next_one_opens_another(worl
 
 
 def test_a_stream_that_nobody_uses_is_closed(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_IDLE_S", 0.05)
+    monkeypatch.setattr(transport, "_IDLE_S", 0.05)
 
     async def go() -> None:
         async with asyncio.timeout(LONG_S):
@@ -112,7 +112,7 @@ def test_a_stream_that_nobody_uses_is_closed(world: HivemindWorld, monkeypatch: 
 def test_a_server_closes_a_stream_over_which_nothing_comes(
     world: HivemindWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(transport, "_PATIENCE_S", 0.05)
 
     async def go() -> None:
         stream = await open_stream(world)
@@ -151,7 +151,7 @@ def test_who_misuses_a_stream_is_hung_up_on_and_nobody_else(world: HivemindWorld
 def test_who_calls_very_often_at_once_is_told_so_and_may_take_calls_back(
     world: HivemindWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "MAX_CALLS", 3)
+    monkeypatch.setattr(transport, "MAX_CALLS", 3)
 
     async def go() -> None:
         async with asyncio.timeout(LONG_S):
@@ -173,7 +173,7 @@ def test_who_calls_very_often_at_once_is_told_so_and_may_take_calls_back(
 
 
 def test_who_is_too_busy_to_answer_is_alive(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_CALLS", 0)
+    monkeypatch.setattr(transport, "MAX_CALLS", 0)
 
     async def go() -> None:
         with pytest.raises(Busy):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lightning_swarm.errors import (
+from lightning_swarm.core.errors import (
     Busy,
     ConfigError,
     DeadlineExceeded,

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.errors import ProtocolError, Unreachable
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import ProtocolError, Unreachable
 from lightning_swarm.network import Message
-from lightning_swarm.network.exchange import Channel, Endpoint, Feed, ask, serve
 from lightning_swarm.network.framing import Buffer, Head, Kind, encode, read_head, read_tensors
+from lightning_swarm.network.rpc import Channel, Endpoint, Feed, ask, serve
 
 IDLE_TIMEOUT_S = 60.0
 

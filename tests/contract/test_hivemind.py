@@ -14,14 +14,14 @@ import msgpack
 import pytest
 import torch
 
-from lightning_swarm.doctor import policy
-from lightning_swarm.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.monitor import doctor
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.addresses import Address
 from tests.contract.world import HivemindWorld, Peer
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
-records = pytest.importorskip("lightning_swarm.network.hivemind.records")
+records = pytest.importorskip("lightning_swarm.network.hivemind.directory")
 engine = pytest.importorskip("lightning_swarm.network.hivemind._engine")
 
 LONG_S = 60.0
@@ -270,7 +270,7 @@ def test_everything_works_on_a_plain_asyncio_loop() -> None:
 def test_the_doctor_allows_the_skew_that_hivemind_does() -> None:
     from hivemind.utils import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-    assert policy.MOST_SKEW_S == MAX_DHT_TIME_DISCREPANCY_SECONDS
+    assert doctor.MOST_SKEW_S == MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 
 def test_a_peer_whose_clock_is_wrong_is_not_let_in_and_told_why(
@@ -345,7 +345,7 @@ def test_a_client_that_reads_no_more_closes_its_transport() -> None:
 
 def test_nobody_complains_of_a_way_that_nobody_waits_for_any_more() -> None:
     """A call that was given up while its stream was opened, to a peer that turned out to be dead."""
-    calls = pytest.importorskip("lightning_swarm.network.hivemind.calls")
+    calls = pytest.importorskip("lightning_swarm.network.hivemind.transport")
 
     async def main() -> list[dict[str, Any]]:
         complaints: list[dict[str, Any]] = []

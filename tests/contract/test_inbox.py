@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-inbox = pytest.importorskip("lightning_swarm.network.hivemind.inbox")
+inbox = pytest.importorskip("lightning_swarm.network.hivemind.streams")
 streams = pytest.importorskip("lightning_swarm.network.hivemind.streams")
 
 LOOPS = ["asyncio", "uvloop"]

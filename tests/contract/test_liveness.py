@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lightning_swarm.errors import Unreachable
+from lightning_swarm.core.errors import Unreachable
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.base import PING
+from lightning_swarm.network.transport import PING
 from tests.contract.world import Peer, World
 
 SILENCE_S = 0.4

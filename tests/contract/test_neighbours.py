@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm import environment
-from lightning_swarm.errors import ConfigError, ProtocolError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.network import Message, PeerId
+from lightning_swarm.peer import process
 from tests.contract.world import HivemindWorld, NeighbourWorld, Peer
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
-neighbours = pytest.importorskip("lightning_swarm.network.hivemind.neighbours")
+neighbours = pytest.importorskip("lightning_swarm.network.hivemind.local_streams")
 
 WHO = "who"
 PROOF = bytes(32)
@@ -264,13 +264,13 @@ def test_elsewhere_than_on_linux_there_are_no_neighbours(monkeypatch: Any) -> No
 
 
 def test_the_environment_has_a_word(monkeypatch: Any) -> None:
-    monkeypatch.delenv(environment.NEIGHBOURS, raising=False)
-    assert environment.talks_to_neighbours()
-    monkeypatch.setenv(environment.NEIGHBOURS, "0")
-    assert not environment.talks_to_neighbours()
-    monkeypatch.setenv(environment.NEIGHBOURS, "no")
+    monkeypatch.delenv(process.NEIGHBOURS, raising=False)
+    assert process.talks_to_neighbours()
+    monkeypatch.setenv(process.NEIGHBOURS, "0")
+    assert not process.talks_to_neighbours()
+    monkeypatch.setenv(process.NEIGHBOURS, "no")
     with pytest.raises(ConfigError, match="SWARM_NEIGHBOURS must be 0 or 1, got 'no'"):
-        environment.talks_to_neighbours()
+        process.talks_to_neighbours()
 
 
 def test_who_greets_while_a_peer_closes_keeps_nothing_alive() -> None:

@@ -11,14 +11,10 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_swarm import preemption
-from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.config import Preemption
-from lightning_swarm.preemption.aws import AWS
-from lightning_swarm.preemption.azure import Azure
-from lightning_swarm.preemption.cloud import Cloud
-from lightning_swarm.preemption.gcp import GCP
-from lightning_swarm.preemption.http import METADATA_ADDRESS, Endpoint, NoAnswer
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.peer import preemption
+from lightning_swarm.peer.config import Preemption
+from lightning_swarm.peer.preemption import AWS, GCP, METADATA_ADDRESS, Azure, Cloud, Endpoint, NoAnswer
 from tests.contract.metadata import ACTION, EVENTS, NAME, PREEMPTED, REASONS, REBALANCE, TOKEN, Metadata, let_go
 
 T = TypeVar("T")

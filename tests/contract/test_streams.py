@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.errors import Busy, ConfigError, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
-from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, SMALL_BYTES, Message, PeerId, exchange
+from lightning_swarm.core.errors import Busy, ConfigError, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.network import MAX_CALL_BYTES, MAX_STREAM_BYTES, SMALL_BYTES, Message, PeerId, rpc
 from lightning_swarm.network.framing import Buffer, Head
 from lightning_swarm.network.tensors import DTYPES
 from tests.contract.world import World
@@ -407,10 +407,10 @@ def test_nobody_there(world: World, method: str) -> None:
 
 def test_a_peer_that_answers_twice_is_heard_once(world: World, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its second answer is never taken for that of the next request, which fails or gets its own."""
-    honest = exchange.answer_to
+    honest = rpc.answer_to
     num_doubled = 0
 
-    async def twice(head: Head, respond: exchange.Responder, message: Message) -> list[Buffer]:
+    async def twice(head: Head, respond: rpc.Responder, message: Message) -> list[Buffer]:
         nonlocal num_doubled
         answer = list(await honest(head, respond, message))
         if head.method != method:
@@ -418,7 +418,7 @@ def test_a_peer_that_answers_twice_is_heard_once(world: World, method: str, monk
         num_doubled += 1
         return answer + answer
 
-    monkeypatch.setattr(exchange, "answer_to", twice)
+    monkeypatch.setattr(rpc, "answer_to", twice)
     world.b.transport.handle_stream(method, echo)
     asked = [b"%d" % number for number in range(6)]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.memory import MemoryNetwork
 

@@ -17,12 +17,14 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from lightning_swarm import _bootstrap, cli
-from lightning_swarm.cli import commands, joining
+from lightning_swarm import cli
+from lightning_swarm.cli import join, main, trainer
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
 from lightning_swarm.cli.swarm_cli import SwarmCLI
-from lightning_swarm.launcher import SwarmLauncher
-from lightning_swarm.simulator.scenario import Runs
+from lightning_swarm.network import addresses as addresses_module
+from lightning_swarm.peer import _bootstrap
+from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.strategy.launcher import SwarmLauncher
 from tests.docs import my_project
 from tests.docs.pages import ROOT
 
@@ -71,7 +73,7 @@ def check(words: list[str]) -> None:
 def check_span(text: str) -> None:
     """As `check`, for what stands in a sentence: a bare `lightning-swarm join` names the command."""
     words = shlex.split(text)
-    names = {*commands.TRAINER_COMMANDS, *joining.COMMANDS, "doctor", "status", "plan", "export", "simulate"}
+    names = {*trainer.TRAINER_COMMANDS, *join.COMMANDS, "doctor", "status", "plan", "export", "simulate"}
     if words[0] in COMMANDS and len(words) > 1 and not (len(words) == 2 and words[1] in names):
         check(words)
 
@@ -184,7 +186,7 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
 
     def run(arguments: argparse.Namespace) -> int:
         addresses = [*getattr(arguments, "peer", ()), *filter(None, [getattr(arguments, "address", None)])]
-        told.append([commands.Address.parse(address) for address in addresses])
+        told.append([addresses_module.Address.parse(address) for address in addresses])
         if "scenario" in arguments:
             Runs(arguments.scenario)
         return 0
@@ -196,8 +198,8 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "path", [*sys.path]),
         mock.patch.dict(sys.modules, {"my_project": my_project, "my_project.train": ModuleType("train")}),
-        mock.patch.object(commands, "_run", run),
-        mock.patch.object(commands, "follow_environment"),
+        mock.patch.object(main, "_run", run),
+        mock.patch.object(main, "follow_environment"),
         mock.patch.object(SwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(OtherSwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(_bootstrap, "run", told.append),

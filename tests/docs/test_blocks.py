@@ -19,13 +19,13 @@ from lightning.pytorch.callbacks import ProgressBar
 
 import lightning_swarm
 from lightning_swarm import cli
-from lightning_swarm.cli import SwarmCLI, simulating
-from lightning_swarm.launcher import SwarmLauncher
+from lightning_swarm.cli import SwarmCLI, simulate
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.planner.files import read_machines
-from lightning_swarm.program import invitation
-from lightning_swarm.simulator import report
-from lightning_swarm.simulator.scenario import Runs
+from lightning_swarm.peer.process import invitation
+from lightning_swarm.planner.machine_files import read_machines
+from lightning_swarm.planner.simulator import report
+from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.testing import InMemoryStrategy
 from tests.docs import my_project
 from tests.docs.commands import PEER_ID
@@ -223,7 +223,7 @@ def peers_can_join(block: Block) -> None:
 def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
     runs = Runs(ROOT / f"examples/spot/{name}.yaml")
-    assert report.table(simulating.simulated(runs)) == block.text.rstrip("\n")
+    assert report.table(simulate.simulated(runs)) == block.text.rstrip("\n")
 
 
 def planned(block: Block) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.large import train
-from lightning_swarm.shards import Folder
+from lightning_swarm.model.sharded_format import Folder
 from lightning_swarm.testing import InMemoryStrategy
 
 SMALL = ["--d-model=16", "--num-blocks=6", "--batch-size=6", "--precision=64-true", "--max-steps=3", "--memory-mb=0"]

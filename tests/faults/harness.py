@@ -20,30 +20,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.compression import Codecs, decoded, encoded
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import LeaseRevoked, RunOver, SwarmError
+from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.microbatch_run import Passage, Replayer
+from lightning_swarm.client.pipeline.replay_buffer import Copies, Microbatch
+from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.client.step_client import Ahead, StepClient
+from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.pipeline.copies import Copies, Microbatch
-from lightning_swarm.pipeline.link import Link
-from lightning_swarm.pipeline.passage import Passage
-from lightning_swarm.pipeline.policy import StageRouter
-from lightning_swarm.pipeline.replaying import Replayer
+from lightning_swarm.peer.server_host import Stay
+from lightning_swarm.protocol.compression import Codecs, decoded, encoded
+from lightning_swarm.protocol.messages.batches import Grant
+from lightning_swarm.protocol.messages.calls import CallKey, Mode, Receipt
+from lightning_swarm.protocol.messages.events import EventKind
+from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding, Member
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.staying import Stay
-from lightning_swarm.steps.client import Ahead, StepClient
-from lightning_swarm.tasks import ended, gather
 from lightning_swarm.testing import Fault, FaultPlan
-from lightning_swarm.testing.phases import Passing
+from lightning_swarm.testing.faults import Passing
 from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
-from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types.batches import Grant
-from lightning_swarm.types.calls import CallKey, Mode, Receipt
-from lightning_swarm.types.events import EventKind
-from lightning_swarm.types.runs import NOT_ENCODED, Encoding, Member
-from lightning_swarm.types.steps import Record
-from lightning_swarm.types.wire import encode
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
 from tests.wire import Averaging, sent
 

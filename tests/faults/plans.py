@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.phases import LEAVING
+from lightning_swarm.testing.faults import LEAVING
 
 STAGES = ("a b c", "d e f")
 VOTERS = "a b c d e"

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from lightning_swarm.network import Message
-from lightning_swarm.server.gradient_sum import GradientSum
+from lightning_swarm.server.gradient_buffer import GradientSum
 from lightning_swarm.testing import FaultPlan
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, TRAINERS, VOTERS

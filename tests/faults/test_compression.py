@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from lightning_swarm.compression import CODECS, packing
-from lightning_swarm.server.gradient_sum import GradientSum
+from lightning_swarm.protocol.compression import CODECS, packing
+from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.server.gradient_buffer import GradientSum
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.types.runs import Encoding
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, STEP, TRAINERS, VOTERS
 

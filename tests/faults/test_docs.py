@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from lightning_swarm.config import Limits
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.protocol.messages.events import EVENT_KINDS
 from lightning_swarm.testing import FaultPlan
 from lightning_swarm.testing.faults import Kind
-from lightning_swarm.types.events import EVENT_KINDS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
 

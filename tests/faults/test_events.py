@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps import REPLAY
+from lightning_swarm.protocol.messages.events import EVENT_KINDS
+from lightning_swarm.protocol.messages.step import ReplayRequest
+from lightning_swarm.protocol.messages.wire import decode
+from lightning_swarm.protocol.methods import REPLAY
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.types.events import EVENT_KINDS
-from lightning_swarm.types.steps import ReplayRequest
-from lightning_swarm.types.wire import decode
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import LEAD, STAGES, VOTERS
 

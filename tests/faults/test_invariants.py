@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import StepError
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.server.gradient_sum import GradientSum
-from lightning_swarm.server.gradient_sums import GradientSums
+from lightning_swarm.protocol.messages.calls import CallKey
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.server.gradient_buffer import GradientSum
+from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.phases import Passing
-from lightning_swarm.types.calls import CallKey
-from lightning_swarm.types.runs import Member
+from lightning_swarm.testing.faults import Passing
 from tests.faults.harness import NUM_STEPS, TOLERANCE, FaultySwarm
 from tests.faults.plans import COMPUTING, STAGES, TRAINERS, VOTERS
 from tests.unit.swarm import make_module

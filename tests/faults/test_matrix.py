@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 
-from lightning_swarm import tickets
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import StepError
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.protocol import tickets
 from lightning_swarm.testing import FaultPlan, Phase
 from lightning_swarm.testing.faults import DidNotHappen
 from tests.faults.harness import SETTLE_S, FaultySwarm

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.phases import Passing
+from lightning_swarm.testing.faults import Passing
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, TRAINERS, VOTERS
 

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits, loader

@@ -17,7 +17,7 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import STEPS, Evaluated, approx, fit_both, trainers
 from tests.features.mark import REFUSED, WORKS, feature

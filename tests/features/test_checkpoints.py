@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.shards import Folder
+from lightning_swarm.model.sharded_format import Folder
 from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings, run_plain, run_swarm

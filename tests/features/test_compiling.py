@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch._dynamo.backends.common import aot_autograd
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
 from tests.features.both import STEPS, Evaluated, Trained, approx, fit_both, trainers
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.parity.harness import WEIGHT_TOLERANCE, assert_exact, quiet_warnings, run_plain, run_swarm

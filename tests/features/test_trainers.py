@@ -11,8 +11,8 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError, StepError
-from lightning_swarm.metrics import SharedLogs
+from lightning_swarm.core.errors import ConfigError, StepError
+from lightning_swarm.strategy.metrics import SharedLogs
 from tests.features.both import approx
 from tests.features.mark import REFUSED, WORKS, feature
 from tests.parity.models import DigitsMLP, digits

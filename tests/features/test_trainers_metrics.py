@@ -12,9 +12,9 @@ import torchmetrics
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError, StepError
-from lightning_swarm.metric_objects import SharedMetrics
+from lightning_swarm.core.errors import ConfigError, StepError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.strategy.metrics import SharedMetrics
 from tests.features.mark import PARTLY, REFUSED, WORKS, feature
 from tests.features.test_trainers import Lines
 from tests.parity.models import DigitsMLP, digits

@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.config import Limits
-from lightning_swarm.steps.snapshot_orders import ask_held
-from lightning_swarm.steps.succession import choose_heir, has_majority, seniority
-from lightning_swarm.types.batches import RecordReply
-from lightning_swarm.types.steps import Record
+from lightning_swarm.coordinator.takeover import choose_heir, has_majority, seniority
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.protocol.messages.batches import RecordReply
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.queries import ask_held
 from tests.p2p.warm import wait_until
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, Recipe, digits

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_swarm import hello
-from lightning_swarm.doctor import policy
+from lightning_swarm.core.event_loop import ThreadRuntime
+from lightning_swarm.monitor.doctor import MOST_SKEW_S
 from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.runtime import ThreadRuntime
+from lightning_swarm.protocol import handshake
 from tests.p2p.processes import MODULE, Run
 
 # Cold starts of peers in this file: none. The doctor is no peer, and those it looks at live in this process.
@@ -31,7 +31,7 @@ def skewed_peer() -> Iterator[Address]:
         transport, directory = runtime.run(hivemind.start())
 
         async def serve() -> str:
-            hello.answer(transport, now=lambda: time.time() + AHEAD_S)
+            handshake.answer(transport, now=lambda: time.time() + AHEAD_S)
             return (await transport.addresses())[0]
 
         try:
@@ -65,7 +65,7 @@ def test_a_blocked_port_a_skewed_clock_and_peers_that_are_not_there(skewed_peer:
     assert f"peer 127.0.0.1:{free}: its machine refuses the connection" in refused
     assert f"ok     peer {skewed_peer.place}: reachable, round trip " in "\n".join(lines)
     [ahead_s] = re.findall(rf"clock: {skewed_peer.place} is (\S+) s ahead of this machine, at most 3 s", clock)
-    assert float(ahead_s) == pytest.approx(AHEAD_S, abs=policy.MOST_SKEW_S)
+    assert float(ahead_s) == pytest.approx(AHEAD_S, abs=MOST_SKEW_S)
     assert "-> Set the clock that is wrong" in wrong[clock]
     assert f"peer {skewed_peer.place}: another peer than the address says listens there" in other
     assert f"remote key matches {skewed_peer.peer_id}" in other

@@ -24,10 +24,10 @@ import pytest
 from typing_extensions import override
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.compression.blockwise import Blockwise8Bit
-from lightning_swarm.compression.rotated import Rotated4Bit
-from lightning_swarm.config import Compression, Limits
-from lightning_swarm.run_state import RunState
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.protocol.compression.quantization import Blockwise8Bit, Rotated4Bit
+from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.testing import FaultySwarmStrategy
 from tests.contract.metadata import ACTION, REASONS, Metadata, let_go
 from tests.features.test_trainers import Lines

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.compression.blockwise import Blockwise8Bit
-from lightning_swarm.config import Compression
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.protocol.compression.quantization import Blockwise8Bit
 from tests.p2p.processes import COMMAND, SCRIPT, Run
 from tests.p2p.train import ROWS, WIDTH, make
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain

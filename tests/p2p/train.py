@@ -25,7 +25,7 @@ from typing_extensions import override
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the tests' models, whatever the working directory
 
 from lightning_swarm import SwarmStrategy
-from lightning_swarm.config import Limits
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from tests.parity.models import MODELS, Net, Recipe, loader
 from tests.parity.trainers import numbered, places_of, watched

@@ -24,10 +24,11 @@ import lightning as L
 import torch
 
 import lightning_swarm.network.hivemind  # noqa: F401
-from lightning_swarm import SwarmStrategy, preemption
-from lightning_swarm.compression import codec
-from lightning_swarm.config import Limits
-from lightning_swarm.preemption.http import Endpoint
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.peer import preemption
+from lightning_swarm.peer.preemption import Endpoint
+from lightning_swarm.protocol.compression import codec
 from lightning_swarm.testing import FaultPlan, FaultySwarmStrategy, Phase
 from tests.p2p.several import train
 from tests.p2p.train import WatchedStrategy, Wide

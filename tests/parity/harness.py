@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm.assembly import Peer
-from lightning_swarm.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, Framework
-from lightning_swarm.status import SwarmStatus
-from lightning_swarm.strategy import SwarmStrategy
+from lightning_swarm.client.status import SwarmStatus
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol.messages.batches import RecordReply
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.strategy.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, Framework
+from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
 from lightning_swarm.testing.local import InMemoryHooks
-from lightning_swarm.types.batches import RecordReply
-from lightning_swarm.types.runs import Member
-from lightning_swarm.types.steps import Record
 from tests.held import Held, watched
 from tests.parity.models import Net, make_optimizer, make_schedule
 

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm import membership
-from lightning_swarm.assembly import Peer
-from lightning_swarm.config import Limits
+from lightning_swarm.coordinator.takeover import choose_heir
+from lightning_swarm.core.event_loop import ThreadRuntime
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.repeating import arguments_of, lead_on, run_through
-from lightning_swarm.runtime import ThreadRuntime
+from lightning_swarm.peer import discovery
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol.messages.state import HeldSnapshots
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.steps.succession import choose_heir
-from lightning_swarm.strategy import SwarmStrategy
-from lightning_swarm.types.snapshots import HeldSnapshots
+from lightning_swarm.strategy.restart import arguments_of, lead_on, run_through
+from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.parity.harness import QUIET
 from tests.parity.models import digits, loader
 from tests.parity.trainers import Shared, default_dtype
@@ -239,7 +239,7 @@ class ThreadStrategy(SwarmStrategy):
     async def _all_there(self) -> None:
         assert self.peer is not None
         others = set(self._swarm.names) - {self.name}
-        while not others <= set(await membership.known_servers(self.peer._directory, self.config.run_id)):
+        while not others <= set(await discovery.known_servers(self.peer._directory, self.config.run_id)):
             pass
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal
 
 import lightning as L
+import lightning_swarm.nn
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # it has no types
@@ -15,8 +16,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
-
-import lightning_swarm.nn
 
 NUM_SAMPLES = 52
 BATCH_SIZE = 8

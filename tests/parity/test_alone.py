@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_swarm.steps import BEGIN, DONE, GRANT, RECORD
-from lightning_swarm.steps.coordinator_calls import CoordinatorCalls
-from lightning_swarm.steps.trainers import Trainers
+from lightning_swarm.client.coordinator_client import CoordinatorCalls
+from lightning_swarm.coordinator.trainer_handlers import Trainers
+from lightning_swarm.protocol.methods import BEGIN, DONE, GRANT, RECORD
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Recipe, digits, loader
 from tests.parity.test_delayed import assert_late, run_late

@@ -14,18 +14,18 @@ from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError, ProtocolError, StepError
+from lightning_swarm.coordinator.step import reconcile
+from lightning_swarm.coordinator.step.replay_plan import Plan
+from lightning_swarm.core.errors import ConfigError, ProtocolError, StepError
 from lightning_swarm.network import Message
-from lightning_swarm.server import FORWARD
-from lightning_swarm.server.gradient_sums import GradientSums
-from lightning_swarm.server.stepping import Stepping
-from lightning_swarm.steps import sums
-from lightning_swarm.steps.planning import Plan
+from lightning_swarm.protocol.messages.calls import CallKey, ForwardRequest, Mode
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.step import AverageRequest
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.methods import FORWARD
+from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.step_handlers import Stepping
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.types.calls import CallKey, ForwardRequest, Mode
-from lightning_swarm.types.runs import Member
-from lightning_swarm.types.steps import AverageRequest
-from lightning_swarm.types.wire import encode
 from tests.parity.float16 import HALF, InHalves, train
 from tests.parity.harness import (
     LOSS_TOLERANCE,
@@ -408,7 +408,7 @@ def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], cap
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
     # The closing would strike the batch.
-    monkeypatch.setattr(sums, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
+    monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
     monkeypatch.setattr(GradientSums, "bind", bind_anyway)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
+import lightning_swarm.nn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
-import lightning_swarm.nn
-from lightning_swarm.errors import ConfigError, StageError
+from lightning_swarm.core.errors import ConfigError, StageError
 from tests.parity.harness import Run, SwarmRun, assert_exact, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, digits, loader
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import digits, loader

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning_swarm.nn
 import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
@@ -14,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-import lightning_swarm.nn
-from lightning_swarm import Bottleneck, Maxout, SwarmStrategy, following, insert_boundary, restore_boundary
-from lightning_swarm.boundary import Boundary, boundary_layers
-from lightning_swarm.checkpoint.export import export_safetensors
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.partition import StageModule
+from lightning_swarm import Bottleneck, Maxout, SwarmStrategy, insert_boundary, restore_boundary
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.boundary_layers import Boundary, boundary_layers
+from lightning_swarm.model.export import export_safetensors
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.strategy import extra_trainers
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity import test_moving as moving
 from tests.parity.harness import (
@@ -216,7 +217,9 @@ def test_halves_are_compiled_with_their_stages(boundary: Boundary) -> None:
 
 
 def test_several_trainers_train_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "reseed", lambda rank: None)  # the seed belongs to the process, here to all trainers
+    monkeypatch.setattr(
+        extra_trainers, "reseed", lambda rank: None
+    )  # the seed belongs to the process, here to all trainers
     after = ["transformer.h.1"]
     seen = train(
         2,

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.compression import packing
-from lightning_swarm.config import CodecName, Compression
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.protocol.compression import packing
+from lightning_swarm.protocol.messages.run import CodecName
 from tests.parity.harness import Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
 from tests.parity.models import NUM_STEPS, DigitsMLP, Net, digits, loader
 from tests.wire import wired

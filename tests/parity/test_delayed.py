@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.steps.policy import OpenStep
+from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity import trainers
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm

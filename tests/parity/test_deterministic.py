@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm import trees
+from lightning_swarm.protocol import serialization
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, TinyGPT, digits, loader, sentences
@@ -61,7 +61,7 @@ def bits(run: SwarmRun) -> dict[str, Tensor]:
             if server.admission.me not in run.rosters[-1][index]:
                 continue
             for name, state in server.stepping.stage(index).optimizer_state().items():
-                for number, tensor in enumerate(trees.flatten(state)[1]):
+                for number, tensor in enumerate(serialization.flatten(state)[1]):
                     key = f"state {index} {name} {number}"
                     assert torch.equal(found.setdefault(key, tensor), tensor)
     assert sum(key.startswith("state") for key in found) >= len(list(run.module.parameters()))

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from typing_extensions import override
 
-from lightning_swarm.compression import packing
-from lightning_swarm.config import CodecName
-from lightning_swarm.errors import StepError
-from lightning_swarm.scaling import LossScale
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.protocol.compression import packing
+from lightning_swarm.protocol.messages.run import CodecName
+from lightning_swarm.strategy.loop_counters import LossScale
 from tests.parity.float16 import HALF, InFloat16, InHalves, Scaled, train
 from tests.parity.harness import assert_same_curve, deviation, run_plain, run_swarm
 from tests.parity.models import make_optimizer

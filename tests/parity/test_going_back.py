@@ -20,8 +20,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import PeerError, StepError
+from lightning_swarm.core.errors import PeerError, StepError
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, WEIGHT_TOLERANCE, Run, quiet_warnings, run_plain
 from tests.parity.models import DigitsMLP, NanoGPT, Net, Recipe, TinyGPTWithLosses, digits, loader, sentences

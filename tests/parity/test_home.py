@@ -11,9 +11,9 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.pipeline.passage import Link
+from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.strategy.weight_sync import Weights
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.weights import Weights
 from tests.features.both import fit_both
 from tests.features.test_averaging import Watched
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, quiet_warnings

@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.nn import call_blocks
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.nn import call_blocks
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 
 VOCABULARY = 19

@@ -13,13 +13,13 @@ import pytest
 from torch import nn
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.core.errors import ConfigError, Unreachable
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.framing import Buffer
-from lightning_swarm.server import NEXT, PIECE, donor
+from lightning_swarm.protocol.methods import LISTEN, NEXT, PIECE
 from lightning_swarm.server.server import Server
-from lightning_swarm.steps import LISTEN
+from lightning_swarm.server.state_transfer import donor as donor_module
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, digits, loader, sentences
@@ -100,10 +100,10 @@ def test_a_server_joins_at_the_next_step(at: int) -> None:
 
 
 def test_a_server_says_when_it_is_in_and_when_the_run_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "lightning_swarm.assembly"):
+    with caplog.at_level(logging.INFO, "lightning_swarm.peer.peer"):
         run = swarm(Joining())
     (record,) = [record.step for record in run.records if record.newcomers]
-    said, end = [one.message for one in caplog.records if one.name == "lightning_swarm.assembly"]
+    said, end = [one.message for one in caplog.records if one.name == "lightning_swarm.peer.peer"]
     assert said == f"In run 'swarm' from step {record + 1} on, with stage 0."
     assert end.startswith("Run 'swarm' is over.")
 
@@ -194,7 +194,7 @@ def narrow(strategy: InMemoryStrategy, bytes_per_s: float) -> None:
 @pytest.mark.parametrize("share", [10, 20])
 def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     """No step takes twice as long while they come as when they are there and twelve have to average."""
-    monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)  # the model is small, too
+    monkeypatch.setattr(donor_module, "_MIN_PIECE_BYTES", 1024)  # the model is small, too
     line = 1_000_000.0
     joining = Timed(line, count=10)
     run = swarm(joining, limits=Limits(max_upload=int(line / share)), max_steps=40)
@@ -208,7 +208,7 @@ def test_ten_joiners_choke_nobody(monkeypatch: pytest.MonkeyPatch, share: int) -
 
 def test_downloads_of_ten_joiners_hold_no_step_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take what they took before anyone came, in which there was room for all that they send."""
-    monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 1024)
+    monkeypatch.setattr(donor_module, "_MIN_PIECE_BYTES", 1024)
     line = 1_000_000.0
     joining = Timed(line, count=10)
     run = swarm(joining, num_joiners=0, limits=Limits(max_upload=int(line / 40)), max_steps=7)

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
-from lightning_swarm.server.lull import Lull
-from lightning_swarm.steps.client import StepClient
+from lightning_swarm.client.step_client import StepClient
+from lightning_swarm.server.pending_work import Lull
 from tests.parity.harness import SwarmRun, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
 from tests.parity.test_delayed import assert_late, run_late

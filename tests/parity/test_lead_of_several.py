@@ -17,14 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 from typing_extensions import override
 
-from lightning_swarm.assembly import Peer
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError, Replaced, Unreachable
-from lightning_swarm.going_back import inheritance
+from lightning_swarm.coordinator.membership.trainers import Enrolment
+from lightning_swarm.coordinator.takeover import choose_heir, seniority
+from lightning_swarm.core.errors import ProtocolError, Replaced, Unreachable
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.steps.enrolment import Enrolment
-from lightning_swarm.steps.succession import choose_heir, seniority
-from lightning_swarm.types.snapshots import HeldSnapshots
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol.messages.state import HeldSnapshots
+from lightning_swarm.strategy.rollback import loop_transfer
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.test_shared_data import Weights, assert_each_once, assert_same, validation
 from tests.parity.trainers import Seen, ThreadStrategy, shuffled, train
@@ -432,7 +432,7 @@ def test_an_heir_that_dies_before_it_begins_is_not_waited_for(monkeypatch: pytes
 
 def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """And ends the run of nobody else."""
-    unpack, tried = inheritance.unpack, []
+    unpack, tried = loop_transfer.unpack, []
 
     def failing(value: Any, version: int, trainer: L.Trainer) -> Any:
         tried.append(rank_of(trainer))
@@ -440,7 +440,7 @@ def test_an_heir_that_cannot_is_followed_by_the_next(alone: Seen, monkeypatch: p
             raise ProtocolError("it is no loop's state")
         return unpack(value, version, trainer)
 
-    monkeypatch.setattr(inheritance, "unpack", failing)
+    monkeypatch.setattr(loop_transfer, "unpack", failing)
     seen = run(4, {4: "in a batch"}, gone=[1, 2, 3])
     cannot = "this peer was to take the run over, and cannot: it is no loop's state"
     assert [str(error) for rank, error in seen.errors.items() if rank] == [cannot]

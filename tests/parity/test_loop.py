@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import Message
-from lightning_swarm.server import loading
+from lightning_swarm.protocol.messages.state import StateRequest
 from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.state_transfer import handlers
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.types.state import StateRequest
 from tests.parity.harness import (
     LOSS_TOLERANCE,
     QUIET,
@@ -345,14 +345,14 @@ class ComesHome(L.Callback):
 def test_nothing_is_written_over_what_the_leads_own_server_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may compute for other trainers meanwhile, and their graphs hold these tensors. Nor are they asked for."""
     asked: list[int] = []
-    answer = loading._state
+    answer = handlers._state
 
     def noted(stage: Stage, request: StateRequest) -> Message:
         if not request.optimizer:
             asked.append(stage.index)
         return answer(stage, request)
 
-    monkeypatch.setattr(loading, "_state", noted)
+    monkeypatch.setattr(handlers, "_state", noted)
     home = ComesHome()
     run = run_swarm(DigitsMLP, loader(digits()), max_steps=STEPS, callbacks=[home])
     stages = [set(run.strategy.servers[i].stepping.stage(stage).parameters) for i, stage in ((0, 1), (1, 0))]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import TensorDataset
 
-from lightning_swarm.config import Limits
+from lightning_swarm.core.limits import Limits
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, TinyGPTWithLosses, Trees, digits, loader, records, sentences
 

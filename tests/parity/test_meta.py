@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm import Bottleneck
-from lightning_swarm.blueprint import Blueprint
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.going_back.states import LoopState
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.deferred_init import Blueprint
+from lightning_swarm.strategy.rollback.loop_state import LoopState
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import NanoGPT, Recipe, configured, digits, loader, sentences

@@ -12,9 +12,9 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_swarm.rebalancing.balance import Balance
+from lightning_swarm.coordinator.rebalancing.balancer import Balance
+from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
-from lightning_swarm.types.steps import Record
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Net, Recipe, loader
 from tests.parity.test_joining import Joining

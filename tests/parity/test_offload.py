@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.partition import find_blocks
-from lightning_swarm.server import model as server_model
-from lightning_swarm.server.model import Model
-from lightning_swarm.server.stepper import Stepper
+from lightning_swarm.model.partition import find_blocks
+from lightning_swarm.server import stage_builder as server_model
+from lightning_swarm.server.optimizer import Stepper
+from lightning_swarm.server.stage_builder import Model
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, sentences
 from tests.parity.test_resume import EPOCH, Matrices, adam_8bit, go

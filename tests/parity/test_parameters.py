@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import lightning_swarm.nn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-import lightning_swarm.nn
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.strategy.weight_sync import Weights
 from lightning_swarm.testing import InMemoryStrategy
-from lightning_swarm.weights import Weights
 from tests.parity.harness import QUIET, assert_exact, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import Net, digits, loader
 

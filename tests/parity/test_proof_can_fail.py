@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.averaging import butterfly
-from lightning_swarm.pipeline.passage import Passage, replay
-from lightning_swarm.server.gradient_sums import GradientSums
+from lightning_swarm.client.pipeline.microbatch_run import Passage, replay
+from lightning_swarm.coordinator.step import reconcile
+from lightning_swarm.coordinator.step.open_step import clip_factor
+from lightning_swarm.coordinator.step.replay_plan import Plan, plan_replays
+from lightning_swarm.protocol.messages.calls import CallKey
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.server.averaging import all_reduce
+from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.steps import sums
-from lightning_swarm.steps.planning import Plan, plan_replays
-from lightning_swarm.steps.policy import clip_factor
-from lightning_swarm.types.calls import CallKey
-from lightning_swarm.types.steps import Record
 from tests.parity.harness import LOSS_TOLERANCE, Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 
@@ -134,14 +134,14 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
             found.append(made)
         return made
 
-    monkeypatch.setattr(sums, "plan_replays", plan)
+    monkeypatch.setattr(reconcile, "plan_replays", plan)
     return found
 
 
 @pytest.fixture
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The closing would mend it."""
-    monkeypatch.setattr(sums, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
+    monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
 
 
 # ---------------------------------------------------------------------- wrong arithmetic
@@ -164,14 +164,14 @@ def test_clipping_per_stage_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatch)
 
 def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded: list[float] = []
-    average = butterfly.average
+    average = all_reduce.average
 
-    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> butterfly.Mean:
+    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> all_reduce.Mean:
         half = vector.to(torch.float16).to(vector)
         rounded.append(float((half - vector).abs().max()))
         return await average(half, total_weight, *rest, **options)
 
-    monkeypatch.setattr(butterfly, "average", coarse)
+    monkeypatch.setattr(all_reduce, "average", coarse)
     swarm = train()
     assert max(rounded) > 0.0
     assert_seen(swarm, plain)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.types.calls import Receipt
+from lightning_swarm.protocol.messages.calls import Receipt
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, digits, loader
 

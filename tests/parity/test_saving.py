@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_swarm import saving
+from lightning_swarm.strategy import checkpointing
 from tests.features.both import STEPS, Trained
 from tests.features.test_trainers import Lines
 from tests.parity.harness import run_plain, run_swarm
@@ -46,7 +46,7 @@ def waited_for(held: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
             held.set()
         wait(jobs)
 
-    monkeypatch.setattr(saving, "wait", wait_for)
+    monkeypatch.setattr(checkpointing, "wait", wait_for)
 
 
 class Looks(L.Callback):
@@ -78,7 +78,7 @@ def test_written_meanwhile(tmp_path: Path, held: threading.Event) -> None:
 
 def test_what_is_under_way_stays_as_it_was(tmp_path: Path, waited_for: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes on changing is copied, what the servers sent is not. At the end of training others find the file."""
-    copied, there = saving._copied, []
+    copied, there = checkpointing._copied, []
 
     def watched(checkpoint: dict[str, Any], own: Any) -> Any:
         taken = copied(checkpoint, own)
@@ -102,7 +102,7 @@ def test_what_is_under_way_stays_as_it_was(tmp_path: Path, waited_for: None, mon
         def on_train_end(self, *_: Any) -> None:
             there.extend(path.name for path in tmp_path.iterdir())
 
-    monkeypatch.setattr(saving, "_copied", watched)
+    monkeypatch.setattr(checkpointing, "_copied", watched)
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=4, save_top_k=-1)
     run_swarm(Trained, loader(digits()), max_steps=9, enable_checkpointing=True, callbacks=[Counts(), save])
     assert sorted(there) == ["step=4.ckpt", "step=8.ckpt"]

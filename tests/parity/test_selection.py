@@ -10,9 +10,9 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError
-from lightning_swarm.pipeline.passage import Link
-from lightning_swarm.server import BACKWARD, FORWARD
+from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.protocol.methods import BACKWARD, FORWARD
 from tests.features.both import Trained, fit_both
 from tests.features.test_finetuning import EPOCH, Backbone, Filtered, in_phases, reselections, unfreezing
 from tests.parity.harness import LOSS_TOLERANCE, WEIGHT_TOLERANCE, run_plain, run_swarm

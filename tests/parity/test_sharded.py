@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typing_extensions import override
 
-from lightning_swarm import shards
-from lightning_swarm.checkpoint.export import export_file
-from lightning_swarm.errors import ConfigError, ProtocolError
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model import sharded_format
+from lightning_swarm.model.export import export_file
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, Run, assert_exact, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import digits, loader, sentences
@@ -64,7 +64,7 @@ def test_it_goes_on_with_other_stages(first: Any, second: Any, tmp_path: Path) -
     )
     assert [*begun.losses, *rest.losses] == pytest.approx(plain.losses, rel=1e-11)
     assert [*begun.learning_rates, *rest.learning_rates] == pytest.approx(plain.learning_rates, rel=1e-12)
-    saved = shards.Folder(tmp_path / "021.ckpt")
+    saved = sharded_format.Folder(tmp_path / "021.ckpt")
     found = saved.read_weights(saved.weights)
     torch.testing.assert_close(found, dict(plain.weights), rtol=0.0, atol=1e-10)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "parts are left"
@@ -136,7 +136,7 @@ def test_what_several_stages_hold_is_written_once(tmp_path: Path) -> None:
     plain = run_plain(partial(TiedOnMeta, "cpu"), loader(sentences()), max_epochs=2)
     options = {"state_dict_type": "sharded", "num_stages": 3, "num_servers": 3}
     begun = run_swarm(partial(TiedOnMeta, "meta"), loader(sentences()), max_epochs=1, **options, **saving(tmp_path))
-    folder = shards.Folder(tmp_path / "007.ckpt")
+    folder = sharded_format.Folder(tmp_path / "007.ckpt")
     assert set(folder.weights) == set(plain.weights), "both names"
     assert set(folder.read_state(None)) == {name for name, _ in begun.module.named_parameters()}
     path = tmp_path / "007.ckpt"
@@ -157,7 +157,7 @@ def test_who_does_not_see_the_folder_sends_what_it_holds(tmp_path: Path, monkeyp
             return False
         return function(*args)
 
-    monkeypatch.setattr("lightning_swarm.server.writing.asyncio.to_thread", is_there)
+    monkeypatch.setattr("lightning_swarm.server.state_transfer.handlers.asyncio.to_thread", is_there)
     begun = run_swarm(on_meta, loader(digits()), max_epochs=1, num_servers=4, **saving(tmp_path), **SHARDED)
     assert len(asked) == 2 * 2 + 1, "each server was to be asked, and the trainer for what it computes"
     monkeypatch.undo()
@@ -173,7 +173,7 @@ def test_weights_alone_and_what_is_saved_after_fit(tmp_path: Path) -> None:
     run.trainer.save_checkpoint(tmp_path / "all.ckpt")
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     run.trainer.save_checkpoint(tmp_path / "all.ckpt")  # in the place of the first
-    everything, weights = (shards.Folder(tmp_path / name) for name in ("all.ckpt", "weights.ckpt"))
+    everything, weights = (sharded_format.Folder(tmp_path / name) for name in ("all.ckpt", "weights.ckpt"))
     for folder in (everything, weights):
         torch.testing.assert_close(folder.read_weights(folder.weights), dict(run.weights), rtol=0.0, atol=0.0)
     assert everything.has_optimizer
@@ -261,19 +261,19 @@ def test_nothing_else_is_written_and_no_other_folder(tmp_path: Path, monkeypatch
     assert run.trainer is not None
     run.trainer.save_checkpoint(tmp_path / "one.ckpt")
     before = {path.name: path.read_bytes() for path in (tmp_path / "one.ckpt").iterdir()}
-    monkeypatch.setattr(shards, "finish", full)
+    monkeypatch.setattr(sharded_format, "finish", full)
     with pytest.raises(OSError, match="full"):
         run.trainer.save_checkpoint(tmp_path / "one.ckpt")
     assert {path.name: path.read_bytes() for path in (tmp_path / "one.ckpt").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["one.ckpt"]
-    (written,) = shards.write(tmp_path, 1, {"model": {"a": torch.zeros(2)}})
-    shards.check([written], 1, {"a"})
+    (written,) = sharded_format.write(tmp_path, 1, {"model": {"a": torch.zeros(2)}})
+    sharded_format.check([written], 1, {"a"})
     for part, names in ((0, {"a"}), (1, {"b"})):
         with pytest.raises(ProtocolError, match=f"part {part} of a checkpoint has state of its own"):
-            shards.check([written], part, names)
+            sharded_format.check([written], part, names)
     for changed in ({"file": "../__1_0.distcp"}, {"path": ["loops", "a"]}, {"path": ["model"]}, {"dtype": "nn"}):
         with pytest.raises(ProtocolError):
-            shards.check([msgspec.structs.replace(written, **changed)], 1, {"a"})
+            sharded_format.check([msgspec.structs.replace(written, **changed)], 1, {"a"})
 
 
 def full(*args: Any) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ConfigError
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, digits

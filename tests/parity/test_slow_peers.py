@@ -11,7 +11,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_swarm.assembly import Peer
+from lightning_swarm.peer.peer import Peer
 from lightning_swarm.server.executor import FIRST, Executor, InlineExecutor, Priority
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings, run_plain

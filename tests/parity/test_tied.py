@@ -13,8 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.config import Compression
-from lightning_swarm.errors import StepError
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.peer.config import Compression
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
 from tests.parity.harness import Run, SwarmRun, assert_exact, assert_same_curve, run_plain, run_swarm
 from tests.parity.models import (

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_swarm.errors import ConfigError, Unreachable
+from lightning_swarm.coordinator.membership.trainers import Enrolment
+from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.server.server import Server
-from lightning_swarm.steps.enrolment import Enrolment
 from tests.parity.models import DigitsMLP, Recipe, digits
 from tests.parity.trainers import LIMITS, Seen, ThreadStrategy, assert_exact, numbered, train
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import LeftOut, StageLost, Unreachable
+from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import LeftOut, StageLost, Unreachable
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.pipeline.policy import StageRouter
-from lightning_swarm.session import Session
-from lightning_swarm.steps import ARMED, DONE, GRANT, RECORD
+from lightning_swarm.protocol.methods import ARMED, DONE, GRANT, RECORD
 from tests.features.test_trainers import Lines
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, digits, sentences

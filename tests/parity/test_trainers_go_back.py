@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 from typing_extensions import override
 
-from lightning_swarm.config import Limits
+from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from tests.parity import trainers
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, sentences

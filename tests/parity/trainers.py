@@ -22,20 +22,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typing_extensions import override
 
-from lightning_swarm.assembly import Peer
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import SwarmError
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.event_loop import Runtime, ThreadRuntime
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
-from lightning_swarm.partition import find_blocks
-from lightning_swarm.repeating import arguments_of, lead_on, run_through
-from lightning_swarm.runtime import Runtime, ThreadRuntime
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol.messages.batches import RecordReply
+from lightning_swarm.protocol.messages.run import Manifest, Member
+from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.server.model import Model
-from lightning_swarm.strategy import SwarmStrategy
-from lightning_swarm.types.batches import RecordReply
-from lightning_swarm.types.runs import Manifest, Member
-from lightning_swarm.types.steps import Record
+from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.strategy.restart import arguments_of, lead_on, run_through
+from lightning_swarm.strategy.strategy import SwarmStrategy
 from tests.held import batches_of
 from tests.parity.harness import QUIET
 from tests.parity.models import DigitsMLP, NanoGPT, Net, digits, make_optimizer, make_schedule

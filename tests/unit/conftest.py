@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.clock import VirtualLoop
+from lightning_swarm.core.clock import VirtualLoop
 from tests.unit.swarm import Swarm
 
 MakeSwarm = Callable[..., Swarm]

@@ -12,27 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_swarm import hello, membership, survey, trees
-from lightning_swarm.clock import VirtualLoop
-from lightning_swarm.compression import from_message
-from lightning_swarm.config import Limits
-from lightning_swarm.errors import ProtocolError
-from lightning_swarm.events import Event, EventLog
+from lightning_swarm.client.pipeline.router import FIRST_MEASURED, StageRouter
+from lightning_swarm.client.step_client import StepClient
+from lightning_swarm.coordinator.coordinator import Coordinator
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.partition import StageModule, find_blocks
+from lightning_swarm.model.selection import read_selection
+from lightning_swarm.monitor import survey
 from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
-from lightning_swarm.partition import StageModule, find_blocks
-from lightning_swarm.pipeline.policy import FIRST_MEASURED, StageRouter
-from lightning_swarm.run_state import RunState
-from lightning_swarm.selection import read_selection
-from lightning_swarm.server import BACKWARD, CANCEL, FORWARD
-from lightning_swarm.server.executor import InlineExecutor
-from lightning_swarm.server.model import Model
-from lightning_swarm.server.server import Server
-from lightning_swarm.steps import AVERAGE
-from lightning_swarm.steps.client import StepClient
-from lightning_swarm.steps.coordinator import Coordinator
-from lightning_swarm.tickets import TicketStore
-from lightning_swarm.types.calls import (
+from lightning_swarm.peer import discovery
+from lightning_swarm.protocol import handshake, serialization
+from lightning_swarm.protocol.compression import from_message
+from lightning_swarm.protocol.events import Event, EventLog
+from lightning_swarm.protocol.messages.calls import (
     BackwardRequest,
     CallKey,
     CallReport,
@@ -44,10 +39,16 @@ from lightning_swarm.types.calls import (
     Receipt,
     Ticket,
 )
-from lightning_swarm.types.reports import PeerReport
-from lightning_swarm.types.runs import NOT_ENCODED, Encoding, Manifest, Member
-from lightning_swarm.types.steps import AverageRequest, Record
-from lightning_swarm.types.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.messages.reports import PeerReport
+from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding, Manifest, Member
+from lightning_swarm.protocol.messages.step import AverageRequest, Record
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.executor import InlineExecutor
+from lightning_swarm.server.server import Server
+from lightning_swarm.server.stage_builder import Model
 from tests.held import Held
 
 T = TypeVar("T")
@@ -178,7 +179,7 @@ class Swarm:
         for server in self.servers.values():
             self.run(server.start())
         if admit:
-            self.run(membership.admit(self.trainer, self.manifest, self.stages, timeout=10.0))
+            self.run(discovery.admit(self.trainer, self.manifest, self.stages, timeout=10.0))
 
     async def _no_others(self) -> dict[PeerId, list[str]]:
         return {}
@@ -190,7 +191,7 @@ class Swarm:
         blocks = find_blocks(module, self._pipeline)
         model = Model(module, blocks, lambda _: optimizer(module), torch.device("cpu"), keep=False)
         transport = self.network.transport(name)
-        hello.answer(transport, now=lambda: 1000.0)
+        handshake.answer(transport, now=lambda: 1000.0)
         report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)
         survey.answer(transport, lambda: report, self._no_others)
         tickets = TicketStore(transport, max_bytes=1 << 30)
@@ -361,7 +362,7 @@ class Swarm:
 
     def forward_request(self, k: CallKey, stage: int, route: Sequence[PeerId], x: Tensor, mode: Mode = MODE) -> Message:
         source = Ticket(peer_id=route[stage - 1], name=k.name(stage - 1, "forward")) if stage else None
-        structure, tensors = trees.flatten((None if stage else (x,), {}))
+        structure, tensors = serialization.flatten((None if stage else (x,), {}))
         request = ForwardRequest(key=k, stage_index=stage, mode=mode, source=source, structure=structure)
         return Message(encode(request), tuple(tensors))
 
@@ -370,7 +371,7 @@ class Swarm:
     ) -> Message:
         """With `again`, a tree of inputs (or None) and extras, the forward can be done again."""
         last = stage == len(self.rosters) - 1
-        structure, tensors = trees.flatten(([gradient] if last else None, changes.pop("again", None)))
+        structure, tensors = serialization.flatten(([gradient] if last else None, changes.pop("again", None)))
         fields: dict[str, Any] = {
             "key": k,
             "stage_index": stage,

@@ -14,12 +14,12 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
-from lightning_swarm.errors import ConfigError, Unreachable
-from lightning_swarm.network.base import SILENCE_S
+from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
-from lightning_swarm.network.hivemind._process import on_its_own
+from lightning_swarm.network.hivemind.daemon import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
 from lightning_swarm.network.hivemind.transport import HivemindTransport
+from lightning_swarm.network.transport import SILENCE_S
 
 __all__ = ["HivemindDirectory", "HivemindTransport", "start"]
 

@@ -4,25 +4,294 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from typing_extensions import override
 
-from lightning_swarm.errors import DeadlineExceeded, ProtocolError
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, Unreachable
+from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.base import BaseTransport
-from lightning_swarm.network.exchange import ask, serve
-from lightning_swarm.network.framing import Kind
+from lightning_swarm.network.framing import (
+    HEADER_BYTES,
+    Fixed,
+    Kind,
+    encode_cancel,
+    encode_error,
+    exchange_id_of,
+    parse_small,
+)
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
-from lightning_swarm.network.hivemind._pending import steady
-from lightning_swarm.network.hivemind._process import exited
-from lightning_swarm.network.hivemind.calls import Calls, answer_calls
-from lightning_swarm.network.hivemind.neighbours import INTRODUCE, Neighbours
+from lightning_swarm.network.hivemind.daemon import exited, steady
+from lightning_swarm.network.hivemind.local_streams import INTRODUCE, Neighbours
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
-from lightning_swarm.tasks import ended, gather
+from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel, ask, serve
+from lightning_swarm.network.transport import BaseTransport
+
+MAX_CALLS: Final = 4096
+"""Most calls of one stream that are answered at once. Who sends more is told that this peer is busy. A trainer may wait
+for as many results as a server holds calls (`Limits.max_pending_calls`), and ask for other things beside."""
+
+_IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
+_PATIENCE_S: Final = 60.0
+_MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
+_OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
+_READ_BYTES: Final = 1 << 18
+_MAX_UNSENT_BYTES: Final = 8 << 20  # left by calls that were given up, for a peer that does not read
+
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+
+
+class Calls:
+    """Calls to other peers.
+
+    Args:
+        open_stream: Opens a stream to a peer.
+        spawn: Runs a task for as long as the transport is open.
+        patience_s: How long a peer may be silent.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[PeerId], Awaitable[Stream]],
+        spawn: Spawn,
+        patience_s: Callable[[PeerId], float],
+    ) -> None:
+        self._open_stream = open_stream
+        self._spawn = spawn
+        self._patience_s = patience_s
+        self._room = asyncio.Semaphore(_MAX_OPENING)
+        self._lines: dict[PeerId, asyncio.Task[_Line]] = {}
+
+    async def ask(self, peer: PeerId, request: bytes) -> bytes:
+        """Carry an encoded call to `peer` and its encoded answer back.
+
+        Raises:
+            Unreachable: There is no way to the peer, or it broke.
+        """
+        opening = self._lines.get(peer)
+        if opening is None or _has_ended(opening):
+            opening = self._lines[peer] = self._spawn(self._open(peer))
+            opening.add_done_callback(partial(self._forget_failed, peer))
+        if not opening.done():
+            # Others may wait for the same stream, and it is of use to the next call, too.
+            await asyncio.wait({opening})
+        if opening.cancelled():
+            raise Unreachable(f"The transport was closed before a stream to {peer} was open.")
+        if isinstance(error := opening.exception(), Unreachable):
+            raise Unreachable(str(error)) from error
+        return await opening.result().ask(request)
+
+    async def _open(self, peer: PeerId) -> _Line:
+        async with self._room:
+            try:
+                async with asyncio.timeout(_OPENING_S):
+                    stream = await self._open_stream(peer)
+            except TimeoutError as error:
+                raise Unreachable(f"Cannot open a stream to {peer} within {_OPENING_S:g} s.") from error
+        line = _Line(peer, stream, self._patience_s)
+        self._spawn(line.read()).add_done_callback(lambda _: self._forget_ended(peer))
+        return line
+
+    def _forget_failed(self, peer: PeerId, opening: asyncio.Task[_Line]) -> None:
+        # To look at its exception is to have seen it: perhaps nobody waits any more.
+        if (opening.cancelled() or opening.exception() is not None) and self._lines.get(peer) is opening:
+            del self._lines[peer]
+
+    def _forget_ended(self, peer: PeerId) -> None:
+        opening = self._lines.get(peer)
+        if opening is not None and _has_ended(opening):
+            del self._lines[peer]
+
+
+def _has_ended(opening: asyncio.Task[_Line]) -> bool:
+    if not opening.done():
+        return False
+    return opening.cancelled() or opening.exception() is not None or opening.result().ended
+
+
+class _Line:
+    """The stream to one peer, and who waits for answers."""
+
+    def __init__(self, peer: PeerId, stream: Stream, patience_s: Callable[[PeerId], float]) -> None:
+        self._peer = peer
+        self._stream = stream
+        stream.gather_writes()
+        self._patience_s = patience_s
+        self._unheard_s: float | None = None  # since when nothing came, of what was asked
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._used_s = now_s()
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is of no more use: it broke, or the other side may have lost its patience."""
+        return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
+
+    async def ask(self, request: bytes) -> bytes:
+        exchange_id = exchange_id_of(request)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers[exchange_id] = answer
+        try:
+            # It does not wait until the request is sent: others may keep the stream full, and the answer says it, too.
+            self._stream.write_soon(request)
+            self._unheard_s = now_s() if self._unheard_s is None else self._unheard_s
+            return await answer
+        except OSError as error:
+            raise Unreachable(f"The connection to {self._peer} broke: {error}.") from error
+        except asyncio.CancelledError:
+            self._take_back(exchange_id)
+            raise
+        finally:
+            del self._answers[exchange_id]
+            self._used_s = now_s()
+
+    def _take_back(self, exchange_id: int) -> None:
+        with suppress(OSError):
+            self._stream.write_soon(encode_cancel(exchange_id))
+        silent = self._unheard_s is not None and now_s() - self._unheard_s >= self._patience_s(self._peer)
+        # A peer that was cut off without a word may have come back by another connection.
+        if silent or self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            self._stream.close()
+
+    async def read(self) -> None:
+        """Hand out answers until the stream ends, or nobody has used it for long."""
+        problem, incoming = "it hung up", _Incoming(self._stream.channel)
+        try:
+            while True:
+                try:
+                    head, data = await incoming.next(_IDLE_S)
+                except TimeoutError:
+                    if incoming.half_way:
+                        raise
+                    if self.ended:
+                        return
+                    continue
+                self._unheard_s = None
+                answer = self._answers.get(head.exchange_id)
+                if answer is not None and not answer.done():  # else nobody waits for it any more
+                    answer.set_result(data)
+        except TimeoutError:
+            problem = f"an answer stopped half way for {STALL_TIMEOUT_S:g} s"
+        except (OSError, EOFError, ProtocolError) as error:
+            problem = str(error) or problem
+        finally:
+            self._closed = True
+            self._stream.close()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(Unreachable(f"The connection to {self._peer} broke: {problem}."))
+
+
+class _Incoming:
+    """Whole messages off a stream. What comes in one piece is taken in one: each step apart would cost a timer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._data = bytearray()
+        self._head: Fixed | None = None  # of the message that `_data` begins with, once it is known
+
+    @property
+    def half_way(self) -> bool:
+        """Whether a message has come in part."""
+        return bool(self._data)
+
+    async def next(self, idle_timeout: float) -> tuple[Fixed, bytes]:
+        """The next message.
+
+        Raises:
+            TimeoutError: None has begun for so many seconds, or nothing more of it came.
+            ProtocolError: It is none, or too long.
+            EOFError: The stream has ended. Or an `OSError`.
+        """
+        while (message := self._split()) is None:
+            async with asyncio.timeout(STALL_TIMEOUT_S if self.half_way else idle_timeout):
+                data = await self._channel.read(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._data += data
+        return message
+
+    def _split(self) -> tuple[Fixed, bytes] | None:
+        """Take a message off what has come, if it is all there."""
+        if self._head is None and len(self._data) >= HEADER_BYTES:
+            self._head = parse_small(self._data)
+        if self._head is None or len(self._data) < self._head.num_bytes:
+            return None
+        head, self._head = self._head, None
+        message = bytes(self._data[: head.num_bytes])
+        del self._data[: head.num_bytes]
+        return head, message
+
+
+async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+    """Answer the calls that come over a stream, each as soon as it can be, until the stream ends or misbehaves.
+
+    A handler whose caller gave up, or hung up, is cancelled.
+
+    Args:
+        stream: Where they come from.
+        serve: Makes the encoded answer to an encoded call.
+        spawn: Runs a task for as long as the transport is open.
+    """
+    incoming = _Incoming(stream.channel)
+    answers = _Answers(stream, serve, spawn)
+    stream.gather_writes()
+    try:
+        while True:
+            try:
+                head, request = await incoming.next(_PATIENCE_S)
+            except TimeoutError:
+                if answers.under_way and not incoming.half_way:
+                    continue
+                return
+            await answers.take(head, request)
+    except (OSError, EOFError, ProtocolError):
+        return
+    finally:
+        stream.close()
+        await ended(list(answers.under_way.values()))
+
+
+class _Answers:
+    """What is answered over a stream. The tasks, by their exchanges, are those that are under way."""
+
+    def __init__(self, stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+        self._stream = stream
+        self._serve = serve
+        self._spawn = spawn
+        self.under_way: dict[int, asyncio.Task[None]] = {}
+
+    async def take(self, head: Fixed, request: bytes) -> None:
+        """A call came, or one is taken back."""
+        exchange_id = head.exchange_id
+        if head.kind is Kind.CANCEL:
+            if exchange_id in self.under_way:
+                self.under_way[exchange_id].cancel()
+        elif exchange_id in self.under_way:
+            raise ProtocolError(f"call {exchange_id} came twice")
+        elif len(self.under_way) >= MAX_CALLS:  # to wait here would be to hear of no call that is taken back
+            busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
+            await self._send(b"".join(encode_error(exchange_id, busy)))
+        else:
+            self.under_way[exchange_id] = task = self._spawn(self._answer(request))
+            task.add_done_callback(lambda _: self.under_way.pop(exchange_id))
+
+    async def _answer(self, request: bytes) -> None:
+        await self._send(await self._serve(request))
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            self._stream.write_soon(data)
+            if self._stream.is_full:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await self._stream.drain()
+        except OSError:  # the caller hung up, or does not read its answers
+            self._stream.close()
+
 
 _CALL: Final = "lightning_swarm.call"
 _STREAM: Final = "lightning_swarm.stream"

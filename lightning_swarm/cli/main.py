@@ -1,0 +1,201 @@
+"""What `lightning-swarm` can be told: the list of commands, and what each does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from lightning_swarm import __version__
+from lightning_swarm.cli import join, simulate
+from lightning_swarm.cli import plan as plan_module
+from lightning_swarm.cli import status as status_module
+from lightning_swarm.cli.trainer import TRAINER_COMMANDS, run_trainer
+from lightning_swarm.core.errors import ConfigError, SwarmError
+from lightning_swarm.core.process import LOG, follow_environment
+from lightning_swarm.model.export import export_file, export_safetensors
+from lightning_swarm.monitor import doctor
+from lightning_swarm.monitor.doctor import Finding
+from lightning_swarm.monitor.survey import table
+from lightning_swarm.network.addresses import Address
+
+_DESCRIPTION: Final = """\
+Train one large PyTorch Lightning model on a swarm of slow, unequal machines.
+
+    lightning-swarm doctor                                          is this machine fit to be a peer?
+    lightning-swarm fit --model my_project.Net --data my_project.Data --trainer.devices 4
+    lightning-swarm join 203.0.113.7:31337/12D3... train.py         help a run that another machine started
+    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm plan machines.yaml --config run.yaml            is it worth it, and with how many stages?
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          would it do better with other settings?
+    lightning-swarm simulate scenario.yaml                          what a swarm would do, without one
+
+With -v before the command, more of what happens is said on stderr; with -vv, all.
+"""
+
+_DOCTOR: Final = """\
+{what} Exit status 1 if something is wrong.
+
+    lightning-swarm doctor                                          this machine
+    lightning-swarm doctor --host 0.0.0.0 --port 31337              and the port that it is to listen on
+    lightning-swarm doctor --peer 203.0.113.7:31337/12D3...         and the way to a running peer
+"""
+
+_STATUS: Final = """\
+{what} Asks any peer for the others, and all of them what they do. Changes nothing.
+
+    lightning-swarm status 203.0.113.7:31337/12D3...                who holds which stage, how fast it goes
+    lightning-swarm status 203.0.113.7:31337/12D3... --watch 10     again every ten seconds, until Ctrl-C
+    lightning-swarm status 203.0.113.7:31337/12D3... --json         for programs: one object a line
+
+Rates are averages since a peer began or, with --watch, since the look before. The object has `run_id`, `step` (null if
+no coordinator answers), `steps_per_minute`, `stages` (for each a list of peer ids), `trainers_stage` (the one of them
+that is what stands around the pipeline, which the trainers compute; or null) and `peers`. Each of these has `peer_id`,
+`place`, `problem` (why it did not answer, or null), `stages`, `lead`, `coordinator`, `step` (null while it waits for a
+run), `samples_per_s` (forward through each of its stages but the trainers'), `queued` (jobs), `sent_gb_per_hour`,
+`received_gb_per_hour` and `age_s`.
+"""
+
+_EXPORT: Final = """\
+{what} Nothing in the checkpoint is executed; OUT is overwritten.
+
+    lightning-swarm export lightning_logs/version_0/checkpoints/last.ckpt model.safetensors
+    lightning-swarm export sharded/last.ckpt whole.ckpt             a folder as one file, for a plain Trainer
+
+The second one has all of the model and of the optimizer's state in memory meanwhile.
+"""
+
+
+_LEVELS: Final = {"-v": "info", "--verbose": "info", "-vv": "debug"}
+
+
+def main() -> int:
+    """Run the command line. Returns the exit status."""
+    try:
+        if sys.argv[1:] and sys.argv[1] in _LEVELS:
+            os.environ[LOG] = _LEVELS[sys.argv.pop(1)]
+        follow_environment()
+        return _chosen(sys.argv[1:] or ["--help"])()
+    except ConfigError as error:
+        return _complain(error, 2)
+    except SwarmError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return 130  # as a shell has it
+
+
+def _complain(error: SwarmError, status: int) -> int:
+    said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    print(f"lightning-swarm: error: {said}", file=sys.stderr)  # noqa: T201 - a command
+    return status
+
+
+def _chosen(arguments: Sequence[str]) -> Callable[[], int]:
+    name = arguments[0] if arguments else ""
+    # Lightning's own parsers of these take seconds to build, and need jsonargparse.
+    if name in TRAINER_COMMANDS or name in ("-c", "--config"):
+        return run_trainer
+    if name in join.COMMANDS:
+        return partial(join.run, name, arguments[1:])
+    return partial(_run, _parser().parse_args(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lightning-swarm",
+        usage="lightning-swarm COMMAND ...",
+        description=_DESCRIPTION,
+        epilog="lightning-swarm COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(
+        title="commands", prog="lightning-swarm", dest="command", metavar="COMMAND", required=True
+    )
+    for name, line in {**TRAINER_COMMANDS, **join.COMMANDS}.items():
+        commands.add_parser(name, help=line, add_help=False)  # to be listed; they are parsed elsewhere
+
+    def add(name: str, what: str, description: str) -> argparse.ArgumentParser:
+        description = description.format(what=what)
+        return commands.add_parser(
+            name, help=what, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    check = add("doctor", "Check whether this machine can be a peer: what is wrong, and what to do.", _DOCTOR)
+    check.add_argument("--host", default="127.0.0.1", help="IP address to listen on (default: %(default)s)")
+    check.add_argument("--port", type=int, default=0, help="TCP port to listen on (default: any)")
+    check.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="HOST:PORT/ID",
+        help="a running peer, as it prints its address: can it be reached, do clocks and versions agree (repeatable)",
+    )
+
+    status = add("status", "Show a live swarm: stages, peers, step, rates.", _STATUS)
+    status.add_argument("address", metavar="ADDRESS", help="of any peer of the run, as HOST:PORT/ID")
+    status.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    status.add_argument("--watch", type=float, metavar="SECONDS", help="look again and again")
+    status.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
+    )
+
+    plan = add(
+        "plan", "Say what a swarm of some machines would do with a model, and whether it pays.", plan_module.DESCRIPTION
+    )
+    plan_module.add_arguments(plan)
+
+    export = add(
+        "export", "Write a checkpoint's weights to a safetensors file, or a sharded one to a single file.", _EXPORT
+    )
+    export.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a file that Lightning saved, or a sharded checkpoint"
+    )
+    export.add_argument("out", type=Path, metavar="OUT", help="the file to write: *.safetensors or *.ckpt")
+
+    simulate.add_arguments(add("simulate", simulate.WHAT, simulate.DESCRIPTION))
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.command == "export":
+        export = export_file if arguments.out.suffix == ".ckpt" else export_safetensors
+        num_tensors = export(arguments.checkpoint, arguments.out)
+        print(f"{arguments.out}: {num_tensors} tensors")  # noqa: T201 - a command
+        return 0
+    if arguments.command == "plan":
+        return plan_module.run(arguments)
+    if arguments.command == "status":
+        return _show_status(arguments)
+    if arguments.command == "simulate":
+        return simulate.run(arguments)
+    wrong = 0
+    addresses = [Address.parse(text) for text in arguments.peer]
+    for finding in doctor.examine(host=arguments.host, port=arguments.port, addresses=addresses):
+        print(_line(finding), flush=True)  # noqa: T201 - a command
+        wrong += not finding.ok
+    print(f"{wrong} to mend." if wrong else "This machine can be a peer.")  # noqa: T201 - a command
+    return 1 if wrong else 0
+
+
+def _show_status(arguments: argparse.Namespace) -> int:
+    looks = status_module.watch(Address.parse(arguments.address), every_s=arguments.watch, timeout=arguments.timeout)
+    try:
+        for seen in looks:
+            print(json.dumps(asdict(seen)) if arguments.json else table(seen), flush=True)  # noqa: T201 - a command
+    except KeyboardInterrupt:
+        pass  # how --watch ends
+    finally:
+        looks.close()
+    return 0
+
+
+def _line(finding: Finding) -> str:
+    line = f"{'ok   ' if finding.ok else 'WRONG'}  {finding.check}: {finding.found}"
+    return line if finding.ok else f"{line}\n       -> {finding.remedy}"

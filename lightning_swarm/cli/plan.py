@@ -1,0 +1,344 @@
+"""`plan`: what a swarm of some machines would do with a model, before any of them starts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+
+from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
+from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.monitor.survey import picture, short_name
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.planner import probe
+from lightning_swarm.planner.cost_model import transformer
+from lightning_swarm.planner.live import Assumed, Live, Pace, read
+from lightning_swarm.planner.machine_files import NOTHING_SAID, Travel, read_machines, read_travel
+from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
+from lightning_swarm.planner.records import Machine, Model, Now
+from lightning_swarm.planner.report import describe, describe_now
+from lightning_swarm.protocol.messages.run import CodecName
+from lightning_swarm.strategy.framework import LIGHTNING
+from lightning_swarm.strategy.strategy import SwarmHooks
+
+_NAMES = [field.name for field in fields(Compression)]
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    group = parser.add_argument_group("how tensors travel, if not as MACHINES.yaml, FILE or the live swarm says")
+    group.add_argument("--compression", metavar="CODEC", help=f"all by one: {', '.join(get_args(CodecName))}")
+    for name in _NAMES:
+        group.add_argument(f"--compression.{name}", metavar="VALUE", help=f"`{name}` alone, as in `Compression`")
+    group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
+
+
+def of_command(arguments: argparse.Namespace) -> Travel:
+    """What the options say.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    every = arguments.compression
+    options = {name: getattr(arguments, f"compression.{name}") for name in _NAMES}
+    said = {name: _value(text) for name, text in options.items() if text is not None}
+    if said and every is not None:
+        said = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **said}
+    return Travel.parse(said or every, arguments.boundary_ratio)
+
+
+def _value(text: str) -> object:
+    if text.isdigit():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+_MBIT, _GB = 1e6 / 8, 1e9
+
+
+def add_live_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plan` can be told of a live swarm."""
+    live = parser.add_argument_group("or a swarm that runs, instead of machines and model")
+    live.add_argument("--swarm", metavar="HOST:PORT/ID", help="of any of its peers")
+    live.add_argument(
+        "--over", type=float, default=10.0, metavar="SECONDS", help="time to see its rates in (default: %(default)g)"
+    )
+    live.add_argument(
+        "--line-mbit",
+        type=float,
+        default=100.0,
+        metavar="MBIT",
+        help="Mb/s, each way, of peers whose lines were not measured (default: %(default)g)",
+    )
+    live.add_argument(
+        "--bus-gb-per-s",
+        type=float,
+        default=12.0,
+        metavar="GB",
+        help="between a GPU and its host, for training alone with offloading (default: %(default)g)",
+    )
+    live.add_argument(
+        "--timeout", type=float, default=10.0, metavar="SECONDS", help="for each peer (default: %(default)g)"
+    )
+
+
+def run_live(arguments: argparse.Namespace) -> int:
+    """Look at the swarm twice, plan, and print it. Returns the exit status, as `planning.run`.
+
+    Raises:
+        ConfigError: What was given cannot be.
+        Unreachable: The peer does not answer.
+        SwarmError: Too little is measured yet.
+    """
+    _check_live(arguments)
+    line_bytes_per_s = arguments.line_mbit * _MBIT
+    assumed = Assumed(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
+    said = of_command(arguments)
+    live = _look(arguments, assumed)
+    has = Travel(Compression(**msgspec.structs.asdict(live.encoding)))
+    travel = said.or_else(has)
+    model = replace(live.model, wire=travel.wire)
+    plan = make_plan(
+        model,
+        live.machines,
+        target_batch_size=arguments.target_batch_size,
+        largest_batch_size=arguments.largest_batch_size,
+    )
+    now = _now(live, replace(live.model, wire=has.wire))
+    if arguments.json:
+        print(json.dumps({**plan.as_json(), **travel.as_json(), "now": asdict(now)}))  # noqa: T201 - a command
+    else:
+        print(f"{describe(model, plan)}\n\n{describe_now(plan, now, line_bytes_per_s)}")  # noqa: T201 - a command
+    return 0 if plan.possible else 1
+
+
+def _check_live(arguments: argparse.Namespace) -> None:
+    given = {
+        "MACHINES.yaml": arguments.machines,
+        "--config": arguments.config,
+        "--layers": arguments.layers,
+        "--width": arguments.width,
+        "--sequence": arguments.sequence,
+        "--measure": arguments.measure,
+        "--picture": arguments.picture,
+        "--boundary-ratio": arguments.boundary_ratio,  # a stage's costs are those with the layers that it has
+    }
+    both = [name for name, value in given.items() if value]
+    if both:
+        raise ConfigError(
+            "`plan` takes machines and model from a file and a description, or both from a live swarm by --swarm, got "
+            f"--swarm and {' and '.join(both)}. Leave out the one or the others."
+        )
+    for name in ("over", "line_mbit", "bus_gb_per_s", "timeout"):
+        value = getattr(arguments, name)
+        if not 0 < value <= threading.TIMEOUT_MAX:
+            raise ConfigError(f"`--{name.replace('_', '-')}` must be a number above 0, got {value}. Raise it.")
+
+
+def _look(arguments: argparse.Namespace, assumed: Assumed) -> Live:
+    address = Address.parse(arguments.swarm)
+    with contextlib.closing(status.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
+        before, now = next(looks), next(looks)
+    seen = {PeerId(one.peer_id): one for one in picture(now, before).peers}
+    reports = {one.peer_id: one.report for one in now if one.report is not None}
+    paces = {peer: Pace(seen[peer].samples_per_s, seen[peer].sent_gb_per_hour * _GB / 3600) for peer in reports}
+    return read(reports, paces, assumed, str if arguments.json else short_name)
+
+
+def _now(live: Live, model: Model) -> Now:
+    setting = live.setting
+    return Now(
+        setting=setting,
+        samples_per_s=live.samples_per_s,
+        sent_bytes_per_s=live.sent_bytes_per_s,
+        predicted_samples_per_s=predict(model, live.machines, setting) if setting is not None else None,
+        unmeasured=live.unmeasured,
+        assumed_lines=live.assumed_lines,
+    )
+
+
+DESCRIPTION: Final = """\
+{what} Nothing is started, and no other machine is asked but by --swarm.
+
+    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --vocabulary 50257
+    lightning-swarm plan machines.yaml --config run.yaml            the model of that file, as `fit` takes it
+    lightning-swarm plan machines.yaml --config run.yaml --measure  for machines whose rate is `here`
+    lightning-swarm plan machines.yaml --layers 24 --width 2048 --sequence 1024 --picture law.png
+    lightning-swarm plan --swarm 203.0.113.7:31337/12D3...          for a swarm that runs: would others do better?
+
+The file lists the machines. The first one starts the run: it trains, and holds a stage.
+
+    machines:
+      - name: desk               # all but the rate, the memory and the line may be left out
+        tflops: 20               # what it really computes; or samples_per_s: of the whole model; or here
+        memory_gb: 24            # where it computes
+        up_mbit: 40              # its line
+        down_mbit: 100
+        latency_ms: 15           # to another machine, one way
+        count: 3                 # as many of them
+        processor: accelerator   # or cpu, which also has to send and receive
+        host_memory_gb: 64       # these two: for training alone with offloading
+        bus_gb_per_s: 12
+    compression: 8bit            # how tensors travel, as in SwarmStrategy; may be left out
+
+Predictions are counted; docs/planning.md says how far off they were.
+"""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is planned for.
+
+    Args:
+        model: What it costs.
+        measure: FLOP/s of this machine with it.
+        sequence: Tokens of a sample, where they are known.
+        width: Features of a token, likewise.
+        travel: How its tensors do, as far as it is said.
+    """
+
+    model: Model
+    measure: Callable[[], float]
+    sequence: int = 1024
+    width: int | None = None
+    travel: Travel = NOTHING_SAID
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `plan` can be told."""
+    parser.add_argument(
+        "machines", type=Path, nargs="?", metavar="MACHINES.yaml", help="the list of machines, as above"
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a file of `fit`, with the model in it")
+    numbers = parser.add_argument_group("or a transformer, by its measures")
+    numbers.add_argument("--layers", type=int, help="its blocks")
+    numbers.add_argument("--width", type=int, help="features of a token")
+    numbers.add_argument("--sequence", type=int, help="tokens of a sample")
+    numbers.add_argument("--vocabulary", type=int, default=0, help="of embeddings and head (default: there are none)")
+    numbers.add_argument(
+        "--ends",
+        choices=("stages", "trainer"),
+        default="stages",
+        help="where these are: in the first and last stage, with the loss, or around all (default: %(default)s)",
+    )
+    parser.add_argument("--target-batch-size", type=int, help="samples of a step (default: as many as pay)")
+    parser.add_argument(
+        "--largest-batch-size",
+        type=int,
+        default=LARGEST_BATCH,
+        help="of those that are looked at (default: %(default)s)",
+    )
+    parser.add_argument("--measure", action="store_true", help="measure this machine, for rates that are `here`")
+    parser.add_argument("--picture", type=Path, metavar="PATH", help="draw the square-cube law for the first machine")
+    add_machine_arguments(parser)
+    add_live_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of sentences")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, and print it. Returns the exit status: 0 also where the swarm is not worth it, 1 if nothing can train.
+
+    Raises:
+        ConfigError: What was given cannot be.
+    """
+    _check_numbers(arguments)
+    if arguments.swarm:
+        return run_live(arguments)
+    _check(arguments)
+    subject = _of_file(arguments.config, measured=arguments.measure) if arguments.config else _of_numbers(arguments)
+    measure = subject.measure if arguments.measure else None
+    machines = read_machines(arguments.machines, subject.model.flop, measure)
+    travel = of_command(arguments).or_else(read_travel(arguments.machines)).or_else(subject.travel)
+    model = replace(subject.model, wire=travel.wire)
+    plan = make_plan(
+        model,
+        machines,
+        target_batch_size=arguments.target_batch_size,
+        largest_batch_size=arguments.largest_batch_size,
+    )
+    said = json.dumps({**plan.as_json(), **travel.as_json()}) if arguments.json else describe(model, plan)
+    print(said)  # noqa: T201 - a command
+    if arguments.picture:
+        _draw(arguments.picture, machines[0], subject)
+    return 0 if plan.possible else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.machines is None:
+        raise ConfigError(
+            "`plan` must be told the machines: by a file that lists them, or by --swarm HOST:PORT/ID of a peer of a "
+            "swarm that runs; got neither. Give the one or the other."
+        )
+    measures = {name: getattr(arguments, name) for name in ("layers", "width", "sequence")}
+    given = [name for name, value in measures.items() if value is not None]
+    if bool(arguments.config) == bool(given) or (given and len(given) < len(measures)):
+        raise ConfigError(
+            "`plan` must be told one model: by --config FILE, or by --layers, --width and --sequence, all three; got "
+            f"{' and '.join(f'--{name}' for name in [*(['config'] if arguments.config else []), *given]) or 'none'}."
+            " Give the one or the others."
+        )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for name in ("layers", "width", "sequence", "target_batch_size", "largest_batch_size"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"`--{name.replace('_', '-')}` must be at least 1, got {value}. Raise it.")
+    if arguments.vocabulary < 0:
+        raise ConfigError(f"`--vocabulary` must be at least 0, got {arguments.vocabulary}. Leave it out for none.")
+
+
+def _of_numbers(arguments: argparse.Namespace) -> _Subject:
+    width, sequence = arguments.width, arguments.sequence
+
+    def measure() -> float:
+        from lightning_swarm.planner.probe import measure_transformer  # torch, which the rest does without
+
+        return measure_transformer(width, sequence)
+
+    model = transformer(arguments.layers, width, sequence, arguments.vocabulary, ends=arguments.ends)
+    return _Subject(model, measure, sequence, width)
+
+
+def _of_file(path: Path, *, measured: bool) -> _Subject:
+    """The model of a file that `fit` takes; its Trainer and data are made, too, and not used."""
+    require_jsonargparse("plan --config")
+
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    given = ["--config", str(path)]
+    tree = swarm_cli if choose_framework(given, []) is LIGHTNING else pytorch_lightning
+    try:
+        made = tree.SwarmCLI(run=False, save_config_callback=None, args=given, parser_kwargs={"exit_on_error": False})
+    except (argparse.ArgumentError, OSError) as error:
+        raise ConfigError(f"{path} must be a file that `lightning-swarm fit --config` takes: {error}") from error
+    module: Any = made.model
+    strategy = made.trainer.strategy
+    swarm = strategy.config if isinstance(strategy, SwarmHooks) else None
+    pipeline = swarm.pipeline if swarm else None
+    boundary = swarm.boundary if swarm else None
+    travel = Travel(swarm.compression if swarm else None, boundary.ratio if boundary else None)
+    example = module.example_input_array
+    module.configure_model()
+    # Counting takes the weights away, so it comes second.
+    blocks_s = probe.measure_blocks(module, pipeline, example) if measured and example is not None else 0.0
+    model = probe.count(module, pipeline, example)
+    return _Subject(model, lambda: (model.flop - model.around.flop) / blocks_s, travel=travel)
+
+
+def _draw(path: Path, machine: Machine, subject: _Subject) -> None:
+    from lightning_swarm.planner.report import draw
+
+    draw(path, machine, subject.sequence, subject.width)

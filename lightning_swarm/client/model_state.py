@@ -1,0 +1,446 @@
+"""Whole-model snapshots out of a swarm's parts, and back into them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import PeerError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.model import sharded_format
+from lightning_swarm.model.fingerprint import fingerprint
+from lightning_swarm.model.partition import StageModule
+from lightning_swarm.model.sharded_format import REST
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.state import (
+    HeldSnapshots,
+    LentWeights,
+    Snapshot,
+    SnapshotRequest,
+    StageState,
+    StateRequest,
+    WriteReply,
+    WriteRequest,
+    Written,
+)
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import LEND, LOAD, SNAPSHOT, STATE, WRITE
+from lightning_swarm.protocol.queries import Held, ask_held, holders_of, newest_complete
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.serialization import named
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A model at a version.
+
+    Args:
+        version: Which.
+        weights: Parameters and buffers by their names in the model's state dict, in files.
+        optimizer: Optimizer state by parameter name, likewise.
+    """
+
+    version: int
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, dict[str, Any]]
+
+
+async def gather_snapshots(
+    transport: Transport, run: RunState, versions: Collection[int], *, timeout: float, max_bytes: int
+) -> Whole | None:
+    """The newest of `versions` of which every stage is kept by somebody who answers; None: there is none.
+
+    Raises:
+        Unreachable: A stage that was there a moment ago could not be had from anybody.
+    """
+    held = {
+        peer: HeldSnapshots(host=one.host, snapshots=[kept for kept in one.snapshots if kept.version in versions])
+        for peer, one in (await ask_held(transport, run.servers, timeout=timeout)).items()
+    }
+    num_stages = len(run.rosters)
+    version = newest_complete(held, num_stages)
+    if version is None:
+        return None
+    weights: dict[str, Tensor] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
+    generation = run.manifest.generation  # versions of an older one come again
+    for index in range(num_stages):  # one after the other: there may be no room for two
+        fetched = await _fetch(transport, held, generation, version, index, timeout=timeout, max_bytes=max_bytes)
+        try:
+            own_weights, own_state = await asyncio.to_thread(_on_disk, fetched)
+        except (OSError, RuntimeError) as error:  # torch's own, of a full disk
+            raise no_room(error) from error
+        del fetched
+        weights.update(own_weights)
+        optimizer.update(own_state)
+    return Whole(version=version, weights=weights, optimizer=optimizer)
+
+
+_Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
+
+
+def _on_disk(fetched: _Tensors) -> _Tensors:
+    """The same, mapped from a file that goes with it."""
+    with tempfile.TemporaryDirectory(prefix="lightning-swarm-", ignore_cleanup_errors=True) as folder:
+        path = Path(folder, "stage.pt")
+        torch.save(fetched, path)
+        mapped: _Tensors = torch.load(path, mmap=True, weights_only=True)
+        return mapped
+
+
+def no_room(error: Exception) -> SwarmError:
+    """What to say where a file on the way back cannot be written."""
+    return SwarmError(
+        "the way back leads through a checkpoint, which must be written to the folder for temporary files: "
+        f"{error}. Make room in {tempfile.gettempdir()}, or name another folder in the variable TMPDIR."
+    )
+
+
+async def _fetch(
+    transport: Transport, held: Held, generation: int, version: int, stage_index: int, *, timeout: float, max_bytes: int
+) -> _Tensors:
+    request = SnapshotRequest(stage_index=stage_index, version=version)
+    holders = holders_of(held, version, stage_index)
+    # Its own costs nothing.
+    for peer in sorted(holders, key=lambda peer: peer != transport.peer_id):
+        try:
+            return await _from(transport, peer, generation, request, timeout=timeout, max_bytes=max_bytes)
+        except SwarmError as error:
+            _log.warning("No snapshot of stage %d from %s: %s", stage_index, peer, error)
+    raise Unreachable(f"the snapshot of stage {stage_index} at version {version} could not be had from {holders}")
+
+
+async def _from(
+    transport: Transport, peer: PeerId, generation: int, request: SnapshotRequest, *, timeout: float, max_bytes: int
+) -> _Tensors:
+    message = await transport.stream(peer, SNAPSHOT, Message(encode(request)), timeout=timeout, max_bytes=max_bytes)
+    head = decode(message.body, Snapshot)
+    asked = (generation, request.stage_index, request.version)
+    if (head.generation, head.stage_index, head.version) != asked or fingerprint(message.tensors) != head.version_hash:
+        raise ProtocolError(
+            f"what {peer} sent is not the snapshot of generation, stage and version {asked}, or came damaged"
+        )
+    count = len(head.weights)
+    weights = named(head.weights, message.tensors[:count])
+    return weights, named(head.optimizer, serialization.unflatten(head.structure, list(message.tensors[count:])))
+
+
+async def gather_weights(
+    transport: Transport,
+    run: RunState,
+    step: int,
+    *,
+    timeout: float,
+    max_bytes: int = MAX_STREAM_BYTES,
+    without: Collection[str] = (),
+    stages: Collection[int] | None = None,
+) -> dict[str, Tensor]:
+    """Parameters and buffers of all stages at version `step`, by their names in the model's state dict.
+
+    Args:
+        transport: Of who asks.
+        run: The run.
+        step: The version.
+        timeout: Seconds for each exchange.
+        max_bytes: Of a stage.
+        without: Names that are left out. A stage whose parameters are all among them is not asked for.
+        stages: Only these; None: all.
+    """
+    parameters = [{name for name, _, _ in stage.parameters} for stage in run.manifest.stages]
+    asked = range(len(parameters)) if stages is None else stages
+    wanted = [index for index in asked if not parameters[index] or not parameters[index].issubset(without)]
+    requests = [_request(run, index, step, optimizer=False) for index in wanted]
+    weights: dict[str, Tensor] = {}
+    for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
+        named = zip(state.names, tensors, strict=True)
+        # What this process serves itself came without a copy, and goes on changing.
+        weights.update((name, tensor.clone()) for name, tensor in named if name not in without)
+    return weights
+
+
+async def gather_optimizer(
+    transport: Transport,
+    run: RunState,
+    step: int,
+    *,
+    timeout: float,
+    max_bytes: int = MAX_STREAM_BYTES,
+    stages: Collection[int] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state at version `step`, by parameter name: of all stages, or of these."""
+    asked = range(len(run.rosters)) if stages is None else stages
+    requests = [_request(run, index, step, optimizer=True) for index in asked]
+    found: dict[str, dict[str, Any]] = {}
+    for state, tensors in await _states(transport, run, requests, timeout=timeout, max_bytes=max_bytes):
+        found.update(zip(state.names, serialization.unflatten(state.structure, list(tensors)), strict=True))
+    return found
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """For each name of a parameter or buffer the first one of the same tensor: tied ones have several."""
+    first: dict[int, str] = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+
+
+async def scatter_optimizer(
+    transport: Transport,
+    run: RunState,
+    state: Mapping[str, dict[str, Any]],
+    *,
+    timeout: float,
+    stages: Collection[int] | None = None,
+) -> None:
+    """Hand the optimizer's state to the servers of its stages, before their first step.
+
+    Args:
+        transport: The lead's.
+        run: Before the first step of its generation.
+        state: Optimizer state by parameter name; of all these stages.
+        timeout: Seconds.
+        stages: Which; None: all of them.
+
+    Raises:
+        ConfigError: It holds something other than tensors and numbers.
+    """
+    manifest = run.manifest
+
+    def message(index: int) -> Message:
+        names = [name for name, _, _ in manifest.stages[index].parameters if name in state]
+        structure, tensors = serialization.flatten([dict(state[name]) for name in names])
+        head = StageState(
+            stage_index=index,
+            step=manifest.first_step,
+            generation=manifest.generation,
+            optimizer=True,
+            names=names,
+            structure=structure,
+        )
+        return Message(encode(head), tuple(tensor.detach().cpu() for tensor in tensors))
+
+    messages = {index: message(index) for index in (range(len(manifest.stages)) if stages is None else stages)}
+    await _to_rosters(transport, run.rosters, LOAD, messages, timeout=timeout)
+
+
+async def lend_weights(
+    transport: Transport, run: RunState, stages: Sequence[StageModule], number: int, *, timeout: float
+) -> None:
+    """Lend the servers what the lead's module holds, to evaluate with. Their own weights stay as they are.
+
+    Args:
+        transport: The lead's.
+        run: The run.
+        stages: The lead's own.
+        number: By which calls mean them.
+        timeout: Seconds.
+    """
+    messages = {}
+    for stage in stages:
+        if not stage.spec.on_trainers:  # the lead evaluates with that one itself
+            tensors = stage.named_stage_tensors()
+            head = LentWeights(
+                stage_index=stage.spec.index, generation=run.manifest.generation, number=number, names=list(tensors)
+            )
+            values = tuple(tensor.detach().cpu() for tensor in tensors.values())
+            messages[stage.spec.index] = Message(encode(head), values)
+    await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
+
+
+async def take_weights_back(transport: Transport, run: RunState, number: int, *, timeout: float) -> None:
+    """Have the servers drop the weights that were lent by `number`."""
+    served = [index for index, stage in enumerate(run.manifest.stages) if not stage.on_trainers]
+    generation = run.manifest.generation
+    heads = (LentWeights(stage_index=index, generation=generation, number=number, names=[]) for index in served)
+    messages = {head.stage_index: Message(encode(head)) for head in heads}
+    await _to_rosters(transport, run.rosters, LEND, messages, timeout=timeout)
+
+
+async def _to_rosters(
+    transport: Transport,
+    rosters: Sequence[Sequence[Member]],
+    method: str,
+    messages: Mapping[int, Message],
+    *,
+    timeout: float,
+) -> None:
+    await gather(
+        transport.stream(member.peer_id, method, message, timeout=timeout)
+        for index, message in messages.items()
+        for member in rosters[index]
+    )
+
+
+def _request(run: RunState, index: int, step: int, *, optimizer: bool) -> StateRequest:
+    return StateRequest(stage_index=index, step=step, generation=run.manifest.generation, optimizer=optimizer)
+
+
+async def _states(
+    transport: Transport, run: RunState, requests: Sequence[StateRequest], *, timeout: float, max_bytes: int
+) -> Sequence[tuple[StageState, tuple[Tensor, ...]]]:
+    async def one(request: StateRequest) -> tuple[StageState, tuple[Tensor, ...]]:
+        # Its own copy costs nothing.
+        members = sorted(run.rosters[request.stage_index], key=lambda member: member.peer_id != transport.peer_id)
+        for member in members:
+            try:
+                message = await transport.stream(
+                    member.peer_id, STATE, Message(encode(request)), timeout=timeout, max_bytes=max_bytes
+                )
+                return decode(message.body, StageState), message.tensors
+            except PeerError as error:  # it may have died since the record
+                if member is members[-1]:
+                    raise
+                _log.info("Stage %d is asked for at another of its peers: %s", request.stage_index, error)
+        raise AssertionError("a stage has members")
+
+    return await gather(map(one, requests))
+
+
+_State = Mapping[str, dict[str, Any]]
+
+
+def save(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    write_stages: Callable[[Path], list[Written]],
+    *,
+    part: int,
+    also: Mapping[str, str],
+) -> None:
+    """Write a checkpoint. What was there under its name is replaced when all of it is written.
+
+    Args:
+        path: Its name.
+        checkpoint: As Lightning has it, with what the stages do not write themselves, and names in the place of the
+            optimizer's numbers.
+        write_stages: Has them write the rest into the folder that it is called with.
+        part: A number that no stage has.
+        also: Further names of weights that stages write, and the names under which they do.
+
+    Raises:
+        OSError: It cannot be written.
+        SwarmError: A stage cannot be.
+    """
+    rest = dict(checkpoint)
+    own: dict[str, Any] = {sharded_format.WEIGHTS: rest.pop("state_dict")}
+    for state in rest.pop("optimizer_states", ()):
+        own[sharded_format.OPTIMIZER] = state
+    with _replacing(path) as folder:
+        written = [*write_stages(folder), *sharded_format.write(folder, part, own)]
+        torch.save(rest, folder / REST)
+        sharded_format.finish(folder, written, also)  # without which it is no checkpoint
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A folder to write to, which gets the name of `path` in the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Nobody guesses the number, so whoever finds the folder under this name looks at the same file system.
+    hidden = path.parent.resolve() / f".{path.name}.{secrets.token_hex(16)}"
+    partial, former = (hidden.with_name(f"{hidden.name}.{what}") for what in ("partial", "former"))
+    partial.mkdir()
+    try:
+        yield partial
+        if path.exists():
+            path.rename(former)
+        partial.rename(path)
+    except BaseException:
+        if former.exists() and not path.exists():
+            former.rename(path)
+        raise
+    finally:
+        for left in (partial, former):
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+async def write_stages(
+    transport: Transport,
+    run: RunState,
+    step: int,
+    folder: Path,
+    names: Sequence[Collection[str]],
+    as_saved: Callable[[_State], _State] | None,
+    *,
+    timeout: float,
+    max_bytes: int,
+) -> list[Written]:
+    """Have each stage written by a server of it that sees the folder. Of others the lead writes it, one at a time.
+
+    Args:
+        transport: The lead's.
+        run: The run.
+        step: The version that is meant. No record is applied meanwhile.
+        folder: Where.
+        names: What each stage writes, parameters and buffers: all that is saved, and each once.
+        as_saved: Puts optimizer state into the form in which the optimizer saves it. None: it is left out.
+        timeout: Seconds for each exchange.
+        max_bytes: Of a stage.
+
+    Raises:
+        PeerError: Nobody of a stage answers.
+        OSError: The lead itself cannot write.
+        SwarmError: A server cannot.
+    """
+    here = asyncio.Lock()
+
+    async def one(index: int) -> list[Written]:
+        request = WriteRequest(
+            stage_index=index,
+            step=step,
+            generation=run.manifest.generation,
+            folder=str(folder),
+            optimizer=as_saved is not None,
+            without=sorted(set().union(*names[:index])),
+        )
+        written = await _by_server(transport, run.rosters[index], request, timeout=timeout)
+        if written is not None:
+            sharded_format.check(written, index, names[index])
+            return written
+        async with here:
+            _log.info("No server of stage %d sees %s: it is written here.", index, folder)
+            options: dict[str, Any] = {"timeout": timeout, "max_bytes": max_bytes, "stages": [index]}
+            weights = await gather_weights(transport, run, step, **options)
+            content: dict[str, Any] = {sharded_format.WEIGHTS: {name: weights[name] for name in names[index]}}
+            if as_saved is not None:
+                state = as_saved(await gather_optimizer(transport, run, step, **options))
+                content[sharded_format.OPTIMIZER] = {
+                    "state": {name: one for name, one in state.items() if name in names[index]}
+                }
+            return await asyncio.to_thread(sharded_format.write, folder, index, content)
+
+    return [written for part in await gather(map(one, range(len(run.rosters)))) for written in part]
+
+
+async def _by_server(
+    transport: Transport, roster: Sequence[Member], request: WriteRequest, *, timeout: float
+) -> list[Written] | None:
+    """None: no member that answers sees the folder."""
+    for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
+        try:
+            message = await transport.stream(
+                member.peer_id, WRITE, Message(encode(request)), timeout=timeout, max_bytes=0
+            )
+        except PeerError as error:  # it may have died since the record
+            _log.info("Stage %d is written by another of its peers, or by this one: %s", request.stage_index, error)
+            continue
+        reply = decode(message.body, WriteReply)
+        if reply.here:
+            return reply.written
+    return None

@@ -1,0 +1,329 @@
+"""The blocks of a `ModuleList`, called one by one by the user's own forward, as one call of the pipeline.
+
+Each call but the last is answered with a placeholder that only the next block takes, or that only the next block
+takes something of. The last block's call runs the whole pipeline. Whatever else a forward does with a hidden state in
+between is refused: nobody here has it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+from typing_extensions import override
+
+from lightning_swarm.client.pipeline.pipeline import Pipeline
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard, is_computing
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.calls import Mode
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """The calls of one chain so far."""
+
+    list_name: str
+    block_name: str  # called last
+    hidden: Any  # the first block's input
+    calls: tuple[BlockCall, ...]
+    mode: Mode
+    recomputed_in: FrameType | None  # of the checkpoint that the chain began in
+    versions: tuple[tuple[Tensor, int], ...]  # of what the calls were given
+
+    @property
+    def index(self) -> int:
+        """Of the block that was called last."""
+        return len(self.calls) - 1
+
+    def picked(self, picks: tuple[Pick, ...]) -> _Progress:
+        """The same, where `picks` were taken from what the last block gave."""
+        return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
+
+
+class Chain:
+    """Turns the calls of blocks into calls of the pipeline.
+
+    Args:
+        blocks: A list's; their own forwards are read here, before anything stands in for them.
+        pipeline: Computes all blocks at once: takes the first one's input, and what `bind` makes of their calls.
+        device_type: Of the trainer's tensors.
+        shared: Arguments that go whole to every microbatch.
+    """
+
+    def __init__(
+        self, blocks: Blocks, pipeline: Callable[..., Any], device_type: str, shared: Collection[str] = ()
+    ) -> None:
+        self._pipeline = pipeline
+        self._device_type = device_type
+        self._shared = shared
+        self._list_name = blocks.root_name
+        self._keys = blocks.names
+        self._names = [f"{blocks.root_name}.{name}" for name in blocks.names]
+        self._modules = blocks.modules
+        self._signatures = [inspect.signature(block.forward) for block in blocks.modules]
+
+    def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
+        """What stands in for the forward of the block that is at `place` for the first time."""
+        hidden, arguments = self._bound(place, args, kwargs)
+        before = hidden._progress.picked(hidden._picks) if isinstance(hidden, Pending) else None
+        index = 0 if before is None else before.index + 1
+        if index == len(self._modules) or self._modules[index] is not self._modules[place]:
+            found = "something else" if before is None else f"the output of block {before.block_name!r}"
+            self._refuse(f"block {self._names[place]!r} was called with {found}")
+        progress = self._began(hidden, arguments) if before is None else self._went_on(before, arguments)
+        if index < len(self._modules) - 1:
+            return Pending(progress)
+        if any(tensor._version != version for tensor, version in progress.versions):
+            self._refuse("an argument was changed in place between the calls of the first block and of the last")
+        # A checkpoint around this block is after what is saved in this thread: not what stages save that compute in it.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+            carried, extras = bind(self._keys, progress.calls, self._shared)
+            return self._pipeline(progress.hidden, *(_for_each(one, progress.hidden) for one in carried), **extras)
+
+    def _bound(self, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The hidden state, and the other arguments by their names."""
+        signature = self._signatures[place]
+        unnamed: list[Any] = []
+        given: dict[str, Any] = {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            elif kind is inspect.Parameter.VAR_POSITIONAL:
+                unnamed += value
+            elif name == next(iter(signature.parameters)) or kind is inspect.Parameter.POSITIONAL_ONLY:
+                unnamed.append(value)
+            else:
+                given[name] = value
+        if len(unnamed) != 1:
+            self._refuse(
+                f"block {self._names[place]!r} was called with {len(unnamed)} arguments that have no names, where only "
+                "the hidden state may have none"
+            )
+        for name, value in given.items():
+            self._check_travels(place, name, value)
+        return unnamed[0], given
+
+    def _check_travels(self, place: int, name: str, value: Any) -> None:
+        if isinstance(value, Pending):
+            self._refuse(
+                f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
+            )
+        try:
+            serialization.flatten(value)
+        except ConfigError as error:
+            raise ConfigError(
+                f"arguments of blocks travel to other peers: block {self._names[place]!r} got a "
+                f"{type(value).__name__} as `{name}`, and {error} A cache of keys and values is for generating text "
+                "only: do without it, by `use_cache=False` in a Hugging Face model's config."
+            ) from error
+
+    def _began(self, hidden: Any, arguments: dict[str, Any]) -> _Progress:
+        return _Progress(
+            list_name=self._list_name,
+            block_name=self._names[0],
+            hidden=hidden,
+            calls=(BlockCall(arguments),),
+            mode=self._mode(),
+            recomputed_in=_reentrant_checkpoint(),
+            versions=_versions((hidden, arguments)),
+        )
+
+    def _went_on(self, before: _Progress, arguments: dict[str, Any]) -> _Progress:
+        name = self._names[before.index + 1]
+        if before.mode != self._mode():
+            self._refuse(
+                f"`no_grad`, autocast or another mode changed between block {before.block_name!r} and {name!r}"
+            )
+        if before.recomputed_in is not _reentrant_checkpoint():
+            raise ConfigError(
+                f"checkpointing a block of {self._list_name!r} by itself needs `use_reentrant=False`, got "
+                f"`use_reentrant=True` around block {name!r}. Pass False, or leave checkpointing out: the servers "
+                "compute activations again where memory is short."
+            )
+        return replace(
+            before,
+            block_name=name,
+            calls=(*before.calls, BlockCall(arguments)),
+            versions=before.versions + _versions(arguments),
+        )
+
+    def _mode(self) -> Mode:
+        return capture(self._device_type, training=False, grad=torch.is_grad_enabled(), input_grad=False)
+
+    def _refuse(self, found: str) -> NoReturn:
+        _refuse(self._list_name, found)
+
+
+class Pending:
+    """Stands for the output of a block, or a part of it, until the last block is called. The next block may have it."""
+
+    __slots__ = ("_picks", "_progress")
+
+    def __init__(self, progress: _Progress, picks: tuple[Pick, ...] = ()) -> None:
+        self._progress = progress
+        self._picks = picks
+
+    def __getitem__(self, key: Any) -> Pending:
+        if type(key) not in (int, str):
+            self._refuse("`__getitem__`")
+        return Pending(self._progress, (*self._picks, key))
+
+    def __iter__(self) -> Iterator[Pending]:
+        count = _unpacked_into(sys._getframe(1))
+        if count is None:
+            self._refuse("`__iter__`")
+        return iter([Pending(self._progress, (*self._picks, (place, count))) for place in range(count)])
+
+    @override
+    def __repr__(self) -> str:
+        return f"<output of block {self._progress.block_name!r}, computed when the last block is called>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse(f"`.{name}`")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+        values = [*args, *(kwargs or {}).values()]
+        inner = [one for value in values for one in (value if isinstance(value, (list, tuple)) else [value])]
+        next(one for one in inner if isinstance(one, cls))._refuse(f"`{name}`")
+        raise AssertionError
+
+    def _refuse(self, use: str) -> NoReturn:
+        progress = self._progress
+        _refuse(progress.list_name, f"the output of block {progress.block_name!r} went to {use} before the last block")
+
+
+def _operation(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Pending, *_: Any) -> NoReturn:
+        self._refuse(f"`{name}`")
+
+    return refuse
+
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OTHERS = ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index")
+_CONTAINER = ("setitem", "delitem", "len", "contains")
+for _name in (*_ARITHMETIC, *(f"r{one}" for one in _ARITHMETIC), *_OTHERS, *_CONTAINER):
+    setattr(Pending, f"__{_name}__", _operation(f"__{_name}__"))
+Pending.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
+
+
+def _unpacked_into(frame: FrameType) -> int | None:
+    """How many names a frame unpacks something into, as in ``x, weights = block(x)``. Else None.
+
+    Whoever iterates is not told, and nobody here knows how many there are; so the instruction that asks is looked at.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    return code[at + 1] if dis.opname[code[at]] == "UNPACK_SEQUENCE" else None
+
+
+def _refuse(list_name: str, found: str) -> NoReturn:
+    raise ConfigError(
+        f"the forward around {list_name!r} must call its blocks one after the other, each with the output of the one "
+        f"before, and do nothing else in between, for the swarm computes them in one go: {found}. Change the forward, "
+        "or define `configure_stages(self)` that returns all of it in blocks."
+    )
+
+
+def _for_each(value: Any, hidden: Any) -> Any:
+    """What has one row for all samples, with one for each: autograd adds their gradients up."""
+    rows = next((len(tensor) for tensor in serialization.flatten(hidden)[1] if tensor.ndim), 1)
+    structure, tensors = serialization.flatten(value)
+    return serialization.unflatten(
+        structure, [one.expand(rows, *one.shape[1:]) if one.ndim and len(one) == 1 else one for one in tensors]
+    )
+
+
+def _versions(tree: Any) -> tuple[tuple[Tensor, int], ...]:
+    """How often each tensor was changed in place; of inference tensors nobody counts it."""
+    _, tensors = serialization.flatten(tree)
+    return tuple((tensor, tensor._version) for tensor in tensors if not tensor.is_inference())
+
+
+def _reentrant_checkpoint() -> FrameType | None:
+    """The call of a reentrant checkpoint that this one is in: it runs blocks without a graph, and again later."""
+    if torch.is_grad_enabled():
+        return None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame
+
+
+class Interception:
+    """Calls of the pipelined module go to the pipeline, until `remove`.
+
+    Args:
+        blocks: The pipelined module; of a list, each block is called by itself.
+        pipeline: Takes the calls.
+    """
+
+    def __init__(self, blocks: Blocks, pipeline: Pipeline) -> None:
+        self.removed = False
+        self._guards = guard(blocks.modules, callable_blocks=blocks.one_by_one)
+        self._own: list[tuple[nn.Module, dict[str, Any]]] = []
+        if not blocks.one_by_one:
+            self._replace(blocks.root, pipeline)
+            return
+        chain = Chain(blocks, pipeline, pipeline.config.device.type, pipeline.config.shared)
+        places: dict[int, tuple[int, nn.Module]] = {}
+        for place, block in enumerate(blocks.modules):
+            places.setdefault(id(block), (place, block))
+        for place, block in places.values():
+            self._replace(block, functools.partial(chain.call, place))
+
+    def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        # Not `setattr`: a compiled module passes that on to the one that it wraps.
+        self._own.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
+        vars(module)["forward"] = _StandIn(module.forward, call, self)
+
+    def remove(self) -> None:
+        """Give the user's own forwards back. Twice is fine."""
+        self.removed = True
+        while self._guards:
+            self._guards.pop().remove()
+        while self._own:
+            module, own = self._own.pop()
+            vars(module).pop("forward", None)
+            vars(module).update(own)
+
+
+class _StandIn:
+    """Takes the place of a module's forward: on the trainer, not where a stage computes with the same module.
+
+    A copy of the module calls the same pipeline; a pickled one has its own forward.
+    """
+
+    def __init__(self, own: Callable[..., Any], call: Callable[..., Any], interception: Interception) -> None:
+        self.__wrapped__ = own  # where `inspect.signature` looks
+        self._call = call
+        self._interception = interception
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._interception.removed or is_computing():
+            return self.__wrapped__(*args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
+        return _StandIn(copy.deepcopy(self.__wrapped__, memo), self._call, self._interception)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _itself, (self.__wrapped__,)
+
+
+def _itself(value: Any) -> Any:
+    return value

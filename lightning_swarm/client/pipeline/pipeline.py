@@ -1,0 +1,350 @@
+"""The trainer side of a swarm: microbatches, their routes, and the autograd function around them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.microbatch_run import Passage
+from lightning_swarm.client.pipeline.microbatches import concat, concat_gradients, num_rows, split, split_gradients
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch
+from lightning_swarm.core.errors import ConfigError, LeaseRevoked
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.core.tasks import gather, gather_bounded
+from lightning_swarm.model.autocast import capture
+from lightning_swarm.model.partition import CALLS, StageModule
+from lightning_swarm.network import SMALL_BYTES
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
+from lightning_swarm.protocol.messages.batches import Grant
+from lightning_swarm.protocol.messages.calls import CallKey, Mode, Receipt
+
+
+class Call(Protocol):
+    """One call of the pipelined module, as autograd sees it."""
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """The output's tensors for the whole batch, and which of them have a gradient."""
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients of the input's tensors."""
+
+
+def apply(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Run `call`, so that autograd comes back to it.
+
+    Args:
+        call: The call.
+        inputs: The tensors of its positional arguments, which `call.backward` gives the gradients of.
+    """
+    # Without an input that wants a gradient autograd would leave the function out.
+    anchor = torch.zeros((), requires_grad=True)
+    return list(_Pipeline.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+class _Pipeline(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.used = False
+        ctx.set_materialize_grads(False)
+        outputs, have_gradient = call.forward()
+        ctx.mark_non_differentiable(*(o for o, has in zip(outputs, have_gradient, strict=True) if not has))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # set by create_graph
+            raise ConfigError(
+                "`create_graph=True` needs the graph of the gradient, and the swarm's stages keep theirs to "
+                "themselves. Compute gradient penalties outside the pipelined module, or without the swarm."
+            )
+        if ctx.used:
+            raise ConfigError(
+                "one call of the pipelined module can be backpropagated once: its gradients are in the step's sum "
+                "already. Add the losses up and call backward once."
+            )
+        ctx.used = True
+        if all(gradient is None for gradient in gradients):
+            return (None, None, *(None for _ in ctx.needs_input_grad[2:]))
+        return (None, None, *ctx.call.backward(gradients))
+
+
+_TURNS_APART: Final = 4
+"""Turns of the loop until what a microbatch sends is on its way.
+
+The first stage can begin when the first is there. Microbatches that travel beside calls go in one piece, which is
+cheaper.
+"""
+
+
+@dataclass
+class BatchInHand:
+    """A granted batch between its grant and its end."""
+
+    grant: Grant
+    num_calls: int = 0
+    num_microbatches: int = 0  # of all of its calls
+    sent: list[Receipt] = field(default_factory=list)  # microbatches whose backward all stages have accepted
+    completed: list[Receipt] = field(default_factory=list)
+    backward_begun: bool = False
+    # What to call when its first microbatches are sent.
+    begin: Callable[[], Coroutine[Any, Any, None]] | None = None
+    # What to call when all of it was sent, and nothing else of it is to come.
+    arm: Callable[[list[Receipt]], Awaitable[None]] | None = None
+    # It was armed: asks whether it counts although the servers know it no more.
+    confirm: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """What every call needs to know.
+
+    Args:
+        stages: Of the run, as this trainer's copy of the model has them; without what is on the trainers.
+        shared: Extras that go whole to every microbatch.
+        microbatch_size: Rows of a microbatch; None: each batch in `num_microbatches` parts.
+        num_microbatches: See above.
+        max_in_flight: Microbatches under way at once.
+        device: Where the trainer's tensors live.
+        codecs: By which tensors travel.
+    """
+
+    stages: Sequence[StageModule]
+    shared: tuple[str, ...]
+    microbatch_size: int | None
+    num_microbatches: int
+    max_in_flight: int
+    device: torch.device
+    codecs: Codecs = PLAIN
+
+
+class Pipeline:
+    """Runs calls of the pipelined module through the swarm.
+
+    Args:
+        blocks: The blocks as the user sees them; their `training` flags count.
+        link: Network and routers.
+        runtime: The way to the swarm's loop.
+        config: See there.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], link: Link, runtime: Runtime, config: PipelineConfig) -> None:
+        self.blocks = blocks
+        self.link = link
+        self.runtime = runtime
+        self.config = config
+        self.generation = 0  # of the run
+        self.version = 0  # of the weights that calls outside a batch use
+        self.lent = 0  # of what calls outside a batch mean by it; 0: the weights of the step
+        self.first_trained = 0  # no stage before this one trains
+        self.batch: BatchInHand | None = None
+        self.num_microbatches = 0
+        self._evaluations = itertools.count()
+
+    def __call__(self, *args: Any, **extras: Any) -> Any:
+        """As the module's own forward: the same arguments, the same output, and gradients if autograd is on."""
+        self._check_extras(extras)
+        structure, tensors = serialization.flatten(args)
+        grad = torch.is_grad_enabled() and self.batch is not None
+        mode = capture(
+            self.config.device.type,
+            training=self._training(),
+            grad=grad,
+            input_grad=grad and any(tensor.requires_grad for tensor in tensors),
+        )
+        with torch.inference_mode(False), torch.no_grad():
+            # Cloned there: another thread cannot use inference tensors, and the user may overwrite the batch while a
+            # microbatch may still have to be sent again.
+            detached = [tensor.detach() for tensor in tensors]
+            call = _Call(self, serialization.unflatten(structure, detached), _detached(extras), mode)
+        if grad:
+            outputs = apply(call, tensors)
+        else:
+            with torch.no_grad():
+                outputs, _ = call.forward()
+        return serialization.unflatten(call.output_structure, outputs)
+
+    def go_back(self, generation: int, version: int) -> None:
+        """Enter the run's next generation; a batch in hand is given up."""
+        self.generation, self.version, self.batch = generation, version, None
+
+    def key(self, batch: BatchInHand | None, call: int, index: int) -> CallKey:
+        """The key of a microbatch of the current batch, or of an evaluation."""
+        if batch is None:
+            return CallKey(
+                generation=self.generation,
+                step=self.version,
+                attempt=0,
+                first=0,
+                index=index,
+                call=call,
+                evaluation=True,
+                weights=self.lent,
+            )
+        grant = batch.grant
+        return CallKey(
+            generation=grant.generation,
+            step=grant.step,
+            attempt=grant.attempt,
+            first=grant.first,
+            index=index,
+            call=call,
+        )
+
+    def next_call(self, batch: BatchInHand | None) -> int:
+        """Numbers the calls of a batch, and those outside of batches."""
+        if batch is None:
+            return next(self._evaluations)
+        batch.num_calls += 1
+        return batch.num_calls - 1
+
+    def microbatch_size(self, rows: int) -> int:
+        """Rows of a microbatch for a batch of `rows`."""
+        return self.config.microbatch_size or -(-rows // self.config.num_microbatches)
+
+    def _check_extras(self, extras: dict[str, Any]) -> None:
+        known = frozenset[str]().union(*(stage.keywords for stage in self.config.stages))
+        for name in extras:
+            if CALLS not in extras and name not in known:
+                raise TypeError(
+                    f"the pipelined module got an unexpected keyword argument {name!r}: no block's forward names it "
+                    f"(they name {sorted(known)})"
+                )
+
+    def _training(self) -> bool:
+        flags = {module.training for block in self.blocks for module in block.modules()}
+        if len(flags) > 1:
+            raise ConfigError(
+                "all blocks of a pipeline must be in train mode, or all in eval mode, got some of each. "
+                "Call train() or eval() on the whole module."
+            )
+        return flags.pop()
+
+
+class _Call:
+    """One call: its microbatches, forward and backward."""
+
+    def __init__(self, pipeline: Pipeline, args: tuple[Any, ...], extras: dict[str, Any], mode: Mode) -> None:
+        self._pipeline = pipeline
+        self._batch = pipeline.batch if mode.grad else None
+        config = pipeline.config
+        rows = num_rows(args, extras, config.shared)
+        parts = split(args, extras, size=pipeline.microbatch_size(rows), shared=config.shared)
+        number = pipeline.next_call(self._batch)
+        self._sizes = [part.num_rows for part in parts]
+        self._passages = [
+            Passage(
+                pipeline.link,
+                Microbatch(
+                    key=pipeline.key(self._batch, number, index),
+                    num_rows=part.num_rows,
+                    inputs=_to_send(part.args, config.codecs.activations, copy=True),
+                    extras=[stage.taken(part.kwargs) for stage in config.stages],
+                    mode=mode,
+                    weight=self._batch.grant.weight if self._batch else 0.0,
+                    first_trained=pipeline.first_trained,
+                ),
+            )
+            for index, part in enumerate(parts)
+        ]
+        self.output_structure: serialization.Structure = None
+        pipeline.num_microbatches += len(parts)
+        if self._batch is not None:
+            self._batch.num_microbatches += len(parts)
+
+    def forward(self) -> tuple[list[Tensor], list[bool]]:
+        """See `autograd.Call`."""
+        works = [passage.forward() for passage in self._passages]
+        results = self._run(works, self._passages[0].microbatch.inputs, *self._begun())
+        config = self._pipeline.config
+        outputs = [decoded(output, config.codecs.activations, config.device) for output, _ in results]
+        self.output_structure, flat = serialization.flatten(concat(outputs, self._sizes))
+        return flat, results[0][1]
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """See `autograd.Call`."""
+        batch = self._batch
+        assert batch is not None
+        if batch is not self._pipeline.batch:
+            raise ConfigError(
+                "a call of the pipelined module must be backpropagated in the training_step that made it; its step "
+                "has gone on. Detach what you keep from one batch to the next."
+            )
+        batch.backward_begun = True
+        config = self._pipeline.config
+        codec = config.codecs.gradients
+        parts = [_to_send(list(part), codec, copy=False) for part in split_gradients(gradients, self._sizes)]
+        first = self._passages[0].microbatch
+        no_gradients = [None] * len(serialization.leaves(first.inputs))
+        works = [
+            passage.backward(part, sent=partial(self._sent, batch, passage.microbatch.key.receipt))
+            for passage, part in zip(self._passages, parts, strict=True)
+        ]
+        try:
+            found = self._run(works, parts[0])
+        except LeaseRevoked:
+            if batch.confirm is None:
+                raise
+            # While nothing was heard from here the servers may have come to its end, and to the step's.
+            self._pipeline.runtime.run(batch.confirm())
+            return no_gradients  # there is nothing around the pipeline that wants one
+        batch.completed += [passage.microbatch.key.receipt for passage in self._passages]
+        if not first.mode.input_grad:
+            return no_gradients
+        return concat_gradients([decoded(one, codec, config.device) for one in found], self._sizes)
+
+    async def _sent(self, batch: BatchInHand, receipt: Receipt) -> None:
+        batch.sent.append(receipt)
+        if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
+            await batch.arm(batch.sent)
+
+    def _begun(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """What is to be said as the batch begins, beside its microbatches: nothing waits for that alone."""
+        if self._batch is not None and self._batch.begin is not None:
+            begin, self._batch.begin = self._batch.begin, None
+            yield begin()
+
+    def _run(self, works: list[Any], first: serialization.Tree, *also: Coroutine[Any, Any, None]) -> list[Any]:
+        """Results of all microbatches; `first` is what the first one sends of the hidden state, or of its gradient."""
+        through = gather_bounded(works, self._pipeline.config.max_in_flight, turns_apart=turns_apart(first))
+        all_of_it: list[Coroutine[Any, Any, Any]] = [through, *also]
+        return list(self._pipeline.runtime.run(gather(all_of_it))[0])
+
+
+def turns_apart(sent: serialization.Tree) -> int:
+    """Turns of the loop from the begin of one microbatch, which sends these tensors, to that of the next one."""
+    return _TURNS_APART if sum(tensor.nbytes for tensor in serialization.flatten(sent)[1]) > SMALL_BYTES else 0
+
+
+def _detached(extras: dict[str, Any]) -> dict[str, Any]:
+    structure, tensors = serialization.flatten(extras)
+    if any(tensor.requires_grad for tensor in tensors):
+        raise ConfigError(
+            "keyword arguments of the pipelined module must not require a gradient: they go to several stages, and "
+            "no gradient comes back for them. Pass the tensor as a positional argument, or detach it."
+        )
+    return dict(serialization.unflatten(structure, [_copied(tensor) for tensor in tensors]))
+
+
+def _to_send(tree: serialization.Tree, codec: Codec | None, *, copy: bool) -> serialization.Tree:
+    """Encoded where the tensors are, then where they can be sent from again and again."""
+
+    def on_cpu(leaf: Tensor | serialization.Encoded) -> Tensor | serialization.Encoded:
+        if isinstance(leaf, serialization.Encoded):
+            return replace(leaf, parts=tuple(part.cpu() for part in leaf.parts))
+        return _copied(leaf) if copy else leaf.cpu()
+
+    return serialization.transform(encoded(tree, codec), on_cpu)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """In memory of its own, where it can be sent from."""
+    return tensor.detach().to("cpu", copy=True)

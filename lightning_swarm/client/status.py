@@ -1,0 +1,66 @@
+"""What a trainer knows of its swarm, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_swarm.client.session import Session
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.events import Event
+
+
+@dataclass(frozen=True)
+class PeerStatus:
+    """One peer of one stage, as this trainer's router sees it."""
+
+    peer_id: PeerId
+    num_microbatches: int  # routed to it by this trainer
+    samples_per_s: float  # moving average; 0 before the first measurement
+    queued: int  # jobs that waited there at its last answer
+    num_failures: int  # since it last finished something
+
+
+@dataclass(frozen=True)
+class StageStatus:
+    """One stage."""
+
+    index: int
+    peers: tuple[PeerStatus, ...]
+
+
+@dataclass(frozen=True)
+class SwarmStatus:
+    """All stages, the step that is open, who has which part, and what happened lately."""
+
+    step: int
+    stages: tuple[StageStatus, ...]
+    run_id: str
+    peer_id: PeerId  # this trainer's own
+    coordinator: PeerId
+    trainers: tuple[PeerId, ...]
+    num_samples: int  # of the newest step, whoever brought them; 0 before the first
+    events: tuple[Event, ...]  # oldest first, a few hundred at most
+
+
+def status_of(session: Session) -> SwarmStatus:
+    """The trainer's view at this moment. Any thread may ask."""
+    run, link, newest = session.run, session.pipeline.link, session.newest_record
+    return SwarmStatus(
+        step=session.version,
+        stages=tuple(
+            StageStatus(
+                index=index,
+                peers=tuple(
+                    PeerStatus(peer, load.num_microbatches, load.samples_per_s or 0.0, load.queued, load.num_failures)
+                    for peer, load in list(router.peers.items())
+                ),
+            )
+            for index, router in enumerate(link.routers)
+        ),
+        run_id=run.manifest.run_id,
+        peer_id=link.transport.peer_id,
+        coordinator=run.coordinator,
+        trainers=tuple(run.trainers),
+        num_samples=newest.closing.num_samples if newest is not None else 0,
+        events=link.events.newest,
+    )

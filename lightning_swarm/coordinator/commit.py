@@ -1,0 +1,235 @@
+"""The end of a step: freeze, average, decide, apply.
+
+Who does not answer is left out of the rest of the step, and of the next roster by its record; what it held is computed
+again elsewhere (`sums.py`), and the round is repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.membership.moves import Moves
+from lightning_swarm.coordinator.membership.rosters import choose_voters, next_rosters
+from lightning_swarm.coordinator.membership.servers import Gate
+from lightning_swarm.coordinator.membership.trainers import Enrolment
+from lightning_swarm.coordinator.server_calls import Servers
+from lightning_swarm.coordinator.snapshot_schedule import SnapshotOrders
+from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
+from lightning_swarm.coordinator.step.reconcile import Closed, Sums
+from lightning_swarm.coordinator.step.replay_plan import choose_blamed
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.addresses import host_of
+from lightning_swarm.protocol.events import EventLog, Vigil
+from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
+from lightning_swarm.protocol.run_state import RunState
+
+
+class Closer:
+    """Ends steps, one after the other.
+
+    Args:
+        run: As its own server knows it.
+        servers: All that hold a stage.
+        gate: Who wants to join.
+        proposer: Has the records decided.
+        snapshots: When the servers take some.
+        moves: Who is to serve another stage.
+        enrolment: Who trains from the next record on.
+        lead_asks: Waits until the lead's loop asks for a step's record; with which hyperparameters to step.
+        fence: Has servers give up what is under way of batches that are struck.
+        limits: Bounds.
+        events: Of the coordinator.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        servers: Servers,
+        gate: Gate,
+        proposer: Proposer,
+        snapshots: SnapshotOrders,
+        moves: Moves,
+        enrolment: Enrolment,
+        *,
+        lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
+        fence: Callable[[OpenStep, Sequence[int]], None],
+        limits: Limits,
+        events: EventLog,
+    ) -> None:
+        self._run = run
+        self._servers = servers
+        self._gate = gate
+        self._proposer = proposer
+        self._snapshots = snapshots
+        self._moves = moves
+        self._enrolment = enrolment
+        self._lead_asks = lead_asks
+        self._fence = fence
+        self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
+        self._events = events
+        self._sums: Sums | None = None  # of the newest step that closed
+        self._someone_gone = False  # in the last step, whose record left the rosters as they were
+
+    async def finish(
+        self, step: OpenStep, selection: Selection | None, reselected: Selection | None, *, late: bool = False
+    ) -> Record | None:
+        """Decide a step's record and have it applied, with the servers that are there.
+
+        Args:
+            step: All of its batches are through.
+            selection: What it trains.
+            reselected: Likewise, if it is not what trained in the step before.
+            late: The step after it takes batches meanwhile. So its record leaves who is in the run as it is.
+
+        Returns:
+            The record. None: batches were struck, and the step takes others.
+
+        Raises:
+            SwarmError: It could not be decided.
+        """
+        begun = await self._proposer.begin()
+        assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
+        sums = self._sums_of(step, selection, late=late)
+        squared_norm: float | None = None
+        while squared_norm is None:
+            closed = await sums.close()
+            if closed is None:
+                return None
+            closing = closed.closing
+            squared_norm = await self._average(sums, closed, reselected, late=late)
+        hyperparameters = await self._lead_asks(step)
+        self._moves.take_loads(sums.loads)
+        position = None if step.window is None else step.window.end
+        record = replaced(self._plain(closing, squared_norm, hyperparameters), position=position)
+        newcomers: Sequence[Candidate] = ()
+        if not late:
+            newcomers = await self._gate.newcomers(closing)
+            record = await self._changed(record, reselected, newcomers, sums.attendance.gone)
+        await self._proposer.decide(record)
+        await self._servers.apply(record)
+        if late:
+            self._someone_gone = bool(sums.attendance.gone)
+            self._moves.choose_for_later(sums.attendance.gone)
+            return record
+        self._someone_gone = False
+        self._gate.let_in(newcomers)
+        self._enrolment.let_in(record)
+        self._moves.note(record)
+        return record
+
+    def wants_changes(self) -> bool:
+        """Whether the next record should change who is in the run, or order a snapshot."""
+        is_due = self._snapshots.is_due(self._run.servers)
+        return is_due or self._someone_gone or self._gate.wants_changes() or self._moves.put_off
+
+    def _plain(self, closing: Closing, squared_norm: float, hyperparameters: list[dict[str, Any]]) -> Record:
+        """Says how to step, and nothing else."""
+        return Record(
+            closing=closing,
+            outcome="apply" if math.isfinite(squared_norm) else "skip",
+            squared_norm=squared_norm,
+            clip_factor=clip_factor(squared_norm, self._run.manifest.gradient_clip_norm),
+            hyperparameters=hyperparameters,
+            selection=None,
+            left=[],
+            newcomers=[],
+            next_voters=None,
+            departures=[],
+            snapshot=None,
+            enlisted=[],
+            retired=[],
+        )
+
+    async def _changed(
+        self,
+        record: Record,
+        reselected: Selection | None,
+        newcomers: Sequence[Candidate],
+        gone: Collection[PeerId],
+    ) -> Record:
+        """Says what changes of who is in the run, too."""
+        movers, sheds = self._moves.choose(gone)
+        leaving = [*self._gate.leaving, *(one.member.peer_id for one in movers)]
+        next_roster = next_rosters(self._run.rosters, gone=gone, leaving=leaving, sheds=sheds, newcomers=newcomers)
+        staying = {member for roster in next_roster for member in roster}
+        snapshot = await self._snapshots.order(record.step, next_roster)
+        hosts = self._snapshots.hosts | {one.member.peer_id: host_of(one.addresses) for one in newcomers}
+        voters = choose_voters(next_roster[: self._run.num_pipeline_stages], self._run.voters, hosts)
+        enlisted, retired = self._enrolment.changes()
+        return replaced(
+            record,
+            selection=reselected,
+            left=[
+                Vacancy(member=member, stage_index=index)
+                for index, (before, after) in enumerate(zip(self._run.rosters, next_roster, strict=True))
+                for member in before
+                if member not in after
+            ],
+            newcomers=list(newcomers),
+            next_voters=None if voters == self._run.voters else voters,
+            departures=[one for one in movers if one.member not in staying],
+            snapshot=snapshot,
+            enlisted=enlisted,
+            retired=retired,
+        )
+
+    def go_back(self) -> None:
+        """The run entered its next generation: who is there is asked anew, with all the time that there is."""
+        self._vigil.end(step=self._run.manifest.first_step)
+        self._someone_gone = False
+
+    def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> Sums:
+        """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
+        if self._sums is None or not self._sums.are_of(step):
+            self._sums = Sums(
+                self._run,
+                self._servers,
+                step,
+                selection,
+                joining=lambda: not late and self._gate.is_awaited(),
+                first_round=self._proposer.first_round,
+                fence=self._fence,
+                vigil=self._vigil,
+                events=self._events,
+            )
+        return self._sums
+
+    async def _average(self, sums: Sums, closed: Closed, reselected: Selection | None, *, late: bool) -> float | None:
+        """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
+        begin_s, closing = now_s(), closed.closing
+        hearing = [] if late else self._gate.listen(closing, reselected, closed.version_hashes)
+        replies = await self._servers.average(closing, closed.named, late=late)
+        failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        heard = {peer: reply for peer, reply in replies.items() if isinstance(reply, AverageReply)}
+        if not failed and not any(reply.failure for reply in heard.values()):
+            await self._gate.heard(closing, hearing, averaging_s=now_s() - begin_s)
+            # Summed in one order, so that a repeated round gives the same record.
+            parts = sorted(
+                (part.stage_index, peer, part.squared_norm) for peer, reply in heard.items() for part in reply.parts
+            )
+            return add_up(squared_norm for _, _, squared_norm in parts)
+        for task in hearing:
+            task.cancel()  # they missed nothing
+        reason = "; ".join(filter(None, [*map(str, failed.values()), *(reply.failure for reply in heard.values())]))
+        self._events.note("round_repeated", step=closing.step, reason=reason)
+        unreached = {peer: reply.unreached for peer, reply in heard.items()}
+        rosters = [[member.peer_id for member in roster] for roster in self._run.present(closing.absent)]
+        # Stages that have parameters in common hear of each other, too.
+        rosters += [[peer for index in group for peer in rosters[index]] for group in self._run.ties.groups()]
+        blamed = choose_blamed(rosters, failed, unreached, spared=self._servers.own)
+        if not blamed:
+            sums.attendance.note_blameless(reason)
+        for peer in blamed:
+            sums.attendance.suspect(
+                peer, failed.get(peer) or DeadlineExceeded(f"{peer} was not reached while averaging: {reason}")
+            )
+        return None

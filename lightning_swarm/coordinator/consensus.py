@@ -1,0 +1,385 @@
+"""Deciding a record: a majority of the previous record's voters accepted it under one term. Pure.
+
+A slot is a step of a run's generation; one record is decided for it. Whoever wants to decide first has a majority
+promise to accept nothing of a lower term any more, hears from them what they have accepted, and finishes the one of the
+highest term. `Voter` is one vote; `Ballot` is one proposer's part in one slot. `proposer.py` puts both on a network.
+
+Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
+voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a record can be
+applied only by those that hold its round's. So before a new coordinator has a round of its own averaged, a majority
+notes that whatever lower terms proposed for the slot is dead, although some voter may have accepted it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import NotCoordinator, ProtocolError, StepError, SwarmError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.run import NO_TERM, Member, Term
+from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vote
+from lightning_swarm.protocol.messages.wire import Wire, decode, encode
+from lightning_swarm.protocol.methods import PREPARE, PROPOSE
+from lightning_swarm.protocol.run_state import RunState
+
+Slot = tuple[int, int]
+"""``(run generation, step)``: later ones compare higher."""
+
+
+class Voter:
+    """One vote, in one life of its process.
+
+    Args:
+        boot_id: Of that life. What was asked of another one is refused, for what it accepted is forgotten.
+    """
+
+    def __init__(self, boot_id: int) -> None:
+        self._boot_id = boot_id
+        self.forget()
+
+    def forget(self) -> None:
+        """The run of all that was promised is void; the next one's slots are of a later generation."""
+        self._term = NO_TERM
+        self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
+        self._fence: tuple[Slot, Term] = ((-1, 0), NO_TERM)  # from this slot on, what is below this term is dead
+
+    @property
+    def term(self) -> Term:
+        """The highest one that it knows of."""
+        return self._term
+
+    def promise(self, request: Prepare) -> Promise:
+        """Promise to accept nothing of a lower term; or refuse: its number was promised, or the slot was decided."""
+        self._check_life(request.boot_id)
+        slot = (request.generation, request.step)
+        if self._is_decided(slot):
+            return Promise(promised=False, term=self._term, behind=True)
+        if self._refuses(request.term):
+            return Promise(promised=False, term=self._term)
+        self._term = request.term
+        if request.fence:
+            self._fence = (slot, request.term)
+        known = self._accepted.get(slot)
+        accepted = None if known is None else Accepted(term=known[0], record=decode(known[1], Record))
+        return Promise(promised=True, term=self._term, accepted=accepted, fence=self._fence[1])
+
+    def consider(self, proposal: Proposal) -> Vote:
+        """Accept the record; or refuse it: the term is too low, or has another record, or the step was decided."""
+        self._check_life(proposal.boot_id)
+        body = encode(proposal.record)
+        slot = slot_of(proposal.record)
+        known = self._accepted.get(slot)
+        rival = known is not None and known[0] == proposal.term and known[1] != body
+        if self._refuses(proposal.term) or self._is_decided(slot) or rival:
+            return Vote(accepted=False, term=self._term)
+        self._term = proposal.term
+        # Older records were decided before this one could be proposed, so of them only the place is remembered.
+        self._accepted = {slot: (proposal.term, body)}
+        return Vote(accepted=True, term=self._term)
+
+    def _refuses(self, term: Term) -> bool:
+        """A lower term, or one of the same number that is not its own: coordinators are told apart by their numbers.
+
+        Rounds, leases and places begin at multiples of it.
+        """
+        return term != self._term and term[0] <= self._term[0]
+
+    def _is_decided(self, slot: Slot) -> bool:
+        """Whether a later slot was proposed for, or fenced: nobody does that before this one is decided."""
+        return slot < self._fence[0] or any(slot < later for later in self._accepted)
+
+    def _check_life(self, boot_id: int) -> None:
+        if boot_id != self._boot_id:
+            raise ProtocolError(
+                f"voters keep their word for one life: this one's boot id is {self._boot_id}, got a call to {boot_id}"
+            )
+
+
+class Ballot:
+    """One proposer's part in one slot, under one term: promises, then perhaps a fence, then votes on one record.
+
+    Args:
+        term: The proposer's own; no two lives of a peer share one.
+        slot: Which.
+        voters: Those of the record before.
+        promised: Of them, those whose promise for an earlier slot holds for this one.
+        fenced: Likewise.
+    """
+
+    def __init__(
+        self,
+        term: Term,
+        slot: Slot,
+        voters: Sequence[Member],
+        *,
+        promised: Collection[Member] = (),
+        fenced: Collection[Member] = (),
+    ) -> None:
+        self.term = term
+        self.slot = slot
+        self.voters = tuple(voters)
+        self.rival: Term | None = None  # of this number or a higher one, that a voter knows of
+        self._behind = False  # the slot was decided without this proposer
+        self._refused: set[Member] = set()
+        self._promises: dict[Member, Promise | None] = dict.fromkeys(promised)  # None: it binds, and tells nothing
+        self._fenced = set(fenced)
+        self._proposed: bytes | None = None
+        self._votes: set[Member] = set()
+
+    def prepare(self, voter: Member, *, fence: bool = False) -> Prepare:
+        """What to ask a voter first; with `fence` when `may_begin` is what is wanted."""
+        if fence and (not self.prepared or self.chosen is not None):
+            raise ProtocolError(f"{self.slot} may be fenced when a majority promised and nothing is to be finished")
+        generation, step = self.slot
+        return Prepare(term=self.term, boot_id=voter.boot_id, generation=generation, step=step, fence=fence)
+
+    def hear_promise(self, voter: Member, promise: Promise, *, fence: bool = False) -> None:
+        """The answer to `prepare`."""
+        self._behind = self._behind or promise.behind
+        if not self._counts(voter, promise.promised, promise.term):
+            return
+        # What the first majority accepted settles what is to be finished; what others did changes it no more.
+        self._promises.setdefault(voter, None if self.prepared else promise)
+        if fence:
+            self._fenced.add(voter)
+
+    @property
+    def prepared(self) -> bool:
+        """Whether a majority promised."""
+        return self._is_majority(self._promises)
+
+    @property
+    def chosen(self) -> Record | None:
+        """Once `prepared`: the record that must be finished; None: none can have been decided, and none will be."""
+        heard = [promise for promise in self._promises.values() if promise is not None]
+        fence = max((promise.fence for promise in heard), default=NO_TERM)
+        accepted = [one.accepted for one in heard if one.accepted is not None and one.accepted.term >= fence]
+        return max(accepted, key=lambda one: one.term).record if accepted else None
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether a record of this proposer's own may be worked towards: nothing of lower terms will be finished."""
+        return self._is_majority(self._fenced)
+
+    def proposal(self, voter: Member, record: Record) -> Proposal:
+        """What to ask a voter then; one record for all of them.
+
+        Raises:
+            ProtocolError: It is too early, or another record.
+        """
+        body = encode(record)
+        chosen = self.chosen
+        free = self.may_begin if chosen is None else encode(chosen) == body
+        if not self.prepared or not free or self._proposed not in (None, body) or slot_of(record) != self.slot:
+            raise ProtocolError(f"under term {self.term} another record is to be finished for {self.slot} first")
+        self._proposed = body
+        return Proposal(term=self.term, boot_id=voter.boot_id, record=record)
+
+    def hear_vote(self, voter: Member, vote: Vote) -> None:
+        """The answer to `proposal`."""
+        if self._counts(voter, vote.accepted, vote.term):
+            self._votes.add(voter)
+
+    @property
+    def decided(self) -> bool:
+        """Whether a majority accepted the record."""
+        return self._is_majority(self._votes)
+
+    @property
+    def lost(self) -> bool:
+        """Whether no majority can come under this term any more."""
+        return self._behind or not self._is_majority(set(self.voters) - self._refused)
+
+    def after(self, slot: Slot, voters: Sequence[Member]) -> Ballot:
+        """The same proposer's part in a later slot. What was promised holds on, if the voters are the same."""
+        same = set(voters) == set(self.voters) and self.prepared
+        promised, fenced = (self._promises, self._fenced) if same else ((), ())
+        return Ballot(self.term, slot, voters, promised=promised, fenced=fenced)
+
+    def _counts(self, voter: Member, agreed: bool, term: Term) -> bool:
+        if term != self.term and term[0] >= self.term[0]:
+            self.rival = max(term, self.rival or NO_TERM)
+            self._refused.add(voter)
+        return agreed and term == self.term and voter in self.voters
+
+    def _is_majority(self, some: Collection[Member]) -> bool:
+        return len(some) * 2 > len(self.voters)
+
+
+def slot_of(record: Record) -> Slot:
+    """Which slot the record is for."""
+    return (record.closing.generation, record.step)
+
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T", bound=Wire)
+
+_RETRY_S: Final = 1.0
+_SAY_S: Final = 60.0
+
+
+def serve(voter: Voter, transport: Transport, may_propose: Callable[[PeerId], bool]) -> None:
+    """Answer proposers who may be one; the term must be the caller's own."""
+
+    def check(caller: PeerId, term: Term) -> None:
+        if not may_propose(caller):
+            raise ProtocolError(f"records are proposed by the run's servers, not by {caller}")
+        if term[1] != caller:
+            raise ProtocolError(f"a term carries its proposer's id, got {term} from {caller}")
+
+    async def handle_prepare(caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, Prepare)
+        check(caller, request.term)
+        return encode(voter.promise(request))
+
+    async def handle_propose(caller: PeerId, body: bytes) -> bytes:
+        proposal = decode(body, Proposal)
+        check(caller, proposal.term)
+        return encode(voter.consider(proposal))
+
+    transport.handle_call(PREPARE, handle_prepare)
+    transport.handle_call(PROPOSE, handle_propose)
+
+
+class Proposer:
+    """Has the records of a run decided, one after the other, under one term.
+
+    Args:
+        transport: The coordinator's.
+        run: As its own server knows it: its open step is what is decided, and its voters decide.
+        term: The coordinator's own.
+        timeout: Seconds for a voter to answer.
+        patience_s: Seconds to go on asking while a majority of the voters does not answer.
+        events: Of the coordinator.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        term: Term,
+        *,
+        timeout: float,
+        patience_s: float,
+        events: EventLog,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._timeout = timeout
+        self._patience_s = patience_s
+        self._events = events
+        self._ballot: Ballot | None = None
+        self.term = term
+
+    @property
+    def first_round(self) -> int:
+        """Where rounds of averaging begin in each step: beyond those of all lower terms, and of nobody's else."""
+        return (self.term[0] - 1) << 20
+
+    @property
+    def rival_number(self) -> int:
+        """The highest that a voter was heard to have promised to another peer, this one's own included; 0: none."""
+        return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
+
+    async def begin(self) -> Record | None:
+        """Get the right to work towards the open step's record. Before any round of averaging; cheap when repeated.
+
+        Returns:
+            What must be decided for this step instead, for another coordinator may have begun to; mostly None.
+
+        Raises:
+            NotCoordinator: Another term has the voters' promise, or the step was decided without this proposer.
+            StepError: No majority of the voters answers.
+        """
+        slot = (self._run.manifest.generation, self._run.version)
+        if self._ballot is None:
+            self._ballot = Ballot(self.term, slot, self._run.voters)
+        elif self._ballot.slot != slot:
+            self._ballot = self._ballot.after(slot, self._run.voters)
+        ballot = self._ballot
+        await self._until(ballot, "promised", lambda: ballot.prepared, lambda one: self._prepare(ballot, one))
+        chosen = ballot.chosen
+        if chosen is None:
+            fence = partial(self._prepare, ballot, fence=True)
+            await self._until(ballot, "taken note", lambda: ballot.may_begin, fence)
+        return chosen
+
+    async def decide(self, record: Record) -> None:
+        """Have the open step's record accepted by a majority of its voters. After `begin`.
+
+        Raises:
+            NotCoordinator: Another term has the voters' promise.
+            StepError: No majority of the voters answers; the record is not known to be decided.
+        """
+        ballot = self._ballot
+        if ballot is None or ballot.slot != slot_of(record):
+            raise ProtocolError(f"record {record.step} is decided after its voters' promises, and by them")
+        proposals = {voter: ballot.proposal(voter, record) for voter in ballot.voters}
+        await self._until(ballot, "accepted", lambda: ballot.decided, lambda one: self._propose(ballot, one, proposals))
+
+    async def _prepare(self, ballot: Ballot, voter: Member, *, fence: bool = False) -> None:
+        promise = await self._ask(voter, PREPARE, ballot.prepare(voter, fence=fence), Promise)
+        if promise is not None:
+            ballot.hear_promise(voter, promise, fence=fence)
+
+    async def _propose(self, ballot: Ballot, voter: Member, proposals: Mapping[Member, Proposal]) -> None:
+        vote = await self._ask(voter, PROPOSE, proposals[voter], Vote)
+        if vote is not None:
+            ballot.hear_vote(voter, vote)
+
+    async def _ask(self, voter: Member, method: str, request: Wire, kind: type[_T]) -> _T | None:
+        try:
+            body = await self._transport.call(voter.peer_id, method, encode(request), timeout=self._timeout)
+            return decode(body, kind)
+        except SwarmError as error:  # whatever is wrong with one voter, a majority of the others decides
+            _log.info("Voter %s did not answer %s: %s", voter.peer_id, method, error)
+            return None
+
+    async def _until(
+        self, ballot: Ballot, what: str, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Ask the voters, again and again, until a majority has done what is asked."""
+        step = ballot.slot[1]
+        deadline_s = now_s() + self._patience_s
+        paused, said_s = False, now_s()
+        while not reached():
+            await _ask_all(ballot, reached, ask)
+            if reached():
+                break
+            if ballot.lost or ballot.rival is not None:
+                # Who has promised another term may be who is missing, and does not come back to this one.
+                rival = "another one" if ballot.rival is None else f"{ballot.rival}, which a voter has promised"
+                raise NotCoordinator(f"step {step} is not for the term {self.term} to decide, but for {rival}")
+            if now_s() >= deadline_s:
+                raise StepError(
+                    f"step {step}: a majority of its voters {[one.peer_id for one in ballot.voters]} must have {what} "
+                    f"to decide it, and has not within {self._patience_s:g} s. See that they run and can be reached."
+                )
+            if not paused:
+                self._events.note("pause", step=step, reason=f"no majority of the voters has {what}; asking again")
+            elif now_s() >= said_s + _SAY_S:
+                names = ", ".join(one.peer_id for one in ballot.voters)
+                _log.warning("Step %d waits for a majority of its voters: %s.", step, names)
+                said_s = now_s()
+            paused = True
+            await asyncio.sleep(_RETRY_S)
+        if paused:
+            self._events.note("resume", step=step, reason=f"a majority of the voters has {what}")
+
+
+async def _ask_all(
+    ballot: Ballot, reached: Callable[[], bool], ask: Callable[[Member], Coroutine[Any, Any, None]]
+) -> None:
+    """Ask all voters at once; the last ones' answers are not waited for when they can change nothing."""
+    async with asyncio.TaskGroup() as group:
+        asking = {group.create_task(ask(voter)) for voter in ballot.voters}
+        while asking and not reached() and not ballot.lost:
+            _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+        for one in asking:
+            one.cancel()

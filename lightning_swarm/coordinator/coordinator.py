@@ -1,0 +1,281 @@
+"""The coordinator: answers trainers by its books, and has the open step closed when all is through."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from lightning_swarm.coordinator.commit import Closer
+from lightning_swarm.coordinator.consensus import Proposer
+from lightning_swarm.coordinator.membership.moves import Moves, balance_of
+from lightning_swarm.coordinator.membership.servers import Gate
+from lightning_swarm.coordinator.server_calls import Servers, dismiss
+from lightning_swarm.coordinator.snapshot_schedule import SnapshotOrders
+from lightning_swarm.coordinator.step.books import Books, Outcome
+from lightning_swarm.coordinator.step.leases import first_lease
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.takeover import appoint
+from lightning_swarm.coordinator.trainer_handlers import Trainers
+from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import NotCoordinator, StageLost, StepError, SwarmError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.tasks import TaskOwner
+from lightning_swarm.network import Transport
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.run_state import RunState
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """A role of one peer.
+
+    Args:
+        transport: Its network.
+        run: The run as this peer's server knows it, which applies the records.
+        proposer: Has the records decided.
+        limits: Bounds.
+        events: Of this peer.
+        on_deposed: Called when another peer coordinates.
+        step_aside: Called when another one should, for this one is to move.
+        books: To go on from; None: the run begins.
+
+    Attributes:
+        books: Of the open step.
+        trainers: Answers them.
+        gate: Who wants to join, or to leave.
+        deposed: Another peer coordinates by now; this role is to be retired.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        proposer: Proposer,
+        *,
+        limits: Limits,
+        events: EventLog,
+        on_deposed: Callable[[], None],
+        step_aside: Callable[[], None],
+        books: Books | None,
+    ) -> None:
+        timeout = limits.call_timeout
+        self._limits = limits
+        self._transport = transport
+        self._run = run
+        self._events = events
+        self._on_deposed = on_deposed
+        self._members = {*run.servers, *run.trainers}  # since the newest record
+        self._tasks = TaskOwner()
+        self.deposed = False
+        self.books = books or Books.of(run.manifest)
+        self._balance = balance_of(run.manifest, now_s=now_s())
+        self.gate = Gate(transport, run, self._balance, spawn=self._spawn, limits=limits, events=events)
+        self.gate.on_restarted_lead = self._note_restarted_lead
+        self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
+        self._snapshots = SnapshotOrders(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
+        self._watch = TrainerWatch(
+            transport,
+            run,
+            self.books,
+            events=events,
+            spawn=self._spawn,
+            on_change=self._on_change,
+            owes=lambda trainer: self.trainers.places.owes(self.books.open, trainer),
+            limits=limits,
+        )
+        self.trainers = Trainers(
+            transport,
+            run,
+            self.books,
+            self._servers,
+            self._watch,
+            first_lease=first_lease(proposer.term),
+            on_change=self._on_change,
+            events=events,
+            limits=limits,
+        )
+        self._closer = Closer(
+            run,
+            self._servers,
+            self.gate,
+            proposer,
+            self._snapshots,
+            Moves(run, self.gate, self._balance, events, step_aside=step_aside),
+            self.trainers.enrolment,
+            lead_asks=self.trainers.lead.asks_for,
+            fence=self._watch.fence,
+            limits=limits,
+            events=events,
+        )
+
+    def _note_restarted_lead(self) -> None:
+        self.trainers.lead.note_restart()
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        await self._tasks.start()
+        self.trainers.answer()
+        step, due = self.books.open, self.books.due
+        if step.closing:
+            self.books.closing_s = now_s()
+        for trainer in step.missing():
+            self._watch.watch(trainer)
+        if due is not None:
+            self._spawn(self._guarded(self._decide_due(due)))
+        self._finish_if_ready(step)
+        self._look_after()
+
+    def _look_after(self) -> None:
+        self._spawn(self._end_without_lead())
+        self._spawn(self.trainers.enrolment.look_after())
+
+    async def retire(self) -> None:
+        """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
+        await self.trainers.changes.end(self._not_any_more())
+        await self._tasks.close()
+
+    async def close(self, *, over: bool) -> None:
+        """Stop. Raises what a task raised.
+
+        Args:
+            over: The lead has ended the run, which may not know how to reach trainers that hold no stage.
+        """
+        only_train = {*self._run.trainers, *self.trainers.enrolment.waiting} - {*self._run.servers}
+        only_train -= {self._run.manifest.lead, self._transport.peer_id}
+        try:
+            await self.gate.close()
+            await dismiss(self._transport, only_train if over else (), timeout=self._limits.leave_timeout)
+        finally:
+            await self._tasks.close()
+
+    async def go_back(self) -> None:
+        """The run entered its next generation: a step that closes is given up, and whoever waits for it is told."""
+        tasks, self._tasks = self._tasks, TaskOwner()
+        await self._tasks.start()
+        await tasks.close()
+        self.books.go_back(self._run.manifest)
+        self._servers.go_back()
+        self.gate.go_back()
+        self._snapshots.go_back()
+        self._closer.go_back()
+        self._watch.go_back()
+        await self.trainers.go_back()
+        self._look_after()
+
+    async def _end_without_lead(self) -> None:
+        """Have another peer lead, if the lead is gone; else end the run for all.
+
+        Who is not told here is told by the next one to coordinate.
+        """
+        own = self._transport.peer_id
+        if self._run.manifest.lead == own:
+            return
+        silence_s, timeout = self._limits.silence_timeout, self._limits.leave_timeout
+        reason = ""
+        while not reason:
+            reason = await self.trainers.lead.until_gone(
+                self._transport,
+                silence_s=silence_s,
+                appoint=partial(appoint, self._transport, self._run, timeout=silence_s),
+                appoint_after_s=self._limits.revive_timeout,
+            )
+            if self._run.manifest.lead == own:  # it takes the run over itself
+                return
+        await self.trainers.fail(reason)
+        others = {*self._run.servers, *self._run.trainers, *self.gate.waiting, *self.trainers.enrolment.waiting}
+        others.discard(own)
+        await dismiss(self._transport, others, broken_off=reason, timeout=timeout)
+        await dismiss(self._transport, [own], broken_off=reason, timeout=timeout)  # last: with it ends this role
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        if not self._tasks.is_running:  # a call that waited for something while this role ended
+            work.close()
+            raise self._not_any_more()
+        return self._tasks.spawn(work)  # whose owner is another one after the run went back
+
+    def _not_any_more(self) -> NotCoordinator:
+        return NotCoordinator(f"{self._transport.peer_id} does not coordinate any more")
+
+    # ------------------------------------------------------------------ the step's end
+
+    async def _on_change(self, step: OpenStep) -> None:
+        """A batch is through, or will not come: end the step if that was the last one it waited for."""
+        if step is self.books.open:
+            self._finish_if_ready(step)
+        if not step.closing:
+            await self.trainers.changes.notify()  # who waits for the record may have a place again
+
+    def _finish_if_ready(self, step: OpenStep) -> None:
+        """Have the open step decided, and the next one opened; at once where its record may be late."""
+        books = self.books
+        if not step.ready or books.finishing or books.due is not None:
+            return
+        if self._may_be_late(step):
+            self._spawn(
+                self._guarded(self._decide_due(books.postpone(self.trainers.places.opened(books.following(step)))))
+            )
+        else:
+            books.finishing = True
+            self._spawn(self._guarded(self._finish(step)))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except NotCoordinator as error:
+            _log.info("Step %d is another's to close: %s", self._run.version, error)
+            self.deposed = True
+            self._on_deposed()
+            await self.trainers.changes.end(error)
+        except SwarmError as error:
+            await self.trainers.fail(str(error), StageLost if isinstance(error, StageLost) else StepError)
+        except Exception as error:
+            # A bug: it ends this server, and whoever waits shall not wait for ever.
+            await self.trainers.fail(f"internal error: {type(error).__name__}: {error}")
+            raise
+
+    async def _finish(self, step: OpenStep) -> None:
+        """Decide the open step, and open the next."""
+        books = self.books
+        record: Record | None = None
+        while record is None and step.ready:
+            record = await self._closer.finish(step, books.selection(self._run), books.reselected)
+        if record is None:
+            books.finishing = False  # it takes batches again
+        else:
+            books.end(self._outcome(step, record))
+            books.open = self.trainers.places.opened(books.following(step))
+        await self.trainers.changes.notify()  # who waits for the record, or has a place again
+
+    async def _decide_due(self, step: OpenStep) -> None:
+        """Decide a step while the one after it takes batches."""
+        await self.trainers.changes.notify()
+        record = await self._closer.finish(step, self._run.selection, None, late=True)
+        assert record is not None, "a step that is late takes no batches in place of those that were struck"
+        self.books.outcome, self.books.due = self._outcome(step, record), None
+        self._finish_if_ready(self.books.open)
+        await self.trainers.changes.notify()
+
+    def _may_be_late(self, step: OpenStep) -> bool:
+        """Whether the record may come while the next step takes batches.
+
+        It changes nothing of who is in the run then: what that step's sums hold is theirs who are.
+        """
+        manifest = self._run.manifest
+        is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
+        if not manifest.delay_optimizer_step or is_last or self.books.reselected is not None:
+            return False
+        return not self._closer.wants_changes()
+
+    def _outcome(self, step: OpenStep, record: Record) -> Outcome:
+        lead = self._run.manifest.lead
+        self.trainers.lead.decided(step.step)
+        # Who has just gone is kept for one step more, until the lead has this record.
+        before, self._members = self._members, {*self._run.servers, *self._run.trainers}
+        self._events.keep_only(before | self._members)
+        return Outcome(record, step.logs_for(lead), step.metrics_for(lead))

@@ -1,0 +1,401 @@
+"""How long who coordinates waits, and for whom: callers are held until something changes; the lead is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
+from lightning_swarm.coordinator.step.books import Books
+from lightning_swarm.coordinator.step.leases import Places
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ProtocolError, StepError, SwarmError
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.network.liveness import alive_among
+from lightning_swarm.protocol.messages.batches import MetricsRequest, RecordReply, RecordRequest
+from lightning_swarm.protocol.messages.events import Noted
+from lightning_swarm.protocol.run_state import RunState
+
+MAX_NEWS: Final = 1000
+"""Peers in one answer: with all kinds of events these are four hundred kilobytes."""
+
+
+class Told:
+    """By one coordinator. What its lead has is known when that asks from a later version on."""
+
+    def __init__(self) -> None:
+        self._version = -1  # from which the lead asked last
+        self._known: dict[PeerId, Noted] = {}  # who was told of last comes last
+        self._sent: dict[PeerId, Noted] = {}  # since; the answer may have been lost
+
+    def news(self, noted: Mapping[PeerId, Noted], *, version: int) -> dict[PeerId, Noted]:
+        """What of `noted` the lead is told now, which asks from `version` on. Counts only grow, so late is no harm."""
+        if version != self._version:
+            told_before = {peer: one for peer, one in self._known.items() if peer not in self._sent}
+            self._known = {peer: one for peer, one in (told_before | self._sent).items() if peer in noted}
+            self._version, self._sent = version, {}
+        places = {peer: place for place, peer in enumerate(self._known)}
+        new = [peer for peer, one in noted.items() if one.counts and self._known.get(peer) != one]
+        new.sort(key=lambda peer: places.get(peer, -1))
+        self._sent = {peer: noted[peer] for peer in new[:MAX_NEWS]}
+        return dict(self._sent)
+
+
+class Changes:
+    """What calls are held for.
+
+    Args:
+        timeout: Seconds that a caller waits for its answer.
+
+    Attributes:
+        failure: Why nothing goes on here: whoever asks is told.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._hold_s = timeout / 2  # shorter than the caller waits
+        self._condition = asyncio.Condition()
+        self.failure: SwarmError | None = None
+
+    def check(self) -> None:
+        """Raise what went wrong, if something did."""
+        if self.failure is not None:
+            raise self.failure
+
+    async def fail(self, error: SwarmError) -> None:
+        """Nothing goes on here; the first reason stays."""
+        self.failure = self.failure or error
+        await self.notify()
+
+    async def end(self, error: SwarmError) -> None:
+        """Nothing goes on here, whatever the reason was before."""
+        self.failure = error
+        await self.notify()
+
+    async def go_back(self) -> None:
+        """The run entered its next generation, where nothing went wrong yet."""
+        self.failure = None
+        await self.notify()
+
+    async def notify(self) -> None:
+        """Something changed."""
+        async with self._condition:
+            self._condition.notify_all()
+
+    async def until(self, reached: Callable[[], bool], *, look_again_s: float | None = None) -> bool:
+        """Wait for as long as a caller may be held; whether it was reached. Raises what the step failed with.
+
+        Args:
+            reached: Looked at when something changes.
+            look_again_s: After so many seconds it is looked at though nothing changed.
+        """
+        try:
+            async with asyncio.timeout(self._hold_s):
+                if look_again_s is not None and look_again_s < self._hold_s:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(look_again_s):
+                            await self._until(reached)
+                await self._until(reached)
+        except TimeoutError:
+            return False
+        self.check()
+        return True
+
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        async with self._condition:
+            await self._condition.wait_for(lambda: reached() or self.failure is not None)
+
+    async def next(self, *, until_s: float) -> None:
+        """Wait for the next change, or that time on the loop's clock."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s), self._condition:
+                await self._condition.wait()
+
+
+async def _nobody() -> str:
+    return "nobody may"
+
+
+class LeadWatch:
+    """Whether the lead is there, and which record its loop asks for.
+
+    Args:
+        run: As the coordinator's server knows it.
+        changes: Also told when the lead asks.
+        timeout: Seconds that it may be silent.
+    """
+
+    def __init__(self, run: RunState, changes: Changes, *, timeout: float) -> None:
+        self._run = run
+        self._changes = changes
+        self._timeout = timeout
+        self._heard_s = 0.0
+        self._restarted = False
+        self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by steps that are not decided yet
+        self._permits: int | None = None  # the newest step whose record its loop is ready for
+        self._knows = 0  # the version that it does
+        self.epoch: int | None = None  # of its loop, once it was told
+        self.deciding: int | None = None  # the step whose record was let come, and is not there yet
+
+    def heard(self) -> None:
+        """It is there."""
+        self._heard_s = now_s()
+
+    def check(self) -> None:
+        """Refuse to wait on.
+
+        Raises:
+            StepError: It was silent for too long.
+        """
+        if now_s() >= self._heard_s + self._timeout:
+            raise StepError(
+                f"the lead {self._run.manifest.lead} was not heard of for {self._timeout:g} s. Raise "
+                "`Limits.lead_timeout` if what it does between two batches takes longer."
+            )
+
+    async def until_gone(
+        self,
+        transport: Transport,
+        *,
+        silence_s: float,
+        appoint: Callable[[], Awaitable[str]] = _nobody,
+        appoint_after_s: float = math.inf,
+    ) -> str:
+        """Wait until nothing was heard of it for its timeout, neither of its loop nor of its process; why to end then.
+
+        One whose loop is busy answers pings, and is waited for as long as it does. Where this peer itself was frozen,
+        that time does not count.
+
+        Args:
+            transport: Of who coordinates.
+            silence_s: Seconds between two looks, and for an answer.
+            appoint: Has another peer lead; why none does, in words.
+            appoint_after_s: Seconds of silence before that.
+
+        Returns:
+            Nothing, if another peer leads by now.
+        """
+        lead, silent_s, tried_s, why = self._run.manifest.lead, 0.0, 0.0, ""
+        while True:
+            asked_s = now_s()
+            is_heard = not self._restarted and (
+                self._heard_s + silence_s > asked_s or bool(await alive_among(transport, [lead], timeout=silence_s))
+            )
+            is_over = not is_heard and (self._restarted or silent_s >= self._timeout)
+            if is_over or (not is_heard and silent_s >= tried_s + min(appoint_after_s, self._timeout)):
+                tried_s, why = silent_s, await appoint()
+                if not why:
+                    self._heard_s, self._restarted = 0.0, False
+                    return ""
+            if is_over:
+                break
+            await asyncio.sleep(silence_s)
+            silent_s = 0.0 if is_heard else silent_s + min(now_s() - asked_s, 2 * silence_s)
+            tried_s = min(tried_s, silent_s)
+        gone = "was started again" if self._restarted else f"was not heard of for {self._timeout:g} s"
+        return (
+            f"the lead {lead} {gone}, and nobody takes it over: {why}. Start the run again with `ckpt_path`. A peer "
+            "that was started by a program with data can take a run over. Raise `Limits.lead_timeout` to wait longer "
+            "for a lead that may come back."
+        )
+
+    def note_restart(self) -> None:
+        """Its process is another one, which knows nothing of the run."""
+        self._restarted = True
+
+    async def ask(
+        self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
+    ) -> None:
+        """Its loop waits for the end of a step.
+
+        Args:
+            step: Which.
+            stepped_with: Hyperparameters, of this step and perhaps of the one before.
+            version: The newest that it knows.
+            epoch: That it is in.
+        """
+        self.epoch = epoch
+        self._stepped_with.update(stepped_with)
+        await self.permit(step, version=version)
+
+    async def permit(self, step: int, *, version: int) -> None:
+        """Its loop is ready for the record of a step, and of those before."""
+        self._permits = step
+        self.note_version(version)
+        await self._changes.notify()
+
+    def go_on(self) -> None:
+        """Its loop waits for no record: it validates, perhaps, until it asks again."""
+        self._permits = None
+
+    def said_how(self, step: int) -> bool:
+        """Whether it gave the hyperparameters of a step."""
+        return step in self._stepped_with
+
+    def note_version(self, version: int) -> None:
+        """It knows of a version."""
+        self._knows = max(self._knows, version)
+
+    def has_news(self, step: int) -> bool:
+        """Whether a record came that it does not know."""
+        return step >= self._knows
+
+    def go_back(self) -> None:
+        """The run entered its next generation."""
+        self._stepped_with, self._permits, self._knows, self.deciding = {}, None, 0, None
+
+    def decided(self, step: int) -> None:
+        """A record is applied."""
+        self.deciding = None
+        self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > step}
+
+    async def asks_for(self, step: OpenStep) -> list[dict[str, Any]]:
+        """Wait until its loop is ready for the record, so that it sees every step and validates frozen weights.
+
+        Returns:
+            The hyperparameters to step with, for each parameter group.
+
+        Raises:
+            StepError: It was silent for too long.
+        """
+        while not self._is_ready(step.step):
+            self.check()
+            await self._changes.next(until_s=self._heard_s + self._timeout)
+        self.deciding = step.step
+        return self._stepped_with[step.step]
+
+    def _is_ready(self, step: int) -> bool:
+        permits = self._permits is not None and self._permits >= step
+        return permits and self._knows >= step and step in self._stepped_with
+
+
+class Ends:
+    """Of the steps of one coordinator.
+
+    Args:
+        run: As its own server knows it.
+        books: Its own.
+        places: In the open step.
+        lead: The trainer that asks for the records.
+        changes: What calls are held for.
+        watch: Of batches that are under way.
+        learnt: What is known of the peers' counts of events.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        books: Books,
+        places: Places,
+        lead: LeadWatch,
+        changes: Changes,
+        watch: TrainerWatch,
+        learnt: Callable[[], Mapping[PeerId, Noted]],
+    ) -> None:
+        self._run = run
+        self._books = books
+        self._places = places
+        self._lead = lead
+        self._changes = changes
+        self._watch = watch
+        self._learnt = learnt
+        self._told = Told()  # to the lead
+
+    async def asked(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+        """A trainer asks for a record. What the lead says with it comes first."""
+        if caller == self._run.manifest.lead and request.step >= self._run.version:
+            await self._hear_lead(request)
+        return await self.until_over(caller, request)
+
+    async def until_over(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+        """Hold the answer until the record is decided and applied everywhere, for a while."""
+        books = self._books
+        is_lead = caller == self._run.manifest.lead
+        if request.step > books.open.step and not await self._changes.until(lambda: books.open.step >= request.step):
+            return RecordReply(record=None, closing=True, open=self._open_for(caller))
+        step = books.open
+
+        def is_over() -> bool:
+            if is_lead and books.outcome.step >= request.version:
+                return True  # before it has heard of this record, the next one does not come
+            return (books.outcome.step if request.decided else books.open.step - 1) >= request.step
+
+        def takes_batches() -> bool:
+            if request.step != books.open.step:
+                return False
+            if self._places.is_idle(caller):
+                return self._places.would_answer(books.open, caller)
+            return not books.open.closing
+
+        patience_s = self._places.patience_s(caller)
+        await self._changes.until(lambda: is_over() or takes_batches(), look_again_s=patience_s)
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
+        if is_over():
+            if is_lead and not await self._let_record_come():
+                return RecordReply(record=None, closing=True, open=request.step)
+            return self._outcome_for(caller, request.version)
+        await self._watch.check_overdue(step)
+        if is_lead and takes_batches():
+            self._lead.go_on()
+        return RecordReply(record=None, closing=not takes_batches(), open=self._open_for(caller))
+
+    async def _hear_lead(self, request: RecordRequest) -> None:
+        """Of a step that is not decided."""
+        stepped_with = {request.step: check_stepped_with(request)}
+        if request.before:
+            stepped_with[request.step - 1] = request.before
+        await self._lead.ask(request.step, stepped_with, version=request.version, epoch=request.epoch)
+
+    async def _let_record_come(self) -> bool:
+        """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
+        if not self._run.manifest.delay_optimizer_step:
+            return True
+        if not await self._changes.until(lambda: self._lead.deciding is None):
+            return False
+        self._lead.go_on()
+        return True
+
+    def _outcome_for(self, trainer: PeerId, version: int) -> RecordReply:
+        """What a trainer that knows of `version` is told. All of them are, so little of what others are like."""
+        outcome = self._books.outcome
+        open_ = self._open_for(trainer)
+        follows = outcome.record is None or version == outcome.step
+        # The record after it may be applied here already.
+        seats = None if follows else self._run.seats_at(outcome.step + 1)
+        if trainer != self._run.manifest.lead:
+            return RecordReply(record=outcome.record, closing=True, open=open_, seats=seats)
+        return RecordReply(
+            record=outcome.record,
+            closing=True,
+            open=open_,
+            seats=seats,
+            logs=outcome.logs,
+            noted=self._told.news(self._learnt(), version=version),
+            measured=sorted(outcome.metrics),
+        )
+
+    def _open_for(self, trainer: PeerId) -> int:
+        """The step that grants places. The lead is told of no step while it has not said how to take the one before."""
+        books = self._books
+        if trainer == self._run.manifest.lead and books.due is not None and not self._lead.said_how(books.due.step):
+            return books.due.step
+        return books.open.step
+
+    def metrics(self, request: MetricsRequest) -> Message:
+        """For the lead: what a batch of the newest record added to metrics."""
+        outcome = self._books.outcome
+        if request.step != outcome.step:
+            raise ProtocolError(
+                f"the newest record is that of step {outcome.step}, got a request for step {request.step}"
+            )
+        return outcome.metrics.get(request.first, Message())  # whose trainer may be gone, with the one who was told
+
+
+def check_stepped_with(request: RecordRequest) -> list[dict[str, Any]]:
+    """The hyperparameters that the lead says with a request. Raises if it says none."""
+    if not request.hyperparameters:
+        raise ProtocolError("the lead says with which hyperparameters to step, got none")
+    return request.hyperparameters

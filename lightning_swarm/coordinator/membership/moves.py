@@ -1,0 +1,140 @@
+"""The coordinator's side of rebalancing: who is let go by a record, to join another stage.
+
+A mover leaves as a peer leaves that asked to, and joins as one that was never there: the steps between do without it.
+Who coordinates hands that over first, and is moved by its successor.
+Who holds several stages gives one up by a record that names it there no more, and in the others as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
+
+import torch
+
+from lightning_swarm.coordinator.membership.servers import Gate
+from lightning_swarm.coordinator.rebalancing.balancer import Balance, Load
+from lightning_swarm.coordinator.rebalancing.policy import Shed
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.run import Manifest, StageManifest
+from lightning_swarm.protocol.messages.step import Departure, Record
+from lightning_swarm.protocol.run_state import RunState
+
+_STATE_FACTOR: Final = 3
+"""Weights, and two moments of an optimizer that has them."""
+
+
+def balance_of(manifest: Manifest, *, now_s: float) -> Balance:
+    """Of a run's stages, those on trainers left out."""
+    state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
+    return Balance(manifest.rebalancing, manifest.rebalance_interval, state_bytes, now_s=now_s)
+
+
+def _num_bytes(stage: StageManifest) -> int:
+    return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in stage.parameters)
+
+
+class Moves:
+    """Those that the records of a run order.
+
+    Args:
+        run: As the coordinator's server knows it.
+        gate: Who joins, and who leaves anyway.
+        balance: Of the run.
+        events: Of the coordinator.
+        step_aside: Has another server coordinate, for this one is of more use at another stage.
+    """
+
+    def __init__(
+        self, run: RunState, gate: Gate, balance: Balance, events: EventLog, *, step_aside: Callable[[], None]
+    ) -> None:
+        self._run = run
+        self._gate = gate
+        self._balance = balance
+        self._events = events
+        self._step_aside = step_aside
+        self._steps_aside = False
+        self._put_off: tuple[list[Departure], list[Shed]] | None = None
+        self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
+
+    def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
+        """What the servers said as the open step closed."""
+        num_stages = self._run.num_pipeline_stages
+        self._balance.take_loads(
+            {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
+        )
+
+    def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[Shed]]:
+        """Who is to move with the record of the open step, or who is to give up one of its stages.
+
+        Args:
+            gone: Who takes no part in the step any more.
+        """
+        chosen, self._put_off = self._put_off, None
+        if chosen is not None:
+            return self._still(chosen, gone)
+        self._steps_aside = False  # what was chosen before may not have been decided: the run went back, say
+        run = self._run
+        num_stages = run.num_pipeline_stages
+        pipeline, on_trainers = run.rosters[:num_stages], run.rosters[num_stages:]
+        members = {member.peer_id: member for roster in pipeline for member in roster if member.peer_id not in gone}
+        rosters = [[member.peer_id for member in roster if member.peer_id in members] for roster in pipeline]
+        leaving, joining = self._gate.leaving, self._gate.targets
+        if sheds := self._balance.sheds(rosters, leaving=leaving, joining=joining, now_s=now_s()):
+            return [], sheds  # who moves is decided on what that leaves
+        fixed = {*leaving, *(one.peer_id for roster in on_trainers for one in roster)}
+        if self._stays_among == members.keys():
+            fixed.add(run.coordinator)  # nobody took over: others move meanwhile
+        moves = self._balance.moves(
+            rosters,
+            fixed=fixed,
+            joining=joining,
+            leader=run.coordinator,
+            now_s=now_s(),
+        )
+        if any(move.peer == run.coordinator for move in moves):
+            self._steps_aside = True  # with the others' moves: who coordinates next decides on them as well
+            return [], []
+        return [Departure(member=members[move.peer], stage_index=move.target) for move in moves], []
+
+    def choose_for_later(self, gone: Collection[PeerId]) -> None:
+        """As `choose`, which then returns this for the next record."""
+        movers, sheds = self.choose(gone)
+        if movers or sheds or self._steps_aside:
+            self._put_off = movers, sheds
+
+    @property
+    def put_off(self) -> bool:
+        """Whether something was chosen for the next record."""
+        return self._put_off is not None
+
+    def _still(
+        self, chosen: tuple[list[Departure], list[Shed]], gone: Collection[PeerId]
+    ) -> tuple[list[Departure], list[Shed]]:
+        """What was chosen, as far as nobody concerned went meanwhile: then it is not what it was chosen for."""
+        movers, sheds = chosen
+        staying = set(self._run.servers) - {*gone, *self._gate.leaving}
+        concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
+        return (movers, sheds) if concerned <= staying and not gone else ([], [])
+
+    def note(self, record: Record) -> None:
+        """It is decided and applied."""
+        if self._steps_aside:
+            num_stages = self._run.num_pipeline_stages
+            self._stays_among = {one.peer_id for roster in self._run.rosters[:num_stages] for one in roster}
+            self._step_aside()
+        at_s = now_s()
+        for one in record.newcomers:
+            self._balance.note_entered(one.member.peer_id, one.stage_index, now_s=at_s)
+        for departure in record.departures:
+            peer, target = departure.member.peer_id, departure.stage_index
+            (source,) = (one.stage_index for one in record.left if one.member == departure.member)
+            self._balance.note_left(peer, source, target, now_s=at_s)
+            self._events.note("moves", peer=peer, stage=target, step=record.step)
+        staying = {member for roster in self._run.rosters for member in roster}
+        for vacancy in record.left:
+            if vacancy.member in staying:
+                self._events.note("sheds", peer=vacancy.member.peer_id, stage=vacancy.stage_index, step=record.step)

@@ -1,0 +1,100 @@
+"""Who holds which stage, who votes and who trains, from one record to the next. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from lightning_swarm.coordinator.rebalancing.policy import Shed
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import MAX_TRAINERS, Member
+from lightning_swarm.protocol.messages.step import Candidate
+
+MAX_VOTERS: Final = 7
+"""More would make every decision slower and few of them safer."""
+
+
+def next_rosters(
+    rosters: Sequence[Sequence[Member]],
+    *,
+    gone: Collection[PeerId] = (),
+    leaving: Sequence[PeerId] = (),
+    sheds: Sequence[Shed] = (),
+    newcomers: Sequence[Candidate] = (),
+) -> list[list[Member]]:
+    """The rosters of the next step.
+
+    Who leaves is let go from all of its stages at once, and only if each of them keeps a member that the record
+    before named: a newcomer counts from the next record on, when it has applied one. Who asked first goes first. The
+    same holds of a stage that is given up by who stays in another one.
+
+    Args:
+        rosters: Of the step that the record decides.
+        gone: Who takes no part in it any more.
+        leaving: Who asked to be let go, the first to ask first.
+        sheds: Who gives up which of its stages.
+        newcomers: Who holds the round's result, and enters.
+
+    Returns:
+        For each stage, its members in their old order, then the newcomers. A stage whose members are all gone has
+        its newcomers only, or nobody: such a record must not be proposed.
+    """
+    staying = {member.peer_id for roster in rosters for member in roster} - set(gone)
+    for peer in leaving:
+        if peer in staying and not alone_in(rosters, peer, staying):
+            staying.discard(peer)
+    held = [[member for member in roster if member.peer_id in staying] for roster in rosters]
+    for one in sheds:
+        others = [member for member in held[one.stage] if member.peer_id != one.peer]
+        elsewhere = (member.peer_id for index, roster in enumerate(held) if index != one.stage for member in roster)
+        if others and one.peer in elsewhere:
+            held[one.stage] = others
+    return [
+        [*roster, *(one.member for one in newcomers if one.stage_index == index)] for index, roster in enumerate(held)
+    ]
+
+
+def alone_in(rosters: Sequence[Sequence[Member]], peer: PeerId, staying: Collection[PeerId]) -> list[int]:
+    """The stages of which `peer` has the only copy among those who are `staying`."""
+    held = [{member.peer_id for member in roster} for roster in rosters]
+    return [index for index, peers in enumerate(held) if peer in peers and not peers & (set(staying) - {peer})]
+
+
+def trainer_changes(
+    trainers: Sequence[PeerId], *, lead: PeerId, going: Collection[PeerId], coming: Sequence[PeerId]
+) -> tuple[list[PeerId], list[PeerId]]:
+    """Who trains from the next step on that did not before, and who does no more.
+
+    Args:
+        trainers: Of this one.
+        lead: It stays, whatever becomes of it: only another run has another lead.
+        going: Who asked to be let go, or is gone.
+        coming: Who asked to train, the first to ask first; as many as there is room for.
+    """
+    retired = [one for one in trainers if one in going and one != lead]
+    room = MAX_TRAINERS - len(trainers) + len(retired)
+    return [one for one in coming if one not in trainers][:room], retired
+
+
+def choose_voters(
+    rosters: Sequence[Sequence[Member]], voters: Sequence[Member], hosts: Mapping[PeerId, str]
+) -> list[Member]:
+    """Who votes on the next record: an odd number, at most `MAX_VOTERS`.
+
+    Args:
+        rosters: Of the next step, without the stage on trainers.
+        voters: Of this record. Those that stay in a roster go on voting, as far as there is room.
+        hosts: On which machine a peer is, where that is known: votes go to different ones first.
+    """
+    members = list(dict.fromkeys(member for roster in rosters for member in roster))
+    number = min(len(members), MAX_VOTERS)
+    number -= 1 - number % 2
+    chosen = [voter for voter in voters if voter in members][:number]
+    others = [member for member in members if member not in chosen]
+    while len(chosen) < number:
+        there = Counter(hosts.get(member.peer_id, member.peer_id) for member in chosen)
+        best = min(others, key=lambda member: there[hosts.get(member.peer_id, member.peer_id)])
+        others.remove(best)
+        chosen.append(best)
+    return chosen

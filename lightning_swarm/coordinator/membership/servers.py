@@ -1,0 +1,444 @@
+"""The coordinator's side of joining and leaving: who may follow a stage, who enters with which record, who goes.
+
+``JOIN -> every server meets the joiner -> it follows a member of its stage -> READY -> LISTEN in a round -> record``.
+A record may wait for the lead for long, so LISTEN comes again directly before it is decided.
+A joiner that is slow or gone delays a step by a round's own time or `_GRACE_S`, whichever is longer, and that less and
+less often: after a few misses it is sent away, with each further one for twice as long.
+
+``DRAIN -> the next record that can spare it names it no more``. Until that is applied it serves like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
+from lightning_swarm.coordinator.rebalancing.balancer import Balance
+from lightning_swarm.coordinator.server_calls import dismiss
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.tasks import ended, gather
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.membership import (
+    DrainReply,
+    DrainRequest,
+    JoinReply,
+    JoinRequest,
+    ListenReply,
+    ListenRequest,
+    ReadyRequest,
+)
+from lightning_swarm.protocol.messages.run import Member, Selection
+from lightning_swarm.protocol.messages.step import Candidate, Closing
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+from lightning_swarm.protocol.methods import DRAIN, JOIN, LISTEN, MEET, READY
+from lightning_swarm.protocol.run_state import RunState, boot_ids
+
+_MAX_MISSES: Final = 3
+_MAX_MISSING: Final = 1024
+_FIRST_EXCLUSION_S: Final = 5.0
+
+
+@dataclass
+class _Missed:
+    count: int = 0
+    until_s: float = 0.0  # it may not join before
+
+
+@dataclass
+class Misses:
+    """Of each peer, however often it joined anew."""
+
+    _missed: dict[PeerId, _Missed] = field(default_factory=dict)  # those with the latest miss last
+
+    def add(self, peer: PeerId, *, now_s: float) -> None:
+        """One more. After a few it may not join for a while, and with each further one for twice as long."""
+        missed = self._missed[peer] = self._missed.pop(peer, _Missed())
+        missed.count += 1
+        if len(self._missed) > _MAX_MISSING:
+            del self._missed[next(iter(self._missed))]
+        if missed.count >= _MAX_MISSES:
+            missed.until_s = now_s + _FIRST_EXCLUSION_S * 2 ** min(missed.count - _MAX_MISSES, 20)
+
+    def count(self, peer: PeerId) -> int:
+        """How many."""
+        return self._missed.get(peer, _Missed()).count
+
+    def wait_s(self, peer: PeerId, *, now_s: float) -> float:
+        """In how many seconds it may join; not positive: it may."""
+        return self._missed.get(peer, _Missed()).until_s - now_s
+
+    def forget(self, peer: PeerId) -> None:
+        """It is in."""
+        self._missed.pop(peer, None)
+
+
+_log = logging.getLogger(__name__)
+
+_MAX_CANDIDATES: Final = 64
+_FIRST_READY_S: Final = 300.0
+_MIN_ENTERING: Final = 2
+_MEET_TIMEOUT_S: Final = 10.0
+_GRACE_S: Final = 2.0
+_WENT_BACK: Final = "The run went back, to weights that this peer does not have. Join again."
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    request: ListenRequest
+    version_hashes: Sequence[int | None]  # of each stage before the step
+
+
+@dataclass
+class _Waiting:
+    candidate: Candidate
+    last_heard_s: float
+    ready: bool = False
+    caught_up: bool = False  # it was ready once
+    asked: _Round | None = None  # the last one it was asked to hold
+    holds: _Round | None = None  # whose mean gradient it has
+    refusal: str | None = None  # told when it asks next
+
+    @property
+    def may_enter(self) -> bool:
+        """Whether it may be asked to hold a round's result."""
+        return self.ready and self.refusal is None
+
+
+class Gate:
+    """Who wants to join, and who wants to leave.
+
+    Args:
+        transport: The coordinator's.
+        run: Which.
+        balance: Of the run: where newcomers are of most use.
+        spawn: Runs work in a task that has an owner.
+        limits: Bounds.
+        events: Of the coordinator.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        balance: Balance,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        limits: Limits,
+        events: EventLog,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._balance = balance
+        self._spawn = spawn
+        self._events = events
+        self._limits = limits
+        self._waiting: dict[PeerId, _Waiting] = {}
+        self._misses = Misses()
+        self.on_restarted_lead: Callable[[], None] = lambda: None  # called when the lead joins as another process
+        self._entering: set[PeerId] = set()  # by the record that is being decided
+        self._leaving: dict[PeerId, None] = {}  # who asked first comes first
+        transport.handle_call(JOIN, self._handle_join)
+        transport.handle_call(READY, self._handle_ready)
+        transport.handle_call(DRAIN, self._handle_drain)
+
+    @property
+    def leaving(self) -> list[PeerId]:
+        """The members that asked to be let go, the first to ask first."""
+        return list(self._leaving)
+
+    def wants_changes(self) -> bool:
+        """Whether somebody wants to leave, or to join and may."""
+        return bool(self._leaving) or self.is_awaited()
+
+    def is_awaited(self) -> bool:
+        """Whether somebody wants to join, and may."""
+        return any(one.may_enter for one in self._waiting.values())
+
+    @property
+    def targets(self) -> dict[PeerId, int]:
+        """Which stages those that want to join are to hold."""
+        return {peer: one.candidate.stage_index for peer, one in self._waiting.items()}
+
+    @property
+    def waiting(self) -> list[PeerId]:
+        """Who wants to join."""
+        return list(self._waiting)
+
+    async def close(self) -> None:
+        """The run is over: tell those who did not get in, as far as they can be told."""
+        await dismiss(self._transport, self._waiting, timeout=self._limits.leave_timeout)
+
+    def go_back(self) -> None:
+        """The run entered its next generation: what anyone downloaded is of the old one."""
+        self._entering.clear()
+        self._leaving.clear()  # they ask again
+        for one in self._waiting.values():
+            one.refusal = _WENT_BACK
+
+    # ------------------------------------------------------------------ the joiners' calls
+
+    async def _handle_join(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, JoinRequest)
+        self._check_may_join(caller, request)
+        stage_index = self._stage_for(caller, request.stage_index)
+        member = Member(peer_id=caller, boot_id=request.boot_id)
+        candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
+        # Before anyone is told, so that of two that come at once at least one is told of the other.
+        waiting = self._waiting[caller] = _Waiting(candidate, now_s())
+        try:
+            await self._introduce(candidate)
+        except BaseException:
+            if self._waiting.get(caller) is waiting:
+                del self._waiting[caller]
+            raise
+        _log.info("Server %s is joining stage %d.", caller, stage_index)
+        return encode(JoinReply(view=self._run.view(), stage_index=stage_index))
+
+    def _check_may_join(self, caller: PeerId, request: JoinRequest) -> None:
+        manifest = self._run.manifest
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"`protocol_version` is {request.protocol_version} there and {PROTOCOL_VERSION} in the run. "
+                "Install the same version of lightning_swarm on all peers."
+            )
+        if not request.addresses or any(one.rpartition("/p2p/")[2] != caller for one in request.addresses):
+            raise ProtocolError(f"a joiner gives addresses of its own, {caller} gave {request.addresses}")
+        if manifest.selection is None:
+            raise ConfigError(
+                f"run {manifest.run_id!r} takes no steps, and servers join between two. Start it with all."
+            )
+        if caller == manifest.lead and request.boot_id not in boot_ids(manifest, caller):
+            self.on_restarted_lead()
+        if caller in self._run.servers:
+            held = any(Member(peer_id=caller, boot_id=request.boot_id) in roster for roster in self._run.rosters)
+            what = "it is" if held else "what it was before it was restarted is, until a record leaves that out,"
+            raise (ConfigError if held else Busy)(
+                f"{caller} cannot join run {manifest.run_id!r}: {what} in it. If another process has its identity, "
+                "give every peer one of its own."
+            )
+        if caller in self._entering:
+            raise Busy(f"the record that is being decided may let {caller} in; it must hold what it has until then")
+        wait_s = self._misses.wait_s(caller, now_s=now_s())
+        if wait_s > 0:
+            count = self._misses.count(caller)
+            raise Busy(f"{caller} missed {count} rounds while it was joining; it may join in {wait_s:.0f} s")
+
+    def _stage_for(self, caller: PeerId, wanted: int | None) -> int:
+        """Which stage a joiner shall hold: the one that it wants, or the one that needs it most."""
+        self._forget_the_silent(caller)
+        num_stages = self._run.num_pipeline_stages
+        others = [one for peer, one in self._waiting.items() if peer != caller]
+        if len(others) >= _MAX_CANDIDATES:
+            raise Busy(f"{len(others)} servers are joining, at most {_MAX_CANDIDATES} may at once")
+        if wanted is None:
+            rosters = [
+                [member.peer_id for member in roster if member.peer_id not in self._leaving]
+                for roster in self._run.rosters[:num_stages]
+            ]
+            return self._balance.stage_for(caller, rosters, self.targets, now_s=now_s())
+        if wanted >= num_stages:
+            raise ProtocolError(f"servers hold {num_stages} stages, got stage {wanted}")
+        return wanted
+
+    def _forget_the_silent(self, caller: PeerId) -> None:
+        """Give their places to others; where all are taken, sooner those of who never caught up.
+
+        A download may take long, but it costs nothing to say that one joins.
+        """
+        at_s = now_s()
+        is_full = len(self._waiting.keys() - {caller}) >= _MAX_CANDIDATES
+        for peer, one in list(self._waiting.items()):
+            soon = is_full and not one.caught_up
+            if one.last_heard_s < at_s - (_FIRST_READY_S if soon else self._limits.join_timeout):
+                del self._waiting[peer]
+
+    async def _introduce(self, candidate: Candidate) -> None:
+        """Have every server, and everyone who is joining, meet the candidate."""
+        body = encode(candidate)
+        newcomer = candidate.member.peer_id
+
+        async def introduce(peer: PeerId, *, member: bool) -> None:
+            try:
+                await self._transport.call(peer, MEET, body, timeout=min(self._limits.call_timeout, _MEET_TIMEOUT_S))
+            except SwarmError as error:
+                if member:
+                    raise Unreachable(
+                        f"every server of the run must reach who joins it, and {peer} did not meet {newcomer} at "
+                        f"{candidate.addresses} ({error}). Unless {peer} is gone itself, set `listen` (and `announce` "
+                        "behind a router) to an address that the others can reach."
+                    ) from error
+                _log.info("%s, which is joining, did not meet %s: %s", peer, newcomer, error)
+
+        servers = self._run.servers
+        joining = [peer for peer in self._waiting if peer != newcomer and peer not in servers]
+        await gather(
+            [*(introduce(peer, member=True) for peer in servers), *(introduce(peer, member=False) for peer in joining)]
+        )
+
+    async def _handle_ready(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, ReadyRequest)
+        version = request.version
+        if caller in self._run.servers:
+            return b""  # said before the record that let it in came to it
+        if request.generation != self._run.manifest.generation:
+            raise Busy(_WENT_BACK)
+        waiting = self._waiting.get(caller)
+        if waiting is None:
+            raise ProtocolError(f"{caller} is not joining run {self._run.manifest.run_id!r} (any more)")
+        if version > self._run.version + 1:  # its donor may apply a record sooner than this server does
+            raise ProtocolError(f"step {self._run.version} is open; nobody can hold version {version}")
+        if waiting.refusal is not None:
+            del self._waiting[caller]
+            raise Busy(waiting.refusal)
+        if not waiting.caught_up:
+            stage = waiting.candidate.stage_index
+            self._events.note("download", peer=caller, stage=stage, step=self._run.version)
+        waiting.ready = waiting.caught_up = True
+        waiting.last_heard_s = now_s()
+        return b""
+
+    # ------------------------------------------------------------------ those that leave
+
+    async def _handle_drain(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, DrainRequest)
+        self._run.check_generation(request.generation)
+        if caller in self._entering:
+            raise Busy(f"the record that is being decided may let {caller} in; it can leave after it")
+        if caller not in self._run.servers:
+            if self._waiting.pop(caller, None) is None:
+                raise ProtocolError(f"{caller} is not in run {self._run.manifest.run_id!r} (any more), nor joining it")
+            return encode(DrainReply(alone=[]))
+        self._check_may_leave(Member(peer_id=caller, boot_id=request.boot_id))
+        if caller not in self._leaving:
+            self._leaving[caller] = None
+            _log.info("Server %s asks to leave.", caller)
+        rosters = next_rosters(self._run.rosters, leaving=self.leaving)
+        staying = {member.peer_id for roster in rosters for member in roster}
+        return encode(DrainReply(alone=alone_in(rosters, caller, staying)))
+
+    def _check_may_leave(self, member: Member) -> None:
+        held = [
+            stage
+            for roster, stage in zip(self._run.rosters, self._run.manifest.stages, strict=True)
+            if member in roster
+        ]
+        if not held:
+            raise ProtocolError(f"{member.peer_id} was restarted; only what it was is in the run")
+        if member.peer_id == self._transport.peer_id:
+            raise Busy(f"{member.peer_id} coordinates the run; it can leave when another peer does")
+        if any(stage.on_trainers for stage in held):
+            raise ProtocolError(f"{member.peer_id} trains; it leaves when its loop ends")
+
+    # ------------------------------------------------------------------ a round
+
+    def listen(
+        self, closing: Closing, selection: Selection | None, version_hashes: Sequence[int | None]
+    ) -> list[asyncio.Task[None]]:
+        """Have candidates that have caught up hold the round's result, too.
+
+        Of one stage not more at once than it has members, or two: they all send their parts to each of them. The others
+        come with the rounds that follow.
+
+        Args:
+            closing: The round.
+            selection: What trains in its step, if it is not what trained in the step before.
+            version_hashes: Of each stage before the step. Who has become ready since nobody was asked for a stage's
+                comes with a later round.
+
+        Returns:
+            A task for each.
+        """
+        round_ = _Round(ListenRequest(closing=closing, selection=selection), version_hashes)
+        rosters = self._run.present(closing.absent)
+        hearing = []
+        num_asked = Counter[int]()
+        for one in self._waiting.values():
+            index = one.candidate.stage_index
+            most = max(_MIN_ENTERING, len(rosters[index]))
+            if one.may_enter and version_hashes[index] is not None and num_asked[index] < most:
+                num_asked[index] += 1
+                one.asked = round_
+                hearing.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
+        return hearing
+
+    async def _listen(self, waiting: _Waiting, round_: _Round, *, timeout: float) -> None:
+        member = waiting.candidate.member
+        try:
+            answer = await self._transport.call(member.peer_id, LISTEN, encode(round_.request), timeout=timeout)
+            reply = decode(answer, ListenReply)
+        except SwarmError as error:
+            self._miss(waiting, str(error))
+            return
+        if reply.boot_id != member.boot_id:
+            waiting.refusal = f"{member.peer_id} was restarted while it was joining. Join again."
+        elif reply.version_hash != round_.version_hashes[waiting.candidate.stage_index]:
+            waiting.refusal = (
+                f"the weights of {member.peer_id} are not those of stage {waiting.candidate.stage_index}. Join again."
+            )
+        else:
+            waiting.holds = round_
+            return
+        _log.warning("A server did not get in: %s", waiting.refusal)
+
+    async def heard(self, closing: Closing, hearing: Collection[asyncio.Task[None]], *, averaging_s: float) -> None:
+        """Wait a little for the last of those that listen, and do without who takes longer.
+
+        Args:
+            closing: The round.
+            hearing: What `listen` began.
+            averaging_s: What the round took.
+        """
+        if not hearing:
+            return
+        _, late = await asyncio.wait(hearing, timeout=max(_GRACE_S, averaging_s))
+        await ended(late)
+        for one in self._waiting.values():
+            asked = one.asked is not None and one.asked.request.closing is closing
+            if asked and one.ready and one.holds is not one.asked and one.refusal is None:
+                self._miss(one, "it did not hold the round's result in time")
+
+    async def newcomers(self, closing: Closing) -> list[Candidate]:
+        """Who holds the round's result still: they enter with its record, which is decided next.
+
+        Until then they may not join anew. Who went, or joined anew before, is left out.
+        """
+        holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
+        self._entering = {one.candidate.member.peer_id for one in holding}
+
+        async def hold(waiting: _Waiting) -> None:
+            round_, waiting.holds = waiting.holds, None
+            assert round_ is not None
+            await self._listen(waiting, round_, timeout=_GRACE_S)
+
+        await gather(hold(one) for one in holding)
+        there = [one.candidate for one in holding if one.holds is not None]
+        self._entering = {candidate.member.peer_id for candidate in there}
+        return sorted(there, key=lambda candidate: candidate.member.peer_id)
+
+    def _miss(self, waiting: _Waiting, reason: str) -> None:
+        peer, at_s = waiting.candidate.member.peer_id, now_s()
+        self._misses.add(peer, now_s=at_s)
+        waiting.ready = False  # until it says so again
+        _log.info("%s missed a round: %s", peer, reason)
+        if self._misses.wait_s(peer, now_s=at_s) > 0:
+            waiting.refusal = f"{peer} missed {self._misses.count(peer)} rounds: {reason}. Join again."
+
+    def let_in(self, newcomers: Sequence[Candidate]) -> None:
+        """Their record is decided and applied; it may also have let go some of those that leave."""
+        self._entering.clear()
+        for peer in sorted(self._leaving.keys() - set(self._run.servers)):
+            del self._leaving[peer]
+            self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
+        for candidate in newcomers:
+            self._waiting.pop(candidate.member.peer_id, None)
+            self._misses.forget(candidate.member.peer_id)
+            peer, stage = candidate.member.peer_id, candidate.stage_index
+            self._events.note("joined", peer=peer, stage=stage, step=self._run.version)

@@ -1,0 +1,420 @@
+"""What who coordinates knows of the stages' loads, and when it decides by it. Pure: it is told the time.
+
+What a sample costs at one stage and at another is learnt from peers that were at both: without it, the peers of a stage
+that costs more would be taken for slow ones, and change places with equals time after time.
+
+It decides when a peer has come or gone, and every interval at the latest. While peers are on their way to a stage they
+count there; where one does not arrive, its place is open again after a while. Where computing is not what takes the
+time, who computes faster than whom means nothing: nobody moves, and newcomers go where the fewest are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_swarm.coordinator.rebalancing.policy import (
+    SCATTER,
+    Costs,
+    Move,
+    Shed,
+    Stages,
+    mean_rate,
+    plan,
+    plan_as_paper,
+    plan_shedding,
+    stage_for,
+)
+from lightning_swarm.core.moving_average import MovingAverage
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.run import Rebalancing
+
+_FEWEST: Final = 0.01
+"""Changes that are thought of as remembered, however long nothing happens."""
+
+
+class Pace:
+    """For how long a swarm stays as it is, on the average: what it was like in the last hours counts.
+
+    Args:
+        now_s: On the caller's clock.
+        first_s: What is thought until more is known.
+        memory_s: After that time what was counts a third.
+    """
+
+    def __init__(self, now_s: float, *, first_s: float = 600.0, memory_s: float = 7200.0) -> None:
+        self._now_s = now_s
+        self._past_s = first_s
+        self._num_changes = 1.0
+        self._memory_s = memory_s
+
+    def note_change(self, now_s: float) -> None:
+        """Peers came, went or changed their rates; several at a time are one change."""
+        self._advance(now_s)
+        self._num_changes += 1.0
+
+    def horizon_s(self, now_s: float) -> float:
+        """Between two changes, on the average."""
+        self._advance(now_s)
+        return self._past_s / max(self._num_changes, _FEWEST)
+
+    def _advance(self, now_s: float) -> None:
+        kept = math.exp((self._now_s - now_s) / self._memory_s)
+        self._past_s = kept * self._past_s + (1.0 - kept) * self._memory_s
+        self._num_changes *= kept
+        self._now_s = now_s
+
+
+_SLOWEST: Final = 1e-9
+"""Samples/s; as many seconds are the fastest's."""
+
+_SMOOTHING: Final = 0.3
+_OF_SCATTER: Final = 0.1
+_FIRST_SCATTER: Final = 0.2
+_SIGMAS: Final = 2.0
+"""What is off by more is an error of measuring once in twenty times."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server says of one of its stages.
+
+    Args:
+        samples_per_s: Forward and backward, while it computes; None: not measured yet.
+        queued: Jobs that wait, on the average.
+        busy_share: Of the last steps' time, the part in which it computed; None: not measured yet.
+    """
+
+    samples_per_s: float | None
+    queued: float = 0.0
+    busy_share: float | None = None
+
+    @classmethod
+    def said(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> Load:
+        """What a server says, as far as it can be true: nothing that it says may harm who coordinates."""
+        believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
+        share = None if busy_share is None else min(busy_share, 1.0)
+        return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share)
+
+
+class Rate:
+    """One peer's, as it says it step after step. What it says scatters most where a stage computes for milliseconds.
+
+    Attributes:
+        stage: Where it is, or was when it said something last; None: it holds several.
+    """
+
+    def __init__(self, samples_per_s: float, stage: int | None) -> None:
+        self.stage = stage
+        self._log = math.log(samples_per_s)
+        self._variance, self._num_heard = (_FIRST_SCATTER / _SIGMAS) ** 2, 1
+
+    def hear(self, samples_per_s: float, stage: int | None) -> None:
+        """It has said it again."""
+        said = math.log(samples_per_s)
+        if stage != self.stage:  # which may be more work
+            self.stage, self._log = stage, said
+            return
+        off = said - self._log
+        self._log += _SMOOTHING * off
+        self._num_heard += 1
+        self._variance += max(_OF_SCATTER, 1.0 / self._num_heard) * (off**2 - self._variance)
+
+    @property
+    def samples_per_s(self) -> float:
+        """On the average of what it said last; equal peers' are equal."""
+        return float(f"{math.exp(self._log):.3g}")
+
+    @property
+    def scatter(self) -> float:
+        """The share by which that may be off."""
+        return max(SCATTER, _SIGMAS * math.sqrt(self._variance))
+
+
+_FIXED_S: Final = 3.0
+"""Of a move, however small the stage and however short the steps: it is let go by one record and enters by another."""
+
+_LEAST_BUSY: Final = 1 / 3
+"""What the busiest stage computes of the time: if less, no move can save as much as that."""
+
+_LOST_S: Final = 100.0
+"""A stage that dies with its only server is waited for, and then the run goes back to a snapshot, which takes minutes.
+But most of what changes a swarm are newcomers, and servers that leave in order."""
+
+_HANDED_OVER: Final = 1.25
+"""So many times as fast the pipeline is to be by a move of who coordinates: its successor has to learn all anew."""
+
+_FIRST_BYTES_PER_S: Final = 12.5e6
+"""Until a download was seen."""
+
+_MOST_WORK: Final = math.log(100.0)
+"""How much more a sample may cost at one stage than at the mean of them."""
+
+_LEARNT: Final = 0.25
+"""How much of an error each of two stages takes over from a peer that was at both."""
+
+_MOST_DOWNLOADS: Final = 3
+"""To how many that move to its stage one member sends it at a time."""
+
+_GIVEN_UP: Final = 10.0
+"""A peer does not arrive any more when it takes so many times as long as expected."""
+
+
+@dataclass(frozen=True)
+class _Journey:
+    target: int
+    began_s: float
+    until_s: float  # then it is not expected any more
+
+
+class Balance:
+    """Of one run.
+
+    Args:
+        rule: By which peers move.
+        interval_s: Between two decisions, at the latest.
+        state_bytes: What a server of each stage downloads when it comes.
+        now_s: On the caller's clock.
+    """
+
+    def __init__(self, rule: Rebalancing, interval_s: float, state_bytes: Sequence[int], *, now_s: float) -> None:
+        self._rule = rule
+        self._interval_s = interval_s
+        self._state_bytes = state_bytes
+        self._loads: dict[PeerId, dict[int, Load]] = {}
+        self._known: dict[PeerId, Rate] = {}  # also of those on their way
+        self._log_work = [0.0] * len(state_bytes)
+        self._on_the_way: dict[PeerId, _Journey] = {}
+        self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
+        self._bytes_per_s = MovingAverage(_SMOOTHING)
+        self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
+        self._peers: frozenset[PeerId] = frozenset()  # and on the way, when it was asked last
+        self._pace = Pace(now_s)
+        self._step_s = MovingAverage(_SMOOTHING)
+        self._asked_s: float | None = None
+        self._decided_s = now_s
+
+    def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
+        """What all servers said last. Where nobody moves, rates mean nothing: newcomers go where the fewest are."""
+        if self._rule == "none":
+            return
+        self._loads = {peer: dict(stages) for peer, stages in loads.items()}
+        for peer, stages in self._loads.items():
+            measured = {index: load.samples_per_s for index, load in stages.items() if load.samples_per_s}
+            if measured and len(measured) == len(stages):
+                self._learn(peer, measured)
+        for peer in self._known.keys() - self._loads.keys() - self._on_the_way.keys():
+            del self._known[peer]
+
+    def _learn(self, peer: PeerId, measured: Mapping[int, float]) -> None:
+        # With several stages, of each as much as of the others.
+        rate = 1.0 / math.fsum(1.0 / rate for rate in measured.values())
+        index = next(iter(measured)) if len(measured) == 1 else None
+        known = self._known.get(peer)
+        if known is None:
+            self._known[peer] = Rate(rate, index)
+            return
+        before, where = known.samples_per_s, known.stage
+        known.hear(rate, index)
+        if index is not None and where is not None and index != where:
+            off = math.log(before / rate) - (self._log_work[index] - self._log_work[where])
+            for stage, learnt in ((index, off), (where, -off)):
+                changed = self._log_work[stage] + _LEARNT * learnt
+                self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
+
+    def _speed(self, known: Rate) -> float:
+        """Samples/s at a stage of work 1."""
+        return known.samples_per_s * (1.0 if known.stage is None else math.exp(self._log_work[known.stage]))
+
+    def note_entered(self, peer: PeerId, stage: int, *, now_s: float) -> None:
+        """A peer has arrived."""
+        journey = self._on_the_way.pop(peer, None)
+        if journey is not None and journey.target == stage and self._state_bytes[stage]:
+            took_s = max(now_s - journey.began_s - self._between_s, 1e-3)
+            self._bytes_per_s.measure(self._state_bytes[stage] / took_s)
+
+    def moves(
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        *,
+        fixed: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        leader: PeerId | None = None,
+        now_s: float,
+    ) -> list[Move]:
+        """Who is to move now.
+
+        Args:
+            rosters: Of each stage.
+            fixed: Members that can't move: who is leaving, say.
+            joining: Who is on its way into which stage.
+            leader: Who coordinates: it is to move only if that gains much more than moves of the others.
+            now_s: On the caller's clock.
+        """
+        if self._rule == "none":
+            return []
+        if self._asked_s is not None:
+            self._step_s.measure(now_s - self._asked_s)
+        self._asked_s = now_s
+        self._forget_the_lost(joining, now_s)
+        there = frozenset(peer for roster in rosters for peer in roster)
+        peers = there | self._on_the_way.keys()
+        if self._peers and peers != self._peers:
+            self._pace.note_change(now_s)
+            self._left.clear()
+        self._peers = peers
+        if not self._is_time(there, now_s):
+            self._seen = there if self._seen is None else self._seen
+            return []
+        if any(not any(peer in self._known for peer in roster) for roster in rosters):
+            return []  # of some stage nothing was measured yet
+        if self._rule == "gain" and not self._computing_limits(rosters):
+            return []
+        self._seen, self._decided_s = there, now_s
+        return self._bounded(rosters, self._plan(rosters, fixed, joining, leader, now_s))
+
+    def sheds(
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        *,
+        leaving: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        now_s: float,
+    ) -> list[Shed]:
+        """Who is to give up one of several stages now. Not of a stage that somebody is being sent.
+
+        Args:
+            rosters: Of each stage.
+            leaving: Members that are to be let go.
+            joining: Who is on its way into which stage.
+            now_s: On the caller's clock.
+        """
+        num_held = Counter(peer for roster in rosters for peer in roster)
+        if self._rule != "gain" or max(num_held.values(), default=0) < 2 or not self._computing_limits(rosters):
+            return []
+        rates: list[dict[PeerId, float]] = [{} for _ in rosters]
+        for index, roster in enumerate(rosters):
+            for peer in roster:
+                load = self._loads.get(peer, {}).get(index)
+                if load is None or load.samples_per_s is None:
+                    return []  # nothing was measured of it yet
+                rates[index][peer] = load.samples_per_s
+        lone_costs = min(_LOST_S / (len(num_held) * self._pace.horizon_s(now_s)), 1.0)
+        return plan_shedding(rates, kept=set(joining.values()), leaving=leaving, lone_costs=lone_costs)
+
+    def _is_time(self, there: frozenset[PeerId], now_s: float) -> bool:
+        looks = now_s >= self._decided_s + self._interval_s
+        if self._rule == "paper":
+            return looks and not self._on_the_way  # it moves one at a time
+        changed = self._seen is not None and there != self._seen
+        return changed or looks
+
+    def _computing_limits(self, rosters: Sequence[Sequence[PeerId]]) -> bool:
+        """Whether the busiest stage computes for so much of the time that a faster one would help."""
+        busy = {
+            peer: math.fsum(load.busy_share or 0.0 for load in stages.values())
+            for peer, stages in self._loads.items()
+            if all(load.busy_share is not None for load in stages.values())
+        }
+        shares = [[busy[peer] for peer in roster if peer in busy] for roster in rosters]
+        return max((math.fsum(of_stage) / len(of_stage) for of_stage in shares if of_stage), default=0.0) >= _LEAST_BUSY
+
+    def _bounded(self, rosters: Sequence[Sequence[PeerId]], moves: Sequence[Move]) -> list[Move]:
+        """Those whose downloads can go side by side; when they have arrived, it is decided on the others."""
+        chosen: list[Move] = []
+        room = [_MOST_DOWNLOADS * len(roster) for roster in rosters]
+        for move in moves:
+            room[move.target] -= 1
+            if room[move.target] < 0:
+                break
+            chosen.append(move)
+        return chosen
+
+    def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
+        """A record let a peer go, which is to join another stage."""
+        self._left.setdefault(peer, set()).add(source)
+        self._on_the_way[peer] = _Journey(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
+
+    def stage_for(
+        self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
+    ) -> int:
+        """The stage that a newcomer is of most use to: the lowest rate's where computing limits, else the fewest's."""
+        self._forget_the_lost(joining, now_s)
+        by_rates = self._rule == "paper" or self._computing_limits(rosters)
+        stages = self._stages(rosters, (), joining, by_rates=by_rates)
+        stages.remove(newcomer)
+        return stage_for(stages)
+
+    def _plan(
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        fixed: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        leader: PeerId | None,
+        now_s: float,
+    ) -> list[Move]:
+        stages = self._stages(rosters, fixed if leader is None else {*fixed, leader}, joining)
+        if self._rule == "gain":
+            move_s = [self._move_s(index) for index in range(len(rosters))]
+            costs = Costs(move_s, self._pace.horizon_s(now_s), _LOST_S)
+            moves = plan(stages, costs)
+            all_free = self._stages(rosters, fixed, joining)
+            others = plan(all_free, costs)
+            gains = mean_rate(all_free, costs, others) > _HANDED_OVER * mean_rate(stages, costs, moves)
+            return others if gains else moves
+        queues = [
+            {peer: self._loads[peer][index].queued for _, peer in stages.serving(index) if peer in self._loads}
+            for index in range(len(rosters))
+        ]
+        queued = [
+            math.fsum(self._loads[peer][index].queued for peer in roster if peer in self._loads)
+            for index, roster in enumerate(rosters)
+        ]
+        return list(filter(stages.stays_ahead, plan_as_paper(queued, queues)))
+
+    def _stages(
+        self,
+        rosters: Sequence[Sequence[PeerId]],
+        fixed: Collection[PeerId],
+        joining: Mapping[PeerId, int],
+        *,
+        by_rates: bool = True,
+    ) -> Stages:
+        known = self._known if by_rates else {}
+        stages = Stages(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None)
+        speeds = {peer: self._speed(rate) for peer, rate in known.items()}
+        usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
+        several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}
+        for index, roster in enumerate(rosters):
+            for peer in roster:
+                name = PeerId(f"{peer} {index}") if peer in several else peer
+                stages.put(
+                    name,
+                    index,
+                    speeds.get(peer, usual),
+                    movable=peer in known and peer not in several and peer not in fixed,
+                    left=self._left.get(peer, ()),
+                    scatter=known[peer].scatter if peer in known else SCATTER,
+                )
+        coming = {peer: journey.target for peer, journey in self._on_the_way.items()} | dict(joining)
+        for peer, index in coming.items():
+            stages.put(peer, index, speeds.get(peer, usual), arrived=False)
+        return stages
+
+    def _move_s(self, target: int) -> float:
+        return self._between_s + self._state_bytes[target] / (self._bytes_per_s.value or _FIRST_BYTES_PER_S)
+
+    @property
+    def _between_s(self) -> float:
+        """From one record to the other, if there were nothing to download: what is ready enters with the next one."""
+        return max(_FIXED_S, 2.0 * (self._step_s.value or 0.0))
+
+    def _forget_the_lost(self, joining: Collection[PeerId], now_s: float) -> None:
+        """Who has not even asked to join for so long does not come."""
+        late = [peer for peer, journey in self._on_the_way.items() if now_s >= journey.until_s]
+        for peer in late:
+            if peer not in joining:
+                del self._on_the_way[peer]

@@ -1,0 +1,443 @@
+"""Which peers move to which stages. Pure.
+
+A pipeline is as fast as its slowest stage. So the slowest one gets a peer, the one after whose move the slower of the
+two, giver and taker, is fastest, or gets a faster one for one of its own. That is repeated until nothing is gained, and
+of these moves as many are made as pay: who moves computes nothing while it downloads its new stage. A move that takes
+nothing from the pipeline meanwhile is made although it may bring nothing yet: the evener the stages, the less the next
+loss takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from lightning_swarm.network import PeerId
+
+_ROUNDING: Final = 1e-9
+"""Share of a rate."""
+
+_Source: TypeAlias = tuple[int, float, float]
+"""A stage that may give; how much more than it gets makes both alike; and how much more may go over."""
+
+SCATTER: Final = 0.06
+"""Share by which a rate may be off of which no more is known."""
+
+_MOST_BACK: Final = 4
+"""How many of a stage are thought of in exchange for a faster one: evenly from the slowest to the fastest."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A peer is to leave one stage for another.
+
+    Args:
+        peer: Which one.
+        source: Index of the stage that it serves.
+        target: Of the stage that it is to serve.
+    """
+
+    peer: PeerId
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a move costs, and for how long its gain lasts.
+
+    Args:
+        move_s: Seconds in which who moves computes nothing, by stage that it moves to.
+        horizon_s: For how long a gain lasts on the average: until the swarm changes, see `rebalancing.pace`.
+        lost_s: Seconds that it costs when a change takes the only server of a stage, times how often it would.
+    """
+
+    move_s: Sequence[float]
+    horizon_s: float
+    lost_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    stage: int
+    samples_per_s: float
+    arrived: bool
+    movable: bool
+    left: Collection[int]
+    scatter: float
+
+
+class Stages:
+    """Who serves which stage, and how fast: kept sorted, so that a decision looks at a few peers of each stage.
+
+    A peer's rate is in samples/s at a stage of work 1. A peer on its way to a stage counts there, but cannot be moved
+    again until it has arrived.
+
+    Args:
+        num_stages: Of the pipeline.
+        work: Of each stage, relative to each other: what a sample costs there. None: as much everywhere.
+    """
+
+    def __init__(self, num_stages: int, work: Sequence[float] | None = None) -> None:
+        self.work = work or [1.0] * num_stages
+        self.rates = [0.0] * num_stages
+        """In samples/s of each stage."""
+        self.squares = [0.0] * num_stages
+        """Of the errors that each of its peers may bring into that."""
+        self.serving_rates = [0.0] * num_stages
+        """As `rates`, of those that have arrived."""
+        self.num_peers = [0] * num_stages
+        """Also those on their way."""
+        self._num_serving = [0] * num_stages
+        self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
+        self._where: dict[PeerId, _Place] = {}
+
+    def put(
+        self,
+        peer: PeerId,
+        stage: int,
+        samples_per_s: float,
+        *,
+        arrived: bool = True,
+        movable: bool = True,
+        left: Collection[int] = (),
+        scatter: float = SCATTER,
+    ) -> None:
+        """A peer serves a stage, or is on its way there. Takes the place of what was known of it.
+
+        Args:
+            peer: Which one.
+            stage: That one.
+            samples_per_s: What it does there.
+            arrived: It serves by now.
+            movable: It may be moved.
+            left: Stages from which it moved since peers came or went last: it does not go back. Where one stage is more
+                work than another its rate changes with every move, and two would change places for ever.
+            scatter: Share by which its rate may be off: what gains less would have peers move to and fro. It is a
+                smaller share of a large stage's sum, where errors cancel.
+        """
+        self.remove(peer)
+        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable, left, scatter)
+        self._count(place, 1)
+        if place.movable:
+            insort(self._movable[stage], (samples_per_s, peer))
+
+    def remove(self, peer: PeerId) -> None:
+        """It is gone. Nothing happens if it was not there."""
+        place = self._where.pop(peer, None)
+        if place is None:
+            return
+        self._count(place, -1)
+        if not self.num_peers[place.stage]:
+            self.rates[place.stage] = self.squares[place.stage] = 0.0  # and not what rounding has left
+        if not self._num_serving[place.stage]:
+            self.serving_rates[place.stage] = 0.0
+        if place.movable:
+            there = self._movable[place.stage]
+            del there[bisect_left(there, (place.samples_per_s, peer))]
+
+    def move(self, move: Move) -> None:
+        """A peer serves another stage now."""
+        before = self._where[move.peer]
+        self.put(move.peer, move.target, before.samples_per_s, left=before.left, scatter=before.scatter)
+
+    def may_go(self, peer: PeerId, stage: int) -> bool:
+        """It did not come from there."""
+        return stage not in self._where[peer].left
+
+    def stage_of(self, peer: PeerId) -> int | None:
+        """Where a peer is, or is going."""
+        return self._where[peer].stage if peer in self._where else None
+
+    def rate(self, peer: PeerId) -> float:
+        """Of a peer, at a stage of work 1."""
+        return self._where[peer].samples_per_s
+
+    def error(self, peer: PeerId | None) -> float:
+        """By how much that may be off; of nobody by nothing."""
+        return 0.0 if peer is None else self.rate(peer) * self._where[peer].scatter
+
+    def stays_ahead(self, move: Move) -> bool:
+        """Whether the stage that gives a peer is ahead of the other still without it: else they but change places."""
+        brings = self._where[move.peer].samples_per_s / self.work[move.source]
+        return self.rates[move.source] - brings > self.rates[move.target]
+
+    def serving(self, stage: int) -> Sequence[tuple[float, PeerId]]:
+        """Rate and identity of those that have arrived and can move, the slowest first."""
+        return self._movable[stage]
+
+    def num_serving(self, stage: int) -> int:
+        """How many have arrived."""
+        return self._num_serving[stage]
+
+    def _count(self, place: _Place, sign: int) -> None:
+        rate = place.samples_per_s / self.work[place.stage]
+        self.rates[place.stage] += sign * rate
+        self.squares[place.stage] += sign * (rate * place.scatter) ** 2
+        self.num_peers[place.stage] += sign
+        if place.arrived:
+            self.serving_rates[place.stage] += sign * rate
+            self._num_serving[place.stage] += sign
+
+
+def stage_for(stages: Stages) -> int:
+    """The stage that a newcomer is of most use to."""
+    return min(range(len(stages.rates)), key=stages.rates.__getitem__)
+
+
+def plan(stages: Stages, costs: Costs) -> list[Move]:
+    """The moves that pay, or none. No stage is left without a peer that serves it."""
+    draft = _Draft(stages, costs)
+    best: list[Move] = []
+    best_rate = draft.mean_rate()
+    while found := draft.find():
+        for move, samples_per_s in found:
+            draft.make(move, samples_per_s)
+        rate = draft.mean_rate()
+        if rate >= best_rate * (1.0 - _ROUNDING):
+            best, best_rate = list(draft.moves.values()), rate
+    return best
+
+
+def mean_rate(stages: Stages, costs: Costs, moves: Sequence[Move]) -> float:
+    """Of the pipeline with these moves, as long as the swarm stays as it is."""
+    draft = _Draft(stages, costs)
+    for move in moves:
+        draft.make(move, stages.rate(move.peer))
+    return draft.mean_rate()
+
+
+class _Draft:
+    """Moves, and where they leave the stages."""
+
+    def __init__(self, stages: Stages, costs: Costs) -> None:
+        self.moves: dict[PeerId, Move] = {}
+        self._stages = stages
+        self._costs = costs
+        self._rates = list(stages.rates)
+        self._meanwhile = list(stages.rates)  # until those that move arrive
+        self._left = [stages.num_serving(index) for index in range(len(stages.rates))]
+        self._num_peers = list(stages.num_peers)
+
+    def make(self, move: Move, samples_per_s: float) -> None:
+        work = self._stages.work
+        self.moves[move.peer] = move
+        self._rates[move.source] -= samples_per_s / work[move.source]
+        self._meanwhile[move.source] -= samples_per_s / work[move.source]
+        self._rates[move.target] += samples_per_s / work[move.target]
+        self._left[move.source] -= 1
+        self._num_peers[move.source] -= 1
+        self._num_peers[move.target] += 1
+
+    def mean_rate(self) -> float:
+        """Of the pipeline, as long as the swarm stays as it is, which may be over at any moment."""
+        move_s, mean, lasts = self._costs.move_s, 0.0, 1.0
+        for until_s in sorted({move_s[move.target] for move in self.moves.values()}):
+            still_lasts = math.exp(-until_s / self._costs.horizon_s)
+            there = (
+                after if needs_s < until_s else before
+                for before, after, needs_s in zip(self._meanwhile, self._rates, move_s, strict=True)
+            )
+            mean += (lasts - still_lasts) * min(there) * (1.0 - self._risk(self._left))
+            lasts = still_lasts
+        return mean + lasts * min(self._rates) * (1.0 - self._risk(self._num_peers))  # all have arrived
+
+    def _risk(self, num_peers: Sequence[int]) -> float:
+        """The share of the time that it costs to have stages of one server: each change may take that one."""
+        if not self._costs.lost_s:
+            return 0.0
+        lone = sum(number == 1 for number in num_peers)
+        return min(lone * self._costs.lost_s / (sum(self._num_peers) * self._costs.horizon_s), 1.0) if lone else 0.0
+
+    def find(self) -> list[tuple[Move, float]]:
+        """What helps the slowest stage most, with the rates of those who move: one, else two that change places."""
+        target = min(range(len(self._rates)), key=self._rates.__getitem__)
+        sources = self._richer(target)
+        found = self._exchange(target, sources, [(0.0, None)])
+        if found or self._left[target] < 2:
+            return found
+        there = self._stages.serving(target)
+        some = there[:: math.ceil(len(there) / _MOST_BACK) or 1]
+        return self._exchange(target, sources, [one for one in some if one[1] not in self.moves])
+
+    def _richer(self, target: int) -> list[_Source]:
+        """The stages that may give a peer to another one, the richest first."""
+        low, work, squares = self._rates[target], self._stages.work, self._stages.squares
+        least_margin = math.sqrt(max(min(squares) + squares[target], 0.0))  # rounding may leave less than nothing
+        sources = []
+        for source in sorted(range(len(self._rates)), key=self._rates.__getitem__, reverse=True):
+            ahead = self._rates[source] - low
+            if ahead <= least_margin:
+                break  # by so much they may differ, and be the same in truth; and so those that have less
+            margin = max(math.sqrt(max(squares[source] + squares[target], 0.0)), _ROUNDING * self._rates[source])
+            if self._left[source] >= 2 and ahead > margin:
+                even = ahead / (1.0 / work[source] + 1.0 / work[target])
+                sources.append((source, even, (ahead - margin) * work[target]))
+        return sources
+
+    def _exchange(
+        self, target: int, sources: Sequence[_Source], back: Sequence[tuple[float, PeerId | None]]
+    ) -> list[tuple[Move, float]]:
+        low, work = self._rates[target], self._stages.work
+        least = min((given for given, _ in back), default=0.0)
+        best: list[tuple[Move, float]] = []
+        best_after = low
+        for source, even, spare in sources:
+            rate, serving = self._rates[source], self._stages.serving(source)
+            if rate <= best_after:
+                break  # nobody's move from there helps more, nor from those that have less
+            most = low + (serving[-1][0] - least) / work[target] if serving else 0.0
+            if min(most, low + even / work[target]) <= best_after:
+                continue
+            wanted = min(spare, even)
+            for given, giver in back:
+                at = bisect_left(serving, (given + wanted,))
+                # Most often nobody fits, which the nearest two say of all others.
+                above = serving[at][0] - given if at < len(serving) else math.inf
+                below = serving[at - 1][0] - given if at else 0.0
+                is_above = above < spare and rate - above / work[source] > best_after
+                is_below = below > self._stages.error(giver) and low + below / work[target] > best_after
+                if not (is_above or is_below) or (giver is not None and not self._stages.may_go(giver, source)):
+                    continue
+                for taken, taker in self._near(serving, at, target):
+                    more = taken - given
+                    after = min(rate - more / work[source], low + more / work[target])
+                    error = math.hypot(self._stages.error(taker), self._stages.error(giver))
+                    if error < more < spare and after > best_after:
+                        best_after, best = after, [(Move(taker, source, target), taken)]
+                        best += [(Move(giver, target, source), given)] if giver is not None else []
+        return best
+
+    def _near(self, serving: Sequence[tuple[float, PeerId]], at: int, target: int) -> Iterator[tuple[float, PeerId]]:
+        """Those who are next to a place, below and above, that do not move already and may go to the target."""
+        for places in (range(at - 1, -1, -1), range(at, len(serving))):
+            for place in places:
+                peer = serving[place][1]
+                if peer not in self.moves and self._stages.may_go(peer, target):
+                    yield serving[place]
+                    break
+
+
+def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
+    """The paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest one.
+
+    It says nothing of when to stop: see `Stages.stays_ahead`.
+
+    Args:
+        queued: Samples that wait, by stage.
+        queues: Likewise by peer that serves it.
+
+    Source: SWARM, arXiv:2301.11913, appendix D.
+    """
+    movable = [index for index, peers in enumerate(queues) if len(peers) > 1]
+    if not movable:
+        return []
+    source = min(movable, key=queued.__getitem__)
+    target = max(range(len(queued)), key=queued.__getitem__)
+    if queued[source] >= queued[target]:
+        return []
+    return [Move(min(queues[source], key=queues[source].__getitem__), source, target)]
+
+
+_MANY: Final = 20
+"""Peers a stage, from which on the fastest-first rule alone is within a thousandth."""
+
+
+def best_rate(rates: Iterable[float], num_stages: int) -> float:
+    """The slowest stage's rate under an assignment of peers that is as good as can be found quickly.
+
+    The fastest peer goes first, each to the slowest stage; where they are few, they then move as long as `plan` gains
+    by it. Exact for equal peers; else at least three quarters of the optimum, with six peers a stage nearly all.
+    Source: the greedy rule for machine covering, Deuermeyer, Friesen and Langston, 1982.
+    """
+    ordered = sorted(rates, reverse=True)
+    if ordered and ordered[0] == ordered[-1]:
+        return len(ordered) // num_stages * ordered[0]
+    totals = [(0.0, index) for index in range(num_stages)]
+    chosen: list[int] = []
+    for rate in ordered:
+        total, index = totals[0]
+        heapq.heapreplace(totals, (total + rate, index))
+        chosen.append(index)
+    if len(ordered) >= _MANY * num_stages:
+        return totals[0][0]
+    stages = Stages(num_stages)
+    for number, (rate, index) in enumerate(zip(ordered, chosen, strict=True)):
+        stages.put(PeerId(str(number)), index, rate, scatter=0.0)
+    free = Costs([0.0] * num_stages, horizon_s=1.0)
+    while moves := plan(stages, free):
+        for move in moves:
+            stages.move(move)
+    return min(stages.rates)
+
+
+@dataclass(frozen=True)
+class Shed:
+    """A peer is to give up a stage, and to stay in its others.
+
+    Args:
+        peer: Which one.
+        stage: Index of that stage.
+    """
+
+    peer: PeerId
+    stage: int
+
+
+def plan_shedding(
+    rates: Sequence[Mapping[PeerId, float]],
+    *,
+    kept: Collection[int] = (),
+    leaving: Collection[PeerId] = (),
+    lone_costs: float = 0.0,
+) -> list[Shed]:
+    """What is given up: where of those who share the stage the busiest has clearly less to do afterwards.
+
+    Args:
+        rates: Of each stage, how many samples/s its peers would compute there if they computed nothing else.
+        kept: Stages that nobody is to give up now.
+        leaving: On whom no stage can rely.
+        lone_costs: Share of the run that is lost, on the average, where a stage is left to one server: it may die.
+
+    Returns:
+        Of each stage at most one copy less; each has still a peer that stays.
+    """
+    held = [dict(stage) for stage in rates]
+    found: list[Shed] = []
+    while choices := _choices(held, {*kept, *(one.stage for one in found)}, leaving, lone_costs):
+        _, shed = min(choices, key=lambda choice: choice[0])
+        found.append(shed)
+        del held[shed.stage][shed.peer]
+    return found
+
+
+def _choices(
+    held: Sequence[Mapping[PeerId, float]], kept: Collection[int], leaving: Collection[PeerId], lone_costs: float
+) -> list[tuple[float, Shed]]:
+    """What could be given up with a gain, and what is left then of the busiest one's work."""
+    choices = []
+    several = {peer for peer, number in Counter(peer for stage in held for peer in stage).items() if number > 1}
+    for index, stage in enumerate(held):
+        if index in kept:
+            continue
+        for peer in (one for one in stage if one in several):
+            staying = stage.keys() - {peer, *leaving}
+            if not staying:
+                continue
+            without = [{other: rate for other, rate in one.items() if at != index or other != peer}
+                       for at, one in enumerate(held)]  # fmt: skip
+            before = max(_seconds(one, held) for one in stage)
+            after = max(_seconds(one, without) for one in stage)
+            if after * (1.0 + SCATTER) < before * (1.0 - (lone_costs if len(staying) == 1 else 0.0)):
+                choices.append((after / before, Shed(peer, index)))
+    return choices
+
+
+def _seconds(peer: PeerId, held: Sequence[Mapping[PeerId, float]]) -> float:
+    """What a peer computes for each sample of the run."""
+    return math.fsum(1.0 / math.fsum(stage.values()) for stage in held if peer in stage)

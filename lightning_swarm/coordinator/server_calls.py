@@ -1,0 +1,247 @@
+"""The servers of a run, as its coordinator asks them: settle, freeze, average, apply; and trainers: replay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final, TypeVar
+
+from lightning_swarm.core.errors import Damaged, DeadlineExceeded, NotCoordinator, PeerError, SwarmError, Unreachable
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.run import BrokenOff, Leading, Term
+from lightning_swarm.protocol.messages.step import (
+    AverageReply,
+    AverageRequest,
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    Named,
+    Record,
+    ReplayReply,
+    ReplayRequest,
+    SettleRequest,
+)
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import APPLY, AVERAGE, BREAK_OFF, FREEZE, LEAD, LEAVE, REPLAY, SETTLE
+from lightning_swarm.protocol.run_state import RunState
+
+_log = logging.getLogger(__name__)
+
+
+async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: str = "", timeout: float) -> None:
+    """Tell peers that the run is over. One that is gone is no error.
+
+    Args:
+        transport: The lead's, or that of who coordinates.
+        peers: All that are to know.
+        broken_off: Why nobody ended it in order; empty: the lead did.
+        timeout: Seconds for each.
+    """
+    method, body = (BREAK_OFF, encode(BrokenOff(reason=broken_off))) if broken_off else (LEAVE, b"")
+
+    async def one(peer: PeerId) -> None:
+        try:
+            await transport.call(peer, method, body, timeout=timeout)
+        except SwarmError as error:  # refused by one that was never admitted: it goes on waiting for a run
+            _log.info("%s did not hear of the end: %s", peer, error)
+
+    await gather(one(peer) for peer in sorted(set(peers)))
+
+
+_T = TypeVar("_T")
+
+_ROUND_TIMEOUTS: Final = 5.0
+"""A server waits for the parts of the others, then for what they made of them; with PowerSGD for both twice."""
+
+_MAX_DAMAGED: Final = 3
+_FIRST_PAUSE_S: Final = 1.0
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+class Servers:
+    """All that hold a stage.
+
+    Args:
+        transport: The coordinator's.
+        run: As its own server knows it.
+        term: By which it coordinates.
+        spawn: Runs work in a task that has an owner.
+        timeout: Seconds for one call.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        term: Term,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        timeout: float,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._term = term
+        self._spawn = spawn
+        self._timeout = timeout
+        self._behind: dict[PeerId, Record] = {}  # the newest record is not known to be applied there
+        self.unsettled: dict[PeerId, SwarmError] = {}  # they do not know what the open step trains
+
+    @property
+    def own(self) -> PeerId:
+        """The coordinator's."""
+        return self._transport.peer_id
+
+    async def address(self) -> str:
+        """Under which the coordinator is reached."""
+        return (await self._transport.addresses())[0]
+
+    def go_back(self) -> None:
+        """The run entered its next generation."""
+        self._behind.clear()
+        self.unsettled.clear()
+
+    async def settle(self, request: SettleRequest) -> None:
+        """Have them train what the open step shall train. Who is not reached takes no part in the step.
+
+        Raises:
+            SwarmError: A server refuses, or nobody of a stage is reached.
+        """
+        body = encode(request)
+        replies = await self._ask_all(SETTLE, dict.fromkeys(self._run.servers, body), lambda _: None)
+        failed = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        for error in failed.values():
+            if not isinstance(error, PeerError):
+                raise error
+        for roster in self._run.rosters:
+            if all(member.peer_id in failed for member in roster):
+                raise failed[roster[0].peer_id]
+        self.unsettled = failed
+
+    async def freeze(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply | SwarmError]:
+        """Have each freeze its sums, and say what they hold; who missed the record before is told of it first."""
+
+        async def freeze(peer: PeerId, request: FreezeRequest) -> FreezeReply:
+            record = self._behind.get(peer)
+            if record is not None:
+                await self._apply(peer, record)
+            try:
+                reply = await self._call(peer, FREEZE, encode(request))
+            except DeadlineExceeded:  # it lives, so a message may have been lost
+                reply = await self._call(peer, FREEZE, encode(request))
+            return decode(reply, FreezeReply)
+
+        return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
+
+    async def average(
+        self, closing: Closing, named: Mapping[PeerId, list[Named]], *, late: bool
+    ) -> dict[PeerId, AverageReply | SwarmError]:
+        """A round. Where all went well, every server of its rosters holds its stages' means then."""
+        requests = {
+            peer: AverageRequest(closing=closing, named=held, late=late) for peer, held in sorted(named.items())
+        }
+        bodies = {peer: encode(request) for peer, request in requests.items()}
+        return await self._ask_all(AVERAGE, bodies, _average_reply, timeout=_ROUND_TIMEOUTS * self._timeout)
+
+    async def replay(self, trainer: PeerId, request: ReplayRequest) -> ReplayReply:
+        """Have a trainer send microbatches again.
+
+        Raises:
+            SwarmError: It did not.
+        """
+        timeout = self._timeout * (1 + len(request.work))
+        return decode(await self._call(trainer, REPLAY, encode(request), timeout=timeout), ReplayReply)
+
+    async def apply(self, record: Record) -> None:
+        """Have all who averaged, and who comes with it, apply a decided record. Who cannot be told now is told again.
+
+        Raises:
+            SwarmError: The coordinator's own server did not.
+        """
+        self._behind.clear()
+        self.unsettled.clear()
+        # Also whom it lets go: until they know of it they stay.
+        rosters = [*self._run.present(record.closing.absent), [one.member for one in record.newcomers]]
+        peers = sorted({member.peer_id for roster in rosters for member in roster})
+        replies = await self._ask_all(APPLY, dict.fromkeys(peers, encode(record)), lambda _: None)
+        late = {peer: reply for peer, reply in replies.items() if isinstance(reply, SwarmError)}
+        self._behind = dict.fromkeys(late, record)
+        for peer in late:
+            self._spawn(self._tell_again(peer, record))
+
+    async def _tell_again(self, peer: PeerId, record: Record) -> None:
+        """Until it answers, or the step after closes: then it is told before it freezes."""
+        pause_s = _FIRST_PAUSE_S
+        while self._behind.get(peer) is record:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                await self._apply(peer, record)
+            except SwarmError:  # whoever cannot be told is left out by the next record
+                continue
+
+    async def _apply(self, peer: PeerId, record: Record) -> None:
+        await self._call(peer, APPLY, encode(record))
+        if self._behind.get(peer) is record:
+            del self._behind[peer]
+
+    async def _ask_all(
+        self, method: str, bodies: Mapping[PeerId, bytes], read: Callable[[bytes], _T], *, timeout: float | None = None
+    ) -> dict[PeerId, _T | SwarmError]:
+        async def ask(peer: PeerId, body: bytes) -> _T:
+            return read(await self._call(peer, method, body, timeout=timeout))
+
+        return await self._each({peer: ask(peer, body) for peer, body in bodies.items()})
+
+    async def _each(self, works: Mapping[PeerId, Coroutine[Any, Any, _T]]) -> dict[PeerId, _T | SwarmError]:
+        """Run all at once. An error is an answer, but the coordinator's own server's is raised: it runs here.
+
+        Raises:
+            NotCoordinator: One of them follows a higher term.
+        """
+
+        async def one(peer: PeerId, work: Coroutine[Any, Any, _T]) -> _T | SwarmError:
+            try:
+                return await work
+            except SwarmError as error:
+                if peer == self.own or isinstance(error, NotCoordinator):
+                    raise
+                return error
+
+        replies = await gather(one(peer, work) for peer, work in works.items())
+        return dict(zip(works, replies, strict=True))
+
+    async def _call(self, peer: PeerId, method: str, body: bytes, *, timeout: float | None = None) -> bytes:
+        try:
+            return await self._unharmed(peer, method, body, timeout=timeout or self._timeout)
+        except Unreachable as error:
+            held = [index for index, roster in enumerate(self._run.rosters) if peer in {one.peer_id for one in roster}]
+            stages = " and ".join(f"stage {index}" for index in held) or "no stage yet"
+            raise Unreachable(f"peer {peer}, which holds {stages}, is gone ({error})") from error
+
+    async def _unharmed(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """Ask again where a message was damaged on its way: told twice, each of these calls is done once."""
+        for _ in range(_MAX_DAMAGED):
+            with contextlib.suppress(Damaged):
+                return await self._led(peer, method, body, timeout=timeout)
+        return await self._led(peer, method, body, timeout=timeout)
+
+    async def _led(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """Ask again who had not heard that this peer coordinates.
+
+        Raises:
+            NotCoordinator: It has heard of another that does, under a higher term.
+        """
+        try:
+            return await self._transport.call(peer, method, body, timeout=timeout)
+        except NotCoordinator:
+            run = self._run
+            leading = Leading(term=self._term, generation=run.manifest.generation, version=run.version)
+            await self._transport.call(peer, LEAD, encode(leading), timeout=self._timeout)
+            return await self._transport.call(peer, method, body, timeout=timeout)
+
+
+def _average_reply(body: bytes) -> AverageReply:
+    return decode(body, AverageReply)

@@ -1,0 +1,1 @@
+"""One step at the coordinator: its data order, leases, gradient sums, and replays of lost microbatches."""

@@ -1,0 +1,184 @@
+"""Which batches a step takes: those of all epochs in their order, whole, until its samples are reached. Pure.
+
+So the steps of a run do not depend on who brings what, nor on how many trainers there are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan
+
+
+class Order:
+    """The epochs that are known."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, EpochPlan] = {}
+        self._ends: dict[int, list[int]] = {}  # by epoch, the number of batches up to the end of each run of its sizes
+
+    @property
+    def plans(self) -> list[EpochPlan]:
+        """In order."""
+        return [self._plans[epoch] for epoch in sorted(self._plans)]
+
+    def plan(self, epoch: int) -> EpochPlan | None:
+        """Of an epoch."""
+        return self._plans.get(epoch)
+
+    def add(self, plan: EpochPlan) -> None:
+        """Know one more epoch.
+
+        Raises:
+            ProtocolError: It is known by another order, or is too far off.
+        """
+        known = self._plans.get(plan.epoch)
+        if known is not None and (known.digest, known.sizes) != (plan.digest, plan.sizes):
+            raise ProtocolError(f"epoch {plan.epoch} has its order already, got another one")
+        if known is None and len(self._plans) >= MAX_PLANS:
+            raise ProtocolError(
+                f"a step may reach over {MAX_PLANS} epochs, got one more: {plan.epoch}. Lower `target_batch_size`."
+            )
+        if plan.begin > plan.num_batches:
+            raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, it cannot begin at {plan.begin}")
+        self._plans[plan.epoch] = plan
+        self._ends[plan.epoch] = list(accumulate(count for _, count in plan.sizes))
+
+    def forget_before(self, epoch: int) -> None:
+        """No step is in these epochs any more."""
+        self._plans = {of: plan for of, plan in self._plans.items() if of >= epoch}
+        self._ends = {of: ends for of, ends in self._ends.items() if of >= epoch}
+
+    def size(self, number: BatchNumber) -> int:
+        """Samples of a batch.
+
+        Raises:
+            ProtocolError: There is no such batch.
+        """
+        epoch, index = number
+        plan = self._plans.get(epoch)
+        if plan is None or not self.there(number):
+            raise ProtocolError(f"there is no batch {index} in epoch {epoch}, as far as its order is known")
+        return plan.sizes[bisect_right(self._ends[epoch], index)][0]
+
+    def settled(self, number: BatchNumber) -> BatchNumber:
+        """The same place; the end of an epoch is the beginning of the next one, if that is known."""
+        epoch, index = number
+        while epoch + 1 in self._plans and self._is_beyond((epoch, index)):
+            epoch, index = epoch + 1, 0
+        return epoch, index
+
+    def there(self, number: BatchNumber) -> bool:
+        """Whether a batch is known."""
+        return number[0] in self._plans and not self._is_beyond(number)
+
+    def ends_at(self, number: BatchNumber) -> bool:
+        """Whether no batch follows that place, ever."""
+        return self._is_beyond(number) and self._plans[number[0]].last
+
+    def _is_beyond(self, number: BatchNumber) -> bool:
+        """Whether an epoch that is known has ended there."""
+        ends = self._ends.get(number[0])
+        return ends is not None and number[1] >= (ends[-1] if ends else 0)
+
+
+@dataclass
+class Window:
+    """The batches of one step.
+
+    Args:
+        order: All batches.
+        begin: The first of the step.
+        target_batch_size: Samples that it takes at least.
+        dropped: Its batches that count nowhere, by the word of their own `training_step`. Others take their place.
+    """
+
+    order: Order
+    begin: BatchNumber
+    target_batch_size: int
+    dropped: set[BatchNumber] = field(default_factory=set)
+    _places: dict[BatchNumber, int] = field(default_factory=dict)
+    _num_samples: int = 0  # of all that were looked at
+    _num_dropped: int = 0  # samples
+
+    def _extend(self) -> None:
+        self._num_dropped = sum(self.order.size(one) for one in self.dropped if one in self._places)
+        while self._num_samples - self._num_dropped < self.target_batch_size and self.order.there(self._next):
+            number = self._next
+            self._places[number] = self._num_samples
+            self._num_samples += self.order.size(number)
+            self._num_dropped += self.order.size(number) if number in self.dropped else 0
+
+    @property
+    def _next(self) -> BatchNumber:
+        if not self._places:
+            return self.order.settled(self.begin)
+        epoch, index = next(reversed(self._places))
+        return self.order.settled((epoch, index + 1))
+
+    @property
+    def end(self) -> BatchNumber:
+        """Where the next step begins, if this one is whole."""
+        self._extend()
+        return self._next
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes no more batches than those that are known."""
+        self._extend()
+        reached = self._num_samples - self._num_dropped >= self.target_batch_size
+        return reached or self.order.ends_at(self._next)
+
+    @property
+    def numbers(self) -> Sequence[BatchNumber]:
+        """Of its batches that shall count, as far as they are known, in order."""
+        self._extend()
+        return [number for number in self._places if number not in self.dropped]
+
+    def place(self, number: BatchNumber) -> int:
+        """Of a batch's first sample in the step."""
+        self._extend()
+        return self._places[number]
+
+    def is_before(self, number: BatchNumber) -> bool:
+        """Whether a batch belongs to a step before this one, or was dropped."""
+        return number < self.begin or number in self.dropped
+
+    def is_passed(self, number: BatchNumber, through: Collection[BatchNumber]) -> bool:
+        """Whether all batches before `number`, the end of an epoch, are through."""
+        self._extend()
+        return self._next >= self.order.settled(number) and all(one in through or one >= number for one in self.numbers)
+
+
+@dataclass
+class Waiting:
+    """A trainer that was told to wait.
+
+    Args:
+        batch: That it has in hand, or the end of its epoch.
+        since_s: When it was told so first, in this step.
+        patience_s: How long it leaves others' batches to them.
+    """
+
+    batch: BatchNumber
+    since_s: float
+    patience_s: float
+
+
+def choose_besides(
+    waiting: Waiting, free: Sequence[BatchNumber], unattended: Collection[BatchNumber], *, now_s: float
+) -> BatchNumber | None:
+    """What a trainer that waits brings besides: the first batch that nobody will come to, or not soon.
+
+    Args:
+        waiting: Who.
+        free: The step's batches that nobody has, in order.
+        unattended: Of these, those in the lanes of trainers that are gone, or are further on.
+        now_s: The time.
+    """
+    patient = now_s < waiting.since_s + waiting.patience_s
+    return next((one for one in free if one < waiting.batch and (one in unattended or not patient)), None)

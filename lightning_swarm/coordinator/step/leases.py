@@ -1,0 +1,264 @@
+"""Places in the open step: who is granted one, who waits for one in the step after, and who has it already.
+
+Where the order of an epoch is known to all, a step takes certain batches, and a trainer asks with the number of the one
+that it has read. Who has to wait brings besides what nobody else will: what was in the lane of a trainer that is gone,
+or that has not come to it after a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Final
+
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.coordinator.step.data_order import Waiting, choose_besides
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.batches import (
+    Grant,
+    GrantReply,
+    GrantRequest,
+    Wait,
+)
+from lightning_swarm.protocol.messages.run import BatchNumber, Term
+from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
+
+
+def first_lease(term: Term) -> int:
+    """Where a coordinator's leases begin: none of another one's is taken for one of them."""
+    return ((term[0] - 1) << 32) + 1
+
+
+_log = logging.getLogger(__name__)
+
+_LEAST_PATIENCE_S: Final = 0.5
+_FIRST_PATIENCE_S: Final = 5.0
+"""Of a trainer of which no batch was seen yet: compilers and caches are cold."""
+
+
+class Places:
+    """Grants them.
+
+    Args:
+        run: As the coordinator's server knows it.
+        first_lease: Of those that this coordinator grants.
+        on_grant: Called with a step and the trainer that has a place in it from now on.
+        gone: Trainers that do not answer.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        first_lease: int,
+        on_grant: Callable[[OpenStep, PeerId], None],
+        gone: Collection[PeerId],
+    ) -> None:
+        self._run = run
+        self._leases = itertools.count(first_lease)
+        self._on_grant = on_grant
+        self._gone = gone
+        self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
+        self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
+        self._idle: dict[PeerId, Waiting] = {}  # who was told to wait with a batch of another step
+        self._granted_s: dict[PeerId, float] = {}  # when each got its newest place
+        self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
+        self._warned_large = False
+
+    def go_back(self) -> None:
+        """The run entered its next generation."""
+        self._waiting, self._reserved, self._idle, self._granted_s = {}, {}, {}, {}
+
+    def ask(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
+        """A trainer asks for a place in the open step.
+
+        Raises:
+            ProtocolError: No step has a place for this batch.
+        """
+        if self._is_beyond(step):
+            return GrantReply(over=True)
+        if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
+            return GrantReply(wait=Wait(step=step.step - 1))
+        if (request.batch is None) != (step.window is None):
+            raise ProtocolError(
+                f"all batches of step {step.step} are named by epoch and index, or none is; got {request.batch}"
+            )
+        if request.batch is not None:
+            return self._ask_for(step, trainer, request, request.batch)
+        asked, grant = self._reserved.get(trainer, (None, None))
+        if grant is not None and asked == replaced(request, step=step.step - 1):
+            del self._reserved[trainer]
+            return GrantReply(grant=grant)
+        grant = self._grant(step, trainer, request)
+        if grant is None:
+            self._waiting[trainer] = request
+            return GrantReply(wait=Wait(step=step.step))
+        self._waiting.pop(trainer, None)
+        self._warn_of_large(request)
+        return GrantReply(grant=grant)
+
+    def ahead(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
+        """A place for a batch that its trainer has not begun, if there is one now.
+
+        It may be asked for a second time when the batch has long been given up: nobody would ever take that place.
+        """
+        if self._is_beyond(step) or step.gave_up(trainer, request.number):
+            return None
+        with contextlib.suppress(ProtocolError):  # which it will get when it asks for one again
+            grant = self._grant(step, trainer, request)
+            if grant is not None:
+                self._warn_of_large(request)
+            return grant
+        return None
+
+    def opened(self, step: OpenStep) -> OpenStep:
+        """Grant places in a new step to those who wait.
+
+        The lead comes first, so that it waits for one record only; but where a batch is a step, nobody else would ever
+        have a place: there they take turns.
+        """
+        self._idle = {}
+        lead = self._run.manifest.lead
+        waiting = sorted(self._waiting.items(), key=lambda item: item[0] != lead or self._fills(item[1]))
+        self._waiting, self._reserved = {}, {}
+        for trainer, request in () if self._is_beyond(step) else waiting:
+            with contextlib.suppress(ProtocolError):  # which it will get when it asks again
+                grant = self._grant(step, trainer, request)
+                if grant is None:
+                    self._waiting[trainer] = replaced(request, step=step.step)
+                else:
+                    self._reserved[trainer] = (request, grant)
+        return step
+
+    # ------------------------------------------------------------------ where batches have numbers
+
+    def batch_ended(self, trainer: PeerId) -> None:
+        """It is through, or withdrawn: so long it takes this trainer."""
+        if trainer in self._granted_s:
+            self._took_s[trainer] = now_s() - self._granted_s.pop(trainer)
+
+    def is_idle(self, trainer: PeerId) -> bool:
+        """Whether it was told to wait with a batch of another step."""
+        return trainer in self._idle
+
+    def would_answer(self, step: OpenStep, trainer: PeerId) -> bool:
+        """Whether who was told to wait would hear something else by now."""
+        waiting = self._idle.get(trainer)
+        if waiting is None or step.window is None:
+            return False
+        return self._passed(step, waiting.batch) or self._besides(step, waiting) is not None
+
+    def patience_s(self, trainer: PeerId) -> float | None:
+        """How long it still leaves others' batches to them."""
+        waiting = self._idle.get(trainer)
+        return None if waiting is None else max(0.0, waiting.since_s + waiting.patience_s - now_s())
+
+    def owed_by(self, step: OpenStep) -> set[PeerId]:
+        """The trainers in whose lanes are batches of the step that nobody has."""
+        return {self._owner(step, number) for number in step.free}
+
+    def owes(self, step: OpenStep, trainer: PeerId) -> bool:
+        """Whether others wait for a batch that it would bring."""
+        return any(peer != trainer for peer in self._idle) and trainer in self.owed_by(step)
+
+    def _ask_for(self, step: OpenStep, trainer: PeerId, request: GrantRequest, batch: BatchNumber) -> GrantReply:
+        before = step.granted(trainer, request.number)
+        if before is not None:
+            return GrantReply(grant=self._as_grant(step, before))
+        if self._passed(step, batch):
+            self._idle.pop(trainer, None)
+            return GrantReply(passed=True)
+        chosen: BatchNumber | None = batch if batch in step.free else None
+        if chosen is None:
+            waiting = self._idle.get(trainer)
+            if waiting is None or waiting.batch != batch:
+                patience_s = max(_LEAST_PATIENCE_S, self._took_s.get(trainer, _FIRST_PATIENCE_S))
+                waiting = self._idle[trainer] = Waiting(batch, now_s(), patience_s)
+            chosen = self._besides(step, waiting)
+        if chosen is None:
+            return GrantReply(wait=Wait(step=step.step))
+        self._idle.pop(trainer, None)
+        lease = next(self._leases)
+        step.hand_out(lease, trainer, chosen, request.gradient_scale, request.number)
+        self._granted_s[trainer] = now_s()
+        self._on_grant(step, trainer)
+        return GrantReply(grant=self._as_grant(step, lease))
+
+    def _passed(self, step: OpenStep, batch: BatchNumber) -> bool:
+        """Whether nothing is to be done for a batch; or for any of an epoch, if that is its end."""
+        window = step.window
+        assert window is not None
+        plan = window.order.plan(batch[0])
+        if plan is None:
+            return batch < window.begin
+        if batch[1] > plan.num_batches:
+            raise ProtocolError(f"epoch {plan.epoch} has {plan.num_batches} batches, got number {batch[1]}")
+        if batch[1] == plan.num_batches:
+            # A step that closes is waited for: what follows an epoch's end, a checkpoint say, shall miss no step of it.
+            return batch <= window.begin or (not step.closing and window.is_passed(batch, step.batches_through))
+        return window.is_before(batch) or (batch in window.numbers and batch not in step.free)
+
+    def _besides(self, step: OpenStep, waiting: Waiting) -> BatchNumber | None:
+        """What a trainer that waits brings."""
+        free = step.free
+        unattended = {number for number in free if self._is_unattended(step, number)}
+        return choose_besides(waiting, free, unattended, now_s=now_s())
+
+    def _is_unattended(self, step: OpenStep, number: BatchNumber) -> bool:
+        owner = self._owner(step, number)
+        idle = self._idle.get(owner)
+        return owner in self._gone or (idle is not None and number < idle.batch)
+
+    def _owner(self, step: OpenStep, number: BatchNumber) -> PeerId:
+        """In whose lane a batch is, as far as that is known here."""
+        assert step.window is not None
+        plan = step.window.order.plan(number[0])
+        return owner_of(0 if plan is None else plan.begin, number[1], self._lanes)
+
+    @property
+    def _lanes(self) -> Sequence[PeerId]:
+        return lanes_of(self._run.trainers, self._run.manifest.lead)
+
+    # ------------------------------------------------------------------ where they have none
+
+    def _grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> Grant | None:
+        lease = step.granted(trainer, request.number)
+        if lease is None:
+            lease = next(self._leases)
+            if not step.grant(lease, trainer, request.num_samples, request.gradient_scale, request.number):
+                return None
+        self._on_grant(step, trainer)
+        return self._as_grant(step, lease)
+
+    def _as_grant(self, step: OpenStep, lease: int) -> Grant:
+        generation = self._run.manifest.generation
+        first, weight, batch, num_samples = step.place_of(lease)
+        return Grant(
+            lease=lease,
+            generation=generation,
+            step=step.step,
+            attempt=0,
+            first=first,
+            weight=weight,
+            batch=batch,
+            samples=num_samples,
+        )
+
+    def _fills(self, request: GrantRequest) -> bool:
+        target = self._run.manifest.target_batch_size
+        return target is not None and request.num_samples >= target
+
+    def _is_beyond(self, step: OpenStep) -> bool:
+        max_steps = self._run.manifest.max_steps
+        return max_steps is not None and step.step >= max_steps
+
+    def _warn_of_large(self, request: GrantRequest) -> None:
+        target = self._run.manifest.target_batch_size
+        if target is not None and request.num_samples > target and not self._warned_large:
+            self._warned_large = True
+            _log.warning("A batch of %d samples is a step: `target_batch_size` is %d.", request.num_samples, target)

@@ -1,0 +1,398 @@
+"""The books of the open step: who was granted what, what is through, and whether the step can close. Pure.
+
+Two ways of counting (`target_batch_size`): a number of samples, where samples weigh equally; or Lightning's own
+arithmetic, where the lead says when its accumulation window ends and batches weigh equally.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lightning_swarm.coordinator.step.data_order import Order, Window
+from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, Logged, fold
+from lightning_swarm.protocol.messages.calls import PLACES, Receipt
+from lightning_swarm.protocol.messages.run import BatchNumber
+
+CLIP_EPSILON = 1e-6
+"""Added to the norm before dividing, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+@dataclass
+class _Batch:
+    trainer: PeerId
+    first: int
+    num_samples: int
+    weight: float
+    number: int = 0  # its trainer's; 0: not told
+    completed: tuple[Receipt, ...] | None = None  # None: still under way
+    logs: tuple[Logged, ...] = ()
+    metrics: Message | None = None
+    armed: tuple[Receipt, ...] | None = None  # its microbatches, when its servers can complete it by themselves
+    batch: BatchNumber | None = None  # where an epoch's order is shared
+
+
+@dataclass
+class OpenStep:
+    """Grants and completions of one step.
+
+    Args:
+        step: Its number.
+        target_batch_size: Samples that close the step; None: the lead closes it.
+        window: The batches that it takes; None: those that come first.
+    """
+
+    step: int
+    target_batch_size: int | None
+    window: Window | None = None
+    _batches: dict[int, _Batch] = field(default_factory=dict)
+    _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
+    _first_lease: int = 0
+    _next_first: int = 0
+    close_asked: bool = False
+    gradient_scale: float | None = None  # settled by the first grant
+    sealed: bool = False  # the one after it is open: it takes no batches any more, whatever becomes of those it has
+    _window: float | None = None
+    _struck: set[int] = field(default_factory=set)  # leases
+    _given_up: set[tuple[PeerId, int]] = field(default_factory=set)  # trainers, and their numbers of such batches
+    _num_again: int = 0  # batches that were granted again
+    # Where batches have numbers: those that were granted before, and those that shall count nowhere.
+    _tried: set[BatchNumber] = field(default_factory=set)
+    _dropped: set[BatchNumber] = field(default_factory=set)
+
+    def check_numbered(self) -> None:
+        """Refuse an order of batches where they come as they like.
+
+        Raises:
+            ProtocolError: Says which step it is.
+        """
+        if self.target_batch_size is None or any(one.batch is None for one in self._batches.values()):
+            raise ProtocolError(f"step {self.step} takes batches as they come, got their order")
+
+    def plan(self, order: Order, begin: BatchNumber) -> None:
+        """Take certain batches, from `begin` on.
+
+        Raises:
+            ProtocolError: It takes those that come.
+        """
+        self.check_numbered()
+        assert self.target_batch_size is not None
+        self.window = Window(order, begin, self.target_batch_size, self._dropped)
+
+    @property
+    def num_granted(self) -> int:
+        """Samples that were granted, and whose batches were neither withdrawn nor struck."""
+        return sum(batch.num_samples for batch in self._batches.values())
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything is granted, or the step is closing."""
+        return bool(self._batches) or self.closing
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing more is granted."""
+        return self._is_full() or self.close_asked or self.sealed
+
+    def _is_full(self, without: Collection[int] = ()) -> bool:
+        if self.window is not None:
+            return bool(self._batches) and self.window.whole and not self.free and not without
+        left = sum(batch.num_samples for batch in self._batches.values() if batch.first not in without)
+        return self.target_batch_size is not None and left >= self.target_batch_size
+
+    @property
+    def free(self) -> list[BatchNumber]:
+        """Of the step's batches, those that nobody has, in order."""
+        had = {one.batch for one in self._batches.values()}
+        return [] if self.window is None else [number for number in self.window.numbers if number not in had]
+
+    @property
+    def batches_through(self) -> set[BatchNumber]:
+        """Of the step's batches, those that are."""
+        through = [one.batch for one in self._batches.values() if one.completed is not None]
+        return {number for number in through if number is not None}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that was granted is through, and nothing more will be granted."""
+        return self.closing and all(batch.completed is not None for batch in self._batches.values())
+
+    def grant(
+        self, lease: int, trainer: PeerId, num_samples: int, gradient_scale: float = 1.0, number: int = 0
+    ) -> tuple[int, float] | None:
+        """Position of the batch's first sample and its weight; None when the step is full."""
+        if num_samples < 1:
+            raise ProtocolError(f"a batch must have at least one sample, got {num_samples}")
+        if self.closing:
+            return None
+        if self.gradient_scale not in (None, gradient_scale):
+            raise ProtocolError(
+                f"all gradients of step {self.step} are added up at the scale {self.gradient_scale:g}, "
+                f"got a batch at {gradient_scale:g}"
+            )
+        self.gradient_scale = gradient_scale
+        first = self._next_first
+        self._next_first += num_samples
+        weight = 1.0 if self.target_batch_size is None else float(num_samples)
+        self._batches[lease] = _Batch(trainer, first, num_samples, weight, number)
+        return first, weight
+
+    def hand_out(
+        self, lease: int, trainer: PeerId, batch: BatchNumber, gradient_scale: float = 1.0, number: int = 0
+    ) -> tuple[int, float]:
+        """Likewise, for a batch of the window that nobody has: its place in the step is its own, whoever brings it."""
+        assert self.window is not None
+        size, first = self.window.order.size(batch), self.window.place(batch)
+        if batch in self._tried or self._next_first > 0:
+            # Servers may have been told to give up what goes by that name; random draws go by the place alone.
+            self._num_again += 1
+            first += ((self._first_lease >> 32 << 6) + self._num_again) * PLACES
+        self._tried.add(batch)
+        self.gradient_scale = gradient_scale
+        self._batches[lease] = _Batch(trainer, first, size, float(size), number, batch=batch)
+        return first, float(size)
+
+    def granted(self, trainer: PeerId, number: int) -> int | None:
+        """The lease of a trainer's batch, if it has its place already."""
+        for lease, batch in self._batches.items():
+            if number and (batch.trainer, batch.number) == (trainer, number):
+                return lease
+        return None
+
+    def gave_up(self, trainer: PeerId, number: int) -> bool:
+        """Whether a trainer's batch had a place that it has no more."""
+        return (trainer, number) in self._given_up
+
+    def place_of(self, lease: int) -> tuple[int, float, BatchNumber | None, int]:
+        """Position and weight of a batch that has a place; where batches have numbers, its own and its samples."""
+        batch = self._batches[lease]
+        return batch.first, batch.weight, batch.batch, batch.num_samples if batch.batch is not None else 0
+
+    def restore(self, trainer: PeerId, lease: Lease, metrics: Message | None) -> None:
+        """Enter a batch as its trainer reports it to a new coordinator. One whose place is taken counts nowhere."""
+        grant, request = lease.grant, lease.request
+        end = grant.first + request.num_samples
+        if grant.batch is None:
+            self.skip_to(end)
+        else:
+            self._tried.add(grant.batch)
+            if lease.dropped:
+                self._dropped.add(grant.batch)
+            if any(one.batch == grant.batch for one in self._batches.values()):
+                return
+        if lease.withdrawn:
+            self._given_up.add((trainer, request.number))
+        if lease.withdrawn or grant.lease in self._batches or grant.lease in self._struck:
+            return
+        if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
+            return
+        self.gradient_scale = request.gradient_scale
+        batch = _Batch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)
+        batch.batch = grant.batch
+        batch.logs = tuple(lease.logs)
+        if lease.completed is not None:
+            batch.completed = tuple(lease.completed)
+        if lease.armed is not None:
+            batch.armed = tuple(lease.armed)
+        self._batches[grant.lease] = batch
+
+    def take_over(self, first_lease: int) -> None:
+        """Leases before this one are a former coordinator's: those that were not restored count nowhere."""
+        self._first_lease = first_lease
+
+    def skip_to(self, first: int) -> None:
+        """Grant no place before this one."""
+        self._next_first = max(self._next_first, first)
+
+    def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
+        """The batch is through: its trainer saw a receipt of each of its microbatches from every stage.
+
+        Said twice, or after servers completed it without its trainer, it changes nothing.
+        """
+        if self._told_before(lease, trainer, completed):
+            return
+        batch = self._leased(lease, trainer)
+        self._check_reports(lease, batch, completed, logs)
+        batch.completed, batch.logs = tuple(completed), tuple(logs)
+
+    def _check_reports(self, lease: int, batch: _Batch, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+        names = {one.name for other in self._batches.values() for one in other.logs} | {one.name for one in logs}
+        if len(names) > MAX_LOGS:
+            raise ProtocolError(f"the batches of a step may log {MAX_LOGS} names for all trainers, got {len(names)}")
+        if any(first != batch.first for first, _, _ in receipts) or len(set(receipts)) != len(receipts):
+            raise ProtocolError(f"lease {lease} begins at {batch.first}; got receipts of other places, or one twice")
+
+    def keep_metrics(self, lease: int, trainer: PeerId, metrics: Message, *, max_bytes: int) -> None:
+        """Keep a batch's `BatchMetrics` until the step's record is decided."""
+        batch = self._leased(lease, trainer)
+        others = (one.metrics for one in self._batches.values() if one is not batch and one.metrics is not None)
+        kept = [*others, metrics]
+        num_bytes = sum(len(one.body) + sum(tensor.nbytes for tensor in one.tensors) for one in kept)
+        if num_bytes > max_bytes:
+            raise ProtocolError(
+                "what the batches of a step add to the metrics of all trainers must be at most "
+                f"`Limits.max_metric_bytes` = {max_bytes} bytes, got {num_bytes}. Raise it, or log less with "
+                "`sync_dist=True`."
+            )
+        batch.metrics = metrics
+
+    def withdraw(self, lease: int, trainer: PeerId, *, dropped: bool = False) -> int:
+        """The batch will not come. Returns its place; what was added of it anywhere is named by nobody.
+
+        Args:
+            lease: Its own.
+            trainer: Who says so.
+            dropped: Nobody shall bring it again.
+        """
+        if (lease, trainer) in self._withdrawn:
+            return self._withdrawn[lease, trainer]  # told twice
+        batch = self._leased(lease, trainer)
+        first = batch.first
+        if dropped and batch.batch is not None:
+            self._dropped.add(batch.batch)
+        self.strike([first])
+        self._withdrawn[lease, trainer] = first
+        return first
+
+    def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+        """Servers have all that they need: if the trainer goes, the batch counts when they have these receipts.
+
+        Said again when they have, for no answer came, it changes nothing.
+        """
+        if self._told_before(lease, trainer, receipts):
+            return
+        batch = self._leased(lease, trainer)
+        self._check_reports(lease, batch, receipts, logs)
+        batch.armed, batch.logs = tuple(receipts), tuple(logs)
+
+    def under_way(self, trainer: PeerId) -> dict[int, tuple[Receipt, ...] | None]:
+        """The trainer's batches that are not through, by their places; with its receipts where one is armed."""
+        return {
+            one.first: one.armed for one in self._batches.values() if (one.trainer, one.completed) == (trainer, None)
+        }
+
+    def complete_armed(self, first: int) -> bool:
+        """Servers have completed an armed batch without its trainer; False: it is not under way any more."""
+        for batch in self._batches.values():
+            if batch.first == first and batch.completed is None and batch.armed is not None:
+                batch.completed = batch.armed
+                return True
+        return False
+
+    def strike(self, firsts: Collection[int]) -> dict[int, PeerId]:
+        """Batches (by the positions of their first samples) count nowhere, and their samples may be granted to others.
+
+        Returns:
+            The trainers of those that were there.
+        """
+        struck = {lease: batch for lease, batch in self._batches.items() if batch.first in firsts}
+        self._struck |= struck.keys()
+        self._given_up |= {(batch.trainer, batch.number) for batch in struck.values()}
+        self._batches = {lease: batch for lease, batch in self._batches.items() if lease not in struck}
+        return {batch.first: batch.trainer for batch in struck.values()}
+
+    def strike_others(self) -> None:
+        """Batches of the step after this one are here because one was dropped. If nobody says so any more, they go.
+
+        They are in the window of the next step, and would count twice.
+        """
+        if self.window is not None and self.window.whole:
+            own = set(self.window.numbers)
+            self.strike([one.first for one in self._batches.values() if one.batch not in own])
+
+    def closes_without(self, firsts: Collection[int], lead: PeerId) -> bool:
+        """Whether the step would still grant nothing if these were struck.
+
+        Who asked to close is the lead. If it loses batches, then not with what is left: it brings them again first.
+        """
+        full = self._is_full(without=firsts)
+        return full or self.sealed or (self.close_asked and all(self.trainer_of(first) != lead for first in firsts))
+
+    def reopen(self) -> None:
+        """Grant places again. The lead, which waits for the record, is told so, and may ask to close once more."""
+        self.close_asked, self._window = False, None
+
+    def settle(self) -> None:
+        """Wait for no batch: those whose trainers left all that is needed with the servers count, others do not."""
+        self.strike([one.first for one in self._batches.values() if one.completed is None and one.armed is None])
+        for batch in self._batches.values():
+            batch.completed = batch.completed if batch.completed is not None else batch.armed
+
+    def trainer_of(self, first: int) -> PeerId:
+        """Whose batch it is that begins at this position."""
+        return next(batch.trainer for batch in self._batches.values() if batch.first == first)
+
+    def ask_to_close(self, window: float | None) -> None:
+        """Grant nothing more. `window` is the total weight by Lightning's arithmetic, a full accumulation window."""
+        self.close_asked = True
+        self._window = window
+
+    @property
+    def counted(self) -> list[Receipt]:
+        """All microbatches that the step counts, in order."""
+        return sorted(receipt for batch in self._batches.values() for receipt in batch.completed or ())
+
+    @property
+    def batches(self) -> list[Receipt]:
+        """A receipt for each batch that the step counts, in order. Such a batch may have no microbatch at all."""
+        return sorted((batch.first, 0, 0) for batch in self._batches.values() if batch.completed is not None)
+
+    @property
+    def total_weight(self) -> float:
+        """What the sum is divided by."""
+        if self._window is not None:
+            return self._window
+        return sum(batch.weight for batch in self._batches.values()) or 1.0
+
+    def missing(self) -> list[PeerId]:
+        """The trainers whose batches are still under way."""
+        return sorted({batch.trainer for batch in self._batches.values() if batch.completed is None})
+
+    def logs_for(self, lead: PeerId) -> list[Logged]:
+        """What the other trainers logged of their batches."""
+        return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
+
+    def metrics_for(self, lead: PeerId) -> dict[int, Message]:
+        """What came with the batches of the other trainers, by their first positions."""
+        batches = self._batches.values()
+        return {one.first: one.metrics for one in batches if one.trainer != lead and one.metrics is not None}
+
+    def _told_before(self, lease: int, trainer: PeerId, completed: Sequence[Receipt]) -> bool:
+        """Whether the same was said before: the answer may have been lost."""
+        batch = self._batches.get(lease)
+        if batch is None or batch.trainer != trainer or batch.completed is None:
+            return False
+        return set(batch.completed) == set(completed)
+
+    def _leased(self, lease: int, trainer: PeerId) -> _Batch:
+        batch = self._batches.get(lease)
+        if lease in self._struck or (batch is None and lease < self._first_lease):
+            raise LeaseRevoked(f"the batch was struck from step {self.step}")
+        if batch is None or batch.trainer != trainer or batch.completed is not None:
+            raise ProtocolError(f"step {self.step} has no open lease {lease} of {trainer}")
+        return batch
+
+
+def add_up(squared_norms: Iterable[float]) -> float:
+    """The squared norm over all parts; not finite if any part is not.
+
+    Raises:
+        ProtocolError: A part is negative.
+    """
+    parts = list(squared_norms)
+    if any(part < 0.0 for part in parts):
+        raise ProtocolError(f"squared norms are not negative, got {min(parts)}")
+    try:
+        return math.fsum(parts)
+    except OverflowError:
+        return math.inf
+
+
+def clip_factor(squared_norm: float, max_norm: float | None) -> float:
+    """What the mean gradient is multiplied with, from its norm over all stages."""
+    if max_norm is None:
+        return 1.0
+    return min(1.0, max_norm / (math.sqrt(squared_norm) + CLIP_EPSILON))

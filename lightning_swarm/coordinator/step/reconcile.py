@@ -1,0 +1,469 @@
+"""The sums of a step that closes, brought to what the step counts: each microbatch once in each stage that trains.
+
+``FREEZE -> plan -> (discards and holes: FREEZE, naming them -> REPLAY) -> FREEZE -> ...`` until nothing is amiss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from lightning_swarm.coordinator.rebalancing.balancer import Load
+from lightning_swarm.coordinator.server_calls import Servers
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.step.replay_plan import (
+    Ledger,
+    Ledgers,
+    Plan,
+    check_tied,
+    loads,
+    named,
+    plan_replays,
+    read,
+    touched,
+    version_hash,
+)
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import (
+    DeadlineExceeded,
+    NotMember,
+    PeerError,
+    ProtocolError,
+    StageLost,
+    StepError,
+    SwarmError,
+)
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.events import EventLog, Vigil
+from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
+from lightning_swarm.protocol.messages.run import Member, Selection, first_trained
+from lightning_swarm.protocol.messages.step import Closing, FreezeReply, FreezeRequest, Named, Replay, ReplayRequest
+from lightning_swarm.protocol.run_state import RunState
+
+_MAX_BLAMELESS: Final = 3
+
+
+class Attendance:
+    """In one step.
+
+    Args:
+        run: As the coordinator's server knows it.
+        servers: All that hold a stage. Who does not know what the step trains takes no part in it.
+        step: Its number.
+        events: Of the coordinator.
+
+    Attributes:
+        gone: Who takes no part in the step any more, and why.
+    """
+
+    def __init__(self, run: RunState, servers: Servers, step: int, events: EventLog) -> None:
+        self._run = run
+        self._own = servers.own
+        self._step = step
+        self._events = events
+        self._num_blameless = 0
+        self._suspected: Counter[PeerId] = Counter()
+        self.gone: dict[PeerId, SwarmError] = {}
+        for peer, error in servers.unsettled.items():
+            self.lose(peer, error)
+
+    @property
+    def rosters(self) -> list[list[Member]]:
+        """Of each stage, who is there."""
+        return self._run.present(self.gone)
+
+    @property
+    def peers(self) -> list[PeerId]:
+        """All who are there."""
+        return sorted({member.peer_id for roster in self.rosters for member in roster})
+
+    def lose(self, peer: PeerId, error: SwarmError) -> None:
+        """Go on without a server.
+
+        Raises:
+            SwarmError: It is the coordinator's own.
+        """
+        if peer == self._own:
+            raise error
+        if peer not in self.gone:
+            self._events.note("gone", peer=peer, step=self._step, reason=str(error))
+        self.gone[peer] = error
+
+    def suspect(self, peer: PeerId, error: SwarmError) -> None:
+        """Go on without a server; but not yet if it only was not heard of in time: a message may have been lost."""
+        self._suspected[peer] += 1
+        if self._suspected[peer] > 1 or not isinstance(error, DeadlineExceeded):
+            self.lose(peer, error)
+
+    def note_blameless(self, reason: str) -> None:
+        """A round failed, and everybody was there: a message was damaged, perhaps.
+
+        Raises:
+            StepError: That happens too often.
+        """
+        self._num_blameless += 1
+        if self._num_blameless > _MAX_BLAMELESS:
+            raise StepError(f"{self._num_blameless} rounds failed, and nobody is gone: {reason}")
+
+    def look_again(self, peers: Iterable[PeerId]) -> None:
+        """They may have come back."""
+        for peer in peers:
+            self.gone.pop(peer, None)
+
+
+_MAX_REPLAYS: Final = 16
+"""Of one microbatch in one step. More is no fault of peers."""
+
+_MAX_FAILURES: Final = 3
+_MAX_WORK: Final = 64
+_PAUSE_S: Final = 0.5
+
+
+class Replays:
+    """Of one step.
+
+    Args:
+        run: As the coordinator's server knows it.
+        servers: All that hold a stage; through them trainers are asked, too.
+        step: Which.
+        events: Of the coordinator.
+    """
+
+    def __init__(self, run: RunState, servers: Servers, step: OpenStep, events: EventLog) -> None:
+        self._run = run
+        self._servers = servers
+        self._step = step
+        self._events = events
+        self._replayed: Counter[Receipt] = Counter()
+        self._failures: Counter[PeerId] = Counter()  # of trainers
+        self._unreached: defaultdict[PeerId, set[PeerId]] = defaultdict(set)  # by trainers
+
+    def unreached(self, trainer: PeerId) -> Collection[PeerId]:
+        """The servers that a trainer did not reach."""
+        return self._unreached[trainer]
+
+    async def fill(self, holes: Mapping[Receipt, Mapping[int, PeerId]], gone: Collection[PeerId]) -> set[int]:
+        """Have microbatches computed again.
+
+        Args:
+            holes: For each one, by stage, who shall add it.
+            gone: Whom the others have to do without.
+
+        Returns:
+            The batches that cannot be.
+
+        Raises:
+            StepError: One was computed too often, and is missing still.
+        """
+        by_trainer: defaultdict[PeerId, list[Replay]] = defaultdict(list)
+        for receipt, holders in sorted(holes.items()):
+            self._count(receipt, holders)
+            by_trainer[self._step.trainer_of(receipt[0])].append(Replay(receipt=receipt, holders=dict(holders)))
+        found = await gather(self._ask(trainer, work, gone) for trainer, work in by_trainer.items())
+        return set().union(*found)
+
+    def _count(self, receipt: Receipt, holders: Mapping[int, PeerId]) -> None:
+        self._replayed[receipt] += 1
+        if self._replayed[receipt] > _MAX_REPLAYS:
+            raise StepError(
+                f"step {self._step.step}: microbatch {receipt} was computed again {_MAX_REPLAYS} times, and is still "
+                f"missing in the stages {sorted(holders)}"
+            )
+        for stage_index, peer in holders.items():
+            self._events.note("replay", peer=peer, stage=stage_index, step=self._step.step)
+
+    async def _ask(self, trainer: PeerId, work: list[Replay], gone: Collection[PeerId]) -> set[int]:
+        lost: set[int] = set()
+        for begin in range(0, len(work), _MAX_WORK):
+            request = ReplayRequest(
+                generation=self._run.manifest.generation,
+                step=self._step.step,
+                attempt=0,
+                work=work[begin : begin + _MAX_WORK],
+                avoid=sorted(gone),
+            )
+            try:
+                reply = await self._servers.replay(trainer, request)
+            except (PeerError, ProtocolError) as error:  # anything else is a bug there
+                self._failures[trainer] += 1
+                self._events.note("retry", peer=trainer, step=self._step.step, reason=str(error))
+                if self._failures[trainer] < _MAX_FAILURES:
+                    await asyncio.sleep(_PAUSE_S)
+                    return lost
+                return {one.receipt[0] for one in work}
+            self._failures[trainer] = 0
+            self._unreached[trainer] |= set(reply.unreached) - set(gone)
+            lost |= {first for first, _, _ in reply.lost}
+        return lost
+
+
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The sums are what the step counts.
+
+    Args:
+        closing: What that is.
+        named: What each server holds of it, for each of its stages.
+        version_hashes: For each stage, of the weights that its replicas agree on. None: it has one, and nobody joined.
+    """
+
+    closing: Closing
+    named: Mapping[PeerId, list[Named]]
+    version_hashes: Sequence[int | None]
+
+
+class Sums:
+    """Of one step, whose batches are through.
+
+    Args:
+        run: As the coordinator's server knows it.
+        servers: All that hold a stage.
+        step: Which.
+        selection: What it trains.
+        joining: Whether somebody may enter with the step's record.
+        first_round: From here on nobody else counts rounds of this step.
+        fence: Has servers give up what is under way of batches that are struck.
+        vigil: Of the coordinator.
+        events: Of the coordinator.
+
+    Attributes:
+        attendance: Who takes part in the step.
+        loads: Of those that are there, once it has closed: by peer and stage.
+    """
+
+    def __init__(
+        self,
+        run: RunState,
+        servers: Servers,
+        step: OpenStep,
+        selection: Selection | None,
+        *,
+        joining: Callable[[], bool],
+        first_round: int,
+        fence: Callable[[OpenStep, Sequence[int]], None],
+        vigil: Vigil,
+        events: EventLog,
+    ) -> None:
+        self._run = run
+        self._servers = servers
+        self._step = step
+        self._first_trained = first_trained(selection, run.manifest.stages)
+        self._joining = joining
+        self._fence = fence
+        self._vigil = vigil
+        self._events = events
+        self._rounds = itertools.count(first_round)
+        self._replays = Replays(run, servers, step, events)
+        self._pause_s = _FIRST_PAUSE_S
+        self.attendance = Attendance(run, servers, step.step, events)
+        self.loads: dict[PeerId, dict[int, Load]] = {}
+
+    def are_of(self, step: OpenStep) -> bool:
+        """Whether these are the sums of this step, and not of one of an earlier generation, say."""
+        return self._step is step
+
+    async def close(self) -> Closed | None:
+        """Freeze the sums, have done what is missing, and freeze them again.
+
+        Returns:
+            None: batches were struck, and the step takes others.
+
+        Raises:
+            StepError: A stage has nobody left, or its replicas are not alike.
+        """
+        while True:
+            round_ = next(self._rounds)
+            ledgers = await self._frozen(round_)
+            if not all(ledgers):
+                await self._pause([index for index, stage in enumerate(ledgers) if not stage])
+                continue
+            self._vigil.end(step=self._step.step)
+            self._pause_s = _FIRST_PAUSE_S
+            hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
+            check_tied(ledgers, step=self._step.step)
+            plan = self._plan(ledgers)
+            if plan.done:
+                self.loads = loads(ledgers)
+                return Closed(self._closing(ledgers, round_), named(ledgers), hashes)
+            for first in plan.lost:
+                self._check_excused(first, ledgers)
+            lost = set(plan.lost) or await self._repair(plan)
+            if lost and await self._strike(self._with_their_sums(lost, ledgers), ledgers):
+                return None
+
+    # ------------------------------------------------------------------ freezing
+
+    def _request(
+        self, round_: int, *, named: list[Named] | None = None, struck: list[int] | None = None
+    ) -> FreezeRequest:
+        return FreezeRequest(
+            generation=self._run.manifest.generation,
+            step=self._step.step,
+            attempt=0,
+            round=round_,
+            named=named,
+            struck=struck,
+            joining=self._joining(),
+        )
+
+    async def _frozen(self, round_: int) -> Ledgers:
+        """What the sums hold, to which nothing is added any more. Who does not say is gone."""
+        request = self._request(round_)
+        there = self.attendance
+        replies = await self._ask(dict.fromkeys(there.peers, request))
+        found: Ledgers = [{} for _ in self._run.rosters]
+        for index, roster in enumerate(there.rosters):
+            for member in roster:
+                try:
+                    found[index][member] = read(replies[member.peer_id], member, index)
+                except SwarmError as error:
+                    there.lose(member.peer_id, error)
+        return [{one: ledger for one, ledger in stage.items() if one.peer_id not in there.gone} for stage in found]
+
+    async def _ask(self, requests: Mapping[PeerId, FreezeRequest]) -> dict[PeerId, FreezeReply]:
+        replies = {}
+        for peer, reply in (await self._servers.freeze(requests)).items():
+            if isinstance(reply, SwarmError):
+                self.attendance.lose(peer, reply)
+            else:
+                replies[peer] = reply
+                self._events.learn({peer: reply.noted})
+        return replies
+
+    def _expected(self, stage_index: int) -> list[Receipt]:
+        """The receipts that count in a stage."""
+        return self._step.batches if self._run.manifest.stages[stage_index].on_trainers else self._step.counted
+
+    def _closing(self, ledgers: Ledgers, round_: int) -> Closing:
+        step = self._step
+        return Closing(
+            generation=self._run.manifest.generation,
+            step=step.step,
+            attempt=0,
+            round=round_,
+            batches=to_runs([first for first, _, _ in step.batches]),
+            num_samples=step.num_granted,
+            total_weight=step.total_weight,
+            absent=sorted(self.attendance.gone),
+            touched=[touched(stage.values()) for stage in ledgers],
+            gradient_scale=step.gradient_scale or 1.0,  # with no batch at all the sums are nothing
+        )
+
+    # ------------------------------------------------------------------ what is missing
+
+    def _plan(self, ledgers: Ledgers) -> Plan:
+        expected = [self._expected(index) for index in range(len(ledgers))]
+        sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
+        trainers = {first: self._step.trainer_of(first) for first, _, _ in self._step.batches}
+        return plan_replays(
+            expected,
+            sums,
+            first_trained=self._first_trained,
+            replayable=[not stage.on_trainers for stage in self._run.manifest.stages],
+            barred={first: self._replays.unreached(trainer) for first, trainer in trainers.items()},
+        )
+
+    def _check_excused(self, first: int, ledgers: Ledgers) -> None:
+        """What trainers hold of a batch may go with its trainer, or with a sum that begins anew. Else it is a bug.
+
+        Raises:
+            StepError: The trainer is there, and did not add it.
+        """
+        trainer = self._step.trainer_of(first)
+        for index, member, ledger in self._on_trainers(ledgers):
+            added = ledger.batches
+            if member.peer_id == trainer and not added - self._places and first not in added:
+                raise StepError(
+                    f"step {self._step.step}: trainer {trainer} is there, and to its sum of stage {index} its "
+                    f"batch at {first} was added not at all"
+                )
+
+    async def _repair(self, plan: Plan) -> set[int]:
+        """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
+        for index, peers in enumerate(plan.discards):
+            for peer in peers:
+                self._events.note("discard", peer=peer, stage=index, step=self._step.step)
+        concerned = {peer for peers in plan.discards for peer in peers}
+        concerned |= {holder for holders in plan.holes.values() for holder in holders.values()}
+        round_ = next(self._rounds)
+        requests = {
+            peer: self._request(
+                round_,
+                named=[
+                    Named(stage_index=index, receipts=pack(stage[peer]))
+                    for index, stage in enumerate(plan.named)
+                    if peer in stage
+                ],
+            )
+            for peer in sorted(concerned)
+        }
+        if len(await self._ask(requests)) < len(requests):
+            return set()  # somebody is gone: others shall hold it
+        return await self._replays.fill(plan.holes, self.attendance.gone)
+
+    def _with_their_sums(self, lost: set[int], ledgers: Ledgers) -> set[int]:
+        """And the batches that share a trainer's sum with them: it begins anew, and none can be sent there again."""
+        held = [ledger.batches & self._places for _, _, ledger in self._on_trainers(ledgers)]
+        return lost.union(*(batches for batches in held if batches & lost))
+
+    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, Ledger]]:
+        """The ledgers of what trainers hold, with their stages."""
+        for index, (stage, held) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
+            if stage.on_trainers:
+                yield from ((index, member, ledger) for member, ledger in held.items())
+
+    @property
+    def _places(self) -> set[int]:
+        """Of the batches that the step counts."""
+        return {first for first, _, _ in self._step.batches}
+
+    async def _strike(self, firsts: set[int], ledgers: Ledgers) -> bool:
+        """Batches count nowhere; whether the step takes others."""
+        for first in sorted(firsts):
+            reason = f"the batch at {first} cannot be computed again"
+            self._events.note("strike", peer=self._step.trainer_of(first), step=self._step.step, reason=reason)
+        reopens = not self._step.closes_without(firsts, self._run.manifest.lead)
+        if reopens:
+            # Before a place is free: what is granted must find open sums.
+            added = set[int]().union(*(one.batches for stage in ledgers for one in stage.values()))
+            request = self._request(next(self._rounds), struck=sorted(firsts | (added - self._places)))
+            await self._ask(dict.fromkeys(self.attendance.peers, request))
+            self._step.reopen()
+        self._step.strike(firsts)
+        self._fence(self._step, sorted(firsts))
+        return reopens
+
+    # ------------------------------------------------------------------ a stage with nobody
+
+    async def _pause(self, empty: Sequence[int]) -> None:
+        """Wait a little for somebody of each stage to come back.
+
+        Raises:
+            StageLost: Nobody can, or nobody did for too long.
+        """
+        at_s = now_s()
+        address = await self._servers.address()
+        for index in empty:
+            errors = {member.peer_id: self.attendance.gone[member.peer_id] for member in self._run.rosters[index]}
+            reason = "; ".join(str(error) for error in errors.values())
+            # Who says that it is no member has lost what it held: it does not come back as one.
+            silent = [
+                peer
+                for peer, error in errors.items()
+                if isinstance(error, PeerError) and not isinstance(error, NotMember)
+            ]
+            if not silent:
+                raise StageLost(f"stage {index} has nobody left: {reason}")
+            self._vigil.keep(index, errors, step=self._step.step, address=address, now_s=at_s)
+            self.attendance.look_again(silent)
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

@@ -1,0 +1,243 @@
+"""What a closing that met a fault does next: who gives up a sum, what is computed again and by whom, who is to blame.
+
+Pure: what servers said goes in, a decision comes out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from lightning_swarm.coordinator.rebalancing.balancer import Load
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.calls import Receipt, unpack
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.step import FreezeReply, Named, StageLedger
+from lightning_swarm.protocol.messages.wire import union
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Of one stage on one server.
+
+    Args:
+        said: By it.
+        held: Which microbatches that names.
+    """
+
+    said: StageLedger
+    held: set[Receipt]
+
+    @property
+    def batches(self) -> set[int]:
+        """The places of the batches of which the sum holds something."""
+        return {first for first, _, _ in self.held}
+
+
+Ledgers: TypeAlias = list[dict[Member, Ledger]]
+"""For each stage, those of its roster that are there, in its order."""
+
+
+def read(reply: FreezeReply, member: Member, stage_index: int) -> Ledger:
+    """What a member of a stage says of it.
+
+    Raises:
+        StepError: Its sums are gone, or it is silent about this one.
+        ProtocolError: It says too much.
+    """
+    if reply.boot_id != member.boot_id:
+        raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
+    for ledger in reply.ledgers:
+        if ledger.stage_index == stage_index:
+            return Ledger(ledger, unpack(ledger.held))
+    raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
+
+
+def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) -> int | None:
+    """Of the weights that a stage's replicas agree on. None: there is one, and nobody to compare them with.
+
+    Raises:
+        StepError: They do not, or not all say theirs.
+    """
+    hashes = {ledger.said.version_hash for ledger in ledgers}
+    if None in hashes and len(ledgers) > 1:
+        raise StepError(
+            f"step {step}: stage {stage_index} has {len(ledgers)} replicas, and not all give a hash of their weights"
+        )
+    if len(hashes) != 1:
+        raise StepError(f"step {step}: the replicas of stage {stage_index} have different weights: {hashes}")
+    return hashes.pop()
+
+
+def check_tied(ledgers: Ledgers, *, step: int) -> None:
+    """What several stages hold must be the same in all of them.
+
+    Raises:
+        StepError: It is not.
+    """
+    hashes: dict[str, set[int]] = {}
+    for stage in ledgers:
+        for ledger in stage.values():
+            for name, value in (ledger.said.tied or {}).items():
+                hashes.setdefault(name, set()).add(value)
+    differing = sorted(name for name, values in hashes.items() if len(values) > 1)
+    if differing:
+        raise StepError(
+            f"step {step}: stages hold different weights of what they share: {differing[:5]}. Servers of these stages "
+            "must round alike: have them on machines of one kind, with one build of torch."
+        )
+
+
+def named(ledgers: Ledgers) -> dict[PeerId, list[Named]]:
+    """What each server holds, for each of its stages."""
+    found: dict[PeerId, list[Named]] = {}
+    for index, stage in enumerate(ledgers):
+        for member, ledger in stage.items():
+            found.setdefault(member.peer_id, []).append(Named(stage_index=index, receipts=ledger.said.held))
+    return found
+
+
+def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
+    """How busy each server was, by stage."""
+    found: dict[PeerId, dict[int, Load]] = {}
+    for index, stage in enumerate(ledgers):
+        for member, ledger in stage.items():
+            said = ledger.said
+            found.setdefault(member.peer_id, {})[index] = Load.said(said.samples_per_s, said.queued, said.busy_share)
+    return found
+
+
+def touched(ledgers: Collection[Ledger]) -> bytes:
+    """A bitmap over a stage's parameters: which got a gradient.
+
+    Raises:
+        StepError: Its replicas do not have the same parameters.
+    """
+    bitmaps = [ledger.said.touched for ledger in ledgers]
+    if len(set(map(len, bitmaps))) != 1:
+        raise StepError("the replicas of a stage disagree on its number of parameters")
+    return union(bitmaps)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done until each receipt is in one sum of each stage that trains.
+
+    Args:
+        named: For each stage and each of its servers, the receipts that count in it and are this server's to hold.
+        discards: For each stage, the servers whose sum holds others, too: they begin it anew.
+        holes: For each receipt that some stage lacks, by stage, who shall add it.
+        lost: Batches (the positions of their first samples) that lack what nobody can compute again.
+    """
+
+    named: Sequence[Mapping[PeerId, AbstractSet[Receipt]]]
+    discards: Sequence[Sequence[PeerId]]
+    holes: Mapping[Receipt, Mapping[int, PeerId]]
+    lost: Collection[int]
+
+    @property
+    def done(self) -> bool:
+        """Whether the sums are what the step counts."""
+        return not (self.holes or self.lost or any(self.discards))
+
+
+def plan_replays(
+    expected: Sequence[Sequence[Receipt]],
+    sums: Sequence[Mapping[PeerId, AbstractSet[Receipt]]],
+    *,
+    first_trained: int,
+    replayable: Sequence[bool],
+    barred: Mapping[int, Collection[PeerId]],
+) -> Plan:
+    """Name one holder for each receipt and stage, so that little is computed again.
+
+    A sum is one number for all that is in it: who holds a receipt that is not its own begins anew. Of those that
+    hold the same receipt, whoever holds the least does.
+
+    Args:
+        expected: For each stage, the receipts that count in it, in order.
+        sums: For each stage, all that its servers hold, in the order of its roster; at least one server each.
+        first_trained: No gradient goes to the stages before this one.
+        replayable: For each stage, whether a microbatch can be sent there again.
+        barred: By batch, servers that its trainer does not reach.
+    """
+    named: list[dict[PeerId, set[Receipt]]] = []
+    discards: list[list[PeerId]] = []
+    holes: dict[Receipt, dict[int, PeerId]] = {}
+    lost: set[int] = set()
+    for index, (receipts, stage) in enumerate(zip(expected, sums, strict=True)):
+        trains = index >= first_trained
+        dirty = _dirty(stage, frozenset(receipts) if trains else frozenset())
+        held = {peer: set[Receipt]() if peer in dirty else set(one) for peer, one in stage.items()}
+        there = set[Receipt]().union(*held.values())
+        missing = [receipt for receipt in receipts if trains and receipt not in there]
+        if replayable[index]:
+            for receipt, holder in _fill(held, missing, barred).items():
+                holes.setdefault(receipt, {})[index] = holder
+        lost |= {receipt[0] for receipt in missing if index not in holes.get(receipt, ())}
+        named.append(held)
+        discards.append(dirty)
+    return Plan(named, discards, holes, lost)
+
+
+def _fill(
+    held: Mapping[PeerId, set[Receipt]], missing: Sequence[Receipt], barred: Mapping[int, Collection[PeerId]]
+) -> dict[Receipt, PeerId]:
+    """Have what is missing held by whoever holds the least of those that its trainer reaches; returns who."""
+    holders = {}
+    for receipt in missing:
+        able = [peer for peer in held if peer not in barred.get(receipt[0], ())]
+        if able:
+            holders[receipt] = holder = min(able, key=lambda peer: len(held[peer]))
+            held[holder].add(receipt)
+    return holders
+
+
+def _dirty(stage: Mapping[PeerId, AbstractSet[Receipt]], counted: AbstractSet[Receipt]) -> list[PeerId]:
+    """Whose sum cannot be used."""
+    dirty = {peer for peer, held in stage.items() if not held <= counted}
+    # Those that hold the most choose first; the sort keeps the roster's order.
+    taken: set[Receipt] = set()
+    for peer in sorted((peer for peer in stage if peer not in dirty), key=lambda peer: -len(stage[peer])):
+        if taken.isdisjoint(stage[peer]):
+            taken |= stage[peer]
+        else:
+            dirty.add(peer)
+    return [peer for peer in stage if peer in dirty]
+
+
+def choose_blamed(
+    rosters: Sequence[Sequence[PeerId]],
+    failed: Collection[PeerId],
+    unreached: Mapping[PeerId, Collection[PeerId]],
+    *,
+    spared: PeerId,
+) -> list[PeerId]:
+    """Without whom to repeat a round of averaging.
+
+    Args:
+        rosters: Of the round, for each stage.
+        failed: Those that did not answer the coordinator.
+        unreached: Whom the others did not reach, by who says so.
+        spared: The coordinator: it asks, so it is not the one that is cut off.
+
+    Returns:
+        Those that did not answer. If all did, the one that most of the others of its stage did not reach; of two that
+        do not reach each other, the later one in the roster. Nobody, if nobody was missed.
+    """
+    if failed:
+        return sorted(failed)
+    order = {peer: place for place, peer in enumerate(dict.fromkeys(peer for roster in rosters for peer in roster))}
+    votes: Counter[PeerId] = Counter()
+    for accuser, peers in unreached.items():
+        for peer in peers:
+            if peer != accuser and any(peer in roster and accuser in roster for roster in rosters):
+                # Who does not reach the coordinator has it from the coordinator that it was wrong.
+                votes[accuser if peer == spared else peer] += 1
+    if not votes:
+        return []
+    return [max(votes, key=lambda peer: (votes[peer], order[peer]))]

@@ -1,0 +1,201 @@
+"""What a new coordinator asks: the servers, how far they are and whom they follow; the trainers, for its books."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from lightning_swarm.coordinator.step.books import Books, Outcome
+from lightning_swarm.coordinator.step.data_order import Order
+from lightning_swarm.coordinator.step.leases import first_lease
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
+from lightning_swarm.protocol.messages.batches import Lease, LeaseMetricsRequest, ReportReply, ReportRequest, fold
+from lightning_swarm.protocol.messages.run import InheritRequest, Selection
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import INHERIT, REPORT, REPORT_METRICS
+from lightning_swarm.protocol.queries import Held, ask_held, holders_of
+from lightning_swarm.protocol.run_state import RunState
+
+_log = logging.getLogger(__name__)
+
+
+async def gather_books(transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float) -> Books:
+    """Rebuild the books from what the trainers report. What the silent had counts nowhere.
+
+    Args:
+        transport: The new coordinator's.
+        run: As its server knows it; nothing that was accepted is left to be finished.
+        reselected: What its server trains in the open step, if that is not what trained in the step before.
+        timeout: Seconds for a trainer to answer.
+    """
+    request = encode(ReportRequest(term=run.term, generation=run.manifest.generation))
+
+    async def ask(trainer: PeerId) -> ReportReply | None:
+        try:
+            return decode(await transport.call(trainer, REPORT, request, timeout=timeout), ReportReply)
+        except SwarmError as error:
+            _log.warning("Trainer %s does not say what it has under way: %s", trainer, error)
+            return None
+
+    trainers = list(run.trainers)  # who does not answer now may register yet
+    replies = await gather(ask(trainer) for trainer in trainers)
+    reports = {trainer: reply for trainer, reply in zip(trainers, replies, strict=True) if reply is not None}
+    metrics = await fetch_metrics(transport, reports, timeout=timeout)
+    books = rebuild(run, reports, metrics, complete=len(reports) == len(trainers))
+    books.reselected = reselected
+    return books
+
+
+async def fetch_metrics(
+    transport: Transport, reports: Mapping[PeerId, ReportReply], *, timeout: float
+) -> dict[tuple[int, int], Message]:
+    """What came with batches, by step and lease."""
+    found: dict[tuple[int, int], Message] = {}
+
+    async def fetch(trainer: PeerId, lease: Lease) -> None:
+        step, number = lease.grant.step, lease.grant.lease
+        request = Message(encode(LeaseMetricsRequest(step=step, lease=number)))
+        try:
+            found[step, number] = await transport.stream(
+                trainer, REPORT_METRICS, request, timeout=timeout, max_bytes=MAX_STREAM_BYTES
+            )
+        except SwarmError as error:
+            _log.warning("What lease %d of %s added to metrics is lost: %s", number, trainer, error)
+
+    await gather(fetch(peer, one) for peer, report in reports.items() for one in report.leases if one.has_metrics)
+    return found
+
+
+def rebuild(
+    run: RunState,
+    reports: Mapping[PeerId, ReportReply],
+    metrics: Mapping[tuple[int, int], Message],
+    *,
+    complete: bool,
+) -> Books:
+    """The books that these reports make. Pure.
+
+    Args:
+        run: Whose version is the open step.
+        reports: By trainer.
+        metrics: What came with batches, by step and lease.
+        complete: All trainers reported. Else places may be in use that nobody here knows of, so new ones begin far
+            beyond them.
+    """
+    everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
+    lead = reports.get(run.manifest.lead)
+    closed = dict(lead.closed) if lead is not None else {}
+    steps = [OpenStep(one, run.manifest.target_batch_size) for one in run.open_steps]
+    order = Order()
+    for plan in lead.plans if lead is not None else ():
+        order.add(plan)
+    position = run.position or (None if lead is None else lead.position)
+    if position is not None:
+        steps[0].plan(order, position)
+    for step in steps:
+        _restore(step, everything, metrics)
+        step.take_over(first_lease(run.term))
+        if not complete:
+            step.skip_to(run.term[0] << 32)
+        if step.step in closed:
+            step.ask_to_close(closed[step.step])
+    due, open_ = (steps[0], steps[-1]) if steps[-1].begun and len(steps) > 1 else (None, steps[0])
+    if due is not None:  # all of its batches were through, for the next step had opened
+        due.sealed = True
+        due.settle()
+    return Books(
+        open=open_,
+        due=due,
+        begun=run.version > run.manifest.first_step or (lead is not None and lead.begun),
+        outcome=_outcome(run, everything, metrics),
+        order=order,
+    )
+
+
+def _restore(
+    step: OpenStep, leases: Sequence[tuple[PeerId, Lease]], metrics: Mapping[tuple[int, int], Message]
+) -> None:
+    """Enter what was granted of a step, in its order, and strike what nobody reports."""
+    for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first):
+        if lease.grant.step == step.step:
+            step.restore(trainer, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+    step.strike_others()
+
+
+def _outcome(
+    run: RunState,
+    leases: Sequence[tuple[PeerId, Lease]],
+    metrics: Mapping[tuple[int, int], Message],
+) -> Outcome:
+    """The newest record, and what the other trainers logged of the batches that it counts."""
+    record = run.newest
+    if record is None:
+        return Outcome()
+    others = [
+        lease
+        for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first)
+        if trainer != run.manifest.lead and lease.grant.step == record.step and record.closing.counts(lease.grant.first)
+    ]
+    found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
+    logs = fold(log for lease in others for log in lease.logs)
+    return Outcome(record, logs, {first: one for first, one in found.items() if one is not None})
+
+
+def choose_heir(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
+    """Who goes on from where: the newest version that is whole, and of those who have its loop the oldest. Pure.
+
+    Args:
+        held: What those who live hold.
+        seniority: Peers, the oldest first.
+        num_stages: Of the run.
+    """
+    for version in sorted({version for one in held.values() for version in one.loops or ()}, reverse=True):
+        if all(holders_of(held, version, index) for index in range(num_stages)):
+            return next(peer for peer in seniority if peer in held and version in (held[peer].loops or ())), version
+    return None
+
+
+def seniority(run: RunState) -> list[PeerId]:
+    """A run's servers, those first that came first: newcomers are the last of their rosters. Pure."""
+    longest = max(map(len, run.rosters))
+    in_turn = (roster[place] for place in range(longest) for roster in run.rosters if place < len(roster))
+    return list(dict.fromkeys(member.peer_id for member in in_turn))
+
+
+def has_majority(run: RunState, peers: Sequence[PeerId]) -> bool:
+    """Whether these peers are a majority of a run's voters. Pure."""
+    return 2 * sum(voter.peer_id in peers for voter in run.voters) > len(run.voters)
+
+
+async def appoint(transport: Transport, run: RunState, *, timeout: float) -> str:
+    """Have a peer take the run over. Returns why none does; nothing, if one was told to.
+
+    Args:
+        transport: Of who coordinates.
+        run: As its server knows it.
+        timeout: Seconds for each call.
+    """
+    held = await ask_held(transport, run.servers, timeout=timeout)
+    held.pop(run.manifest.lead, None)
+    chosen = choose_heir(held, seniority(run), len(run.rosters))
+    if chosen is None:
+        return "nobody who lives has what its loop was at, and a snapshot of all stages to go with it"
+    heir, version = chosen
+    body = encode(InheritRequest(generation=run.manifest.generation, heir=heir, first_step=version))
+
+    async def tell(peer: PeerId) -> bool:
+        try:
+            await transport.call(peer, INHERIT, body, timeout=timeout)
+        except SwarmError as error:
+            _log.info("%s was not told that %s takes the run over: %s", peer, heir, error)
+            return False
+        return True
+
+    others = [peer for peer in held if peer != heir]
+    told = [peer for peer, heard in zip(others, await gather(map(tell, others)), strict=True) if heard]
+    if not has_majority(run, [*told, heir]):
+        return f"no majority of the {len(run.voters)} voters lives to let {heir} take it over"
+    return "" if await tell(heir) else f"{heir}, which was to take it over, does not answer"

@@ -1,0 +1,445 @@
+"""What trainers ask of who coordinates, and how it answers from its books."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from msgspec.structs import replace as replaced
+
+from lightning_swarm.coordinator.long_poll import Changes, Ends, LeadWatch, check_stepped_with
+from lightning_swarm.coordinator.membership.trainers import Enrolment
+from lightning_swarm.coordinator.server_calls import Servers
+from lightning_swarm.coordinator.step.books import Books
+from lightning_swarm.coordinator.step.leases import Places
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.coordinator.takeover import fetch_metrics
+from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.batches import (
+    BatchArmed,
+    BatchBegins,
+    BatchDone,
+    BatchDoneReply,
+    BatchMetrics,
+    Grant,
+    GrantReply,
+    GrantRequest,
+    MetricsRequest,
+    Quit,
+    RecordReply,
+    RecordRequest,
+    RegisterRequest,
+    SelectRequest,
+    Wait,
+)
+from lightning_swarm.protocol.messages.run import PlanRequest, TakePlanReply, TakePlanRequest, check_selection
+from lightning_swarm.protocol.messages.step import SettleRequest
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import (
+    ARMED,
+    BEGIN,
+    DONE,
+    GRANT,
+    METRICS,
+    PLAN,
+    QUIT,
+    RECORD,
+    REGISTER,
+    RENEW,
+    SELECT,
+    TAKE_METRICS,
+    TAKE_PLAN,
+)
+from lightning_swarm.protocol.run_state import RunState
+
+
+class Trainers:
+    """Answers the calls of the run's trainers.
+
+    Args:
+        transport: The coordinator's.
+        run: As its own server knows it.
+        books: Of the coordinator.
+        servers: All that hold a stage.
+        watch: Of batches that are under way.
+        first_lease: Of those that this coordinator grants.
+        on_change: Called after a batch of a step is through, or was withdrawn.
+        events: Of the coordinator.
+        limits: Bounds.
+
+    Attributes:
+        changes: What calls are held for.
+        lead: The trainer that asks for the records.
+        places: In the open step.
+        enrolment: Who trains from the next record on.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        run: RunState,
+        books: Books,
+        servers: Servers,
+        watch: TrainerWatch,
+        *,
+        first_lease: int,
+        on_change: Callable[[OpenStep], Awaitable[None]],
+        events: EventLog,
+        limits: Limits,
+    ) -> None:
+        self._transport = transport
+        self._run = run
+        self._books = books
+        self._servers = servers
+        self._watch = watch
+        self._first_lease = first_lease
+        self._on_change = on_change
+        self._events = events
+        self._limits = limits
+        self._settling = asyncio.Lock()
+        self.changes = Changes(limits.call_timeout)
+        self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
+        self.places = Places(run, first_lease, self._on_grant, watch.gone)
+        learnt = partial(events.learnt, servers.own)
+        self._ends = Ends(run, books, self.places, self.lead, self.changes, watch, learnt)
+        self.enrolment = Enrolment(
+            transport, run, books, watch, self.changes, epoch=lambda: self.lead.epoch, events=events, limits=limits
+        )
+
+    def answer(self) -> None:
+        """Not before there is an owner for the tasks that calls begin: trainers may be calling already."""
+        transport, max_bytes = self._transport, self._limits.max_metric_bytes
+        self.lead.heard()
+        transport.handle_call(SELECT, self._handle_select)
+        transport.handle_call(PLAN, self._handle_plan)
+        transport.handle_call(TAKE_PLAN, self._handle_take_plan)
+        transport.handle_call(GRANT, self._handle_grant)
+        transport.handle_stream(METRICS, self._handle_metrics, max_bytes=max_bytes)
+        transport.handle_call(ARMED, self._handle_armed)
+        transport.handle_call(BEGIN, self._handle_begin)
+        transport.handle_call(REGISTER, self._handle_register)
+        transport.handle_call(DONE, self._handle_done)
+        transport.handle_call(RECORD, self._handle_record)
+        transport.handle_stream(TAKE_METRICS, self._handle_take_metrics, max_bytes=0)
+        transport.handle_call(RENEW, self._handle_renew)
+        transport.handle_call(QUIT, self._handle_quit)
+        self.enrolment.answer()
+
+    async def go_back(self) -> None:
+        """The run entered its next generation."""
+        self.places.go_back()
+        self.lead.go_back()
+        await self.changes.go_back()
+
+    # ------------------------------------------------------------------ what the open step trains, and who has a place
+
+    async def _handle_select(self, caller: PeerId, body: bytes) -> bytes:
+        manifest = self._run.manifest
+        if caller != manifest.lead:
+            raise ProtocolError(f"the lead {manifest.lead} says what trains, not {caller}")
+        request = decode(body, SelectRequest)
+        self._run.check_generation(request.generation)
+        check_selection(request.selection, manifest.stages)
+        async with self._settling:
+            step = self._books.open
+            if request.step != step.step or step.begun or self._books.due is not None:
+                raise ProtocolError(
+                    f"what trains changes before a step's first grant; step {step.step} is open, and something was "
+                    f"granted in it or step {request.step} was meant"
+                )
+            generation = self._run.manifest.generation
+            settle = SettleRequest(generation=generation, step=step.step, attempt=0, selection=request.selection)
+            await self._servers.settle(settle)
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            self._books.reselected = request.selection
+        return b""
+
+    async def _handle_plan(self, caller: PeerId, body: bytes) -> bytes:
+        if caller != self._run.manifest.lead:
+            raise ProtocolError(f"the lead {self._run.manifest.lead} says in which order batches come, not {caller}")
+        self._hear(caller)
+        request = decode(body, PlanRequest)
+        self._run.check_generation(request.generation)
+        self._books.plan(request.plan, request.position)
+        await self.changes.notify()
+        return b""
+
+    async def _handle_take_plan(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, TakePlanRequest)
+        self._run.check_generation(request.generation)
+        books = self._books
+
+        def passed() -> bool:
+            return books.open.window is not None and request.epoch < books.open.window.begin[0]
+
+        await self.changes.until(lambda: books.order.plan(request.epoch) is not None or passed())
+        self._run.check_generation(request.generation)  # it may have changed meanwhile
+        if not books.begun:
+            self.lead.check()
+        plan = books.order.plan(request.epoch)
+        return encode(TakePlanReply(plan=plan, passed=plan is None and passed()))
+
+    async def _handle_grant(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, GrantRequest)
+        books = self._books
+        self._run.check_generation(request.generation)
+        is_lead = caller == self._run.manifest.lead
+        if self._is_beyond(request.step, "a request for a place"):
+            return encode(GrantReply(wait=Wait(step=books.open.step)))
+        if is_lead and not books.begun:
+            books.begun = True
+            await self.changes.notify()
+        elif not books.begun and not await self.changes.until(lambda: books.begun):
+            self.lead.check()
+            return encode(GrantReply(wait=Wait(step=None)))
+        if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
+            return encode(GrantReply(wait=Wait(step=None)))  # who coordinates now has not heard of the order yet
+        async with self._settling:  # not before all servers know what this step trains
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            reply = self.places.ask(books.open, caller, request)
+            if reply.wait is not None:
+                self._look_for_others(books.open)
+        if is_lead and reply.grant is not None and books.due is not None:
+            await self.lead.permit(books.due.step, version=books.due.step)  # it trains, so it does not validate
+        return encode(reply)
+
+    def _look_for_others(self, step: OpenStep) -> None:
+        """Somebody waits: whoever should have brought a batch by now is asked whether it is there."""
+        for trainer in self.places.owed_by(step):
+            self._watch.watch(trainer)
+
+    def _on_grant(self, step: OpenStep, trainer: PeerId) -> None:
+        if step.closing:
+            self._books.closing_s = now_s()
+        self._watch.watch(trainer)
+
+    async def _ahead(self, caller: PeerId, request: BatchDone, reply: BatchDoneReply) -> Grant | None:
+        """A place for the next batch of a trainer that knows which step is open, if that is the one, or follows it.
+
+        The lead gets one before it trains, so this lets no record come: it may validate first.
+        """
+        if request.following is None:
+            return None
+        async with self._settling:
+            self._run.check_generation(request.generation)  # it may have changed meanwhile
+            step = self._books.open
+            known = request.step if reply.ended is None else reply.ended.open
+            if step.step != known or known != request.step + reply.closing:
+                return None  # that was said long ago, or its end is still to come
+            return self.places.ahead(step, caller, replaced(request.following, step=known))
+
+    async def _handle_begin(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchBegins)
+        self._run.check_generation(request.generation)
+        if caller != self._run.manifest.lead:
+            raise ProtocolError(f"records wait for the lead {self._run.manifest.lead} to train, not for {caller}")
+        step, due = self._books.open, self._books.due
+        if due is not None and request.step == step.step and request.first in step.under_way(caller):
+            await self.lead.permit(due.step, version=due.step)
+        return b""
+
+    # ------------------------------------------------------------------ the batches that have one
+
+    async def _handle_metrics(self, caller: PeerId, message: Message) -> Message:
+        self._hear(caller)
+        request = decode(message.body, BatchMetrics)
+        self._run.check_generation(request.generation)
+        step = self._undecided(request.step, "metrics of a batch")
+        num_tensors = sum(length for one in request.metrics for length in one.lengths)
+        if num_tensors != len(message.tensors):
+            raise ProtocolError(f"these metrics have {num_tensors} tensors, got {len(message.tensors)}")
+        max_bytes = self._limits.max_metric_bytes
+        step.keep_metrics(request.lease, caller, message, max_bytes=max_bytes)
+        return Message()
+
+    async def _handle_armed(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchArmed)
+        self._run.check_generation(request.generation)
+        self._undecided(request.step, "an armed batch").arm(request.lease, caller, request.receipts, request.logs)
+        return b""
+
+    async def _handle_register(self, caller: PeerId, body: bytes) -> bytes:
+        """A trainer that did not answer when this peer took over: what it has counts still, if its step is open."""
+        self._hear(caller)
+        request = decode(body, RegisterRequest)
+        self._run.check_generation(request.generation)
+        for lease in request.report.leases:
+            if not 1 <= lease.grant.lease < self._first_lease or lease.grant.attempt:
+                raise ProtocolError(
+                    f"a trainer registers what it was granted by another coordinator, got {lease.grant}"
+                )
+        step = self._books.open
+        if caller == self._run.manifest.lead and request.report.position is not None:
+            for plan in request.report.plans:  # though the lead may have missed a record: it tells them once
+                self._books.plan(plan, self._run.position or request.report.position)
+            await self.changes.notify()
+        if request.step != step.step or self._books.finishing:
+            return b""  # a step whose record is on its way does without it
+        timeout = self._limits.call_timeout
+        metrics = await fetch_metrics(self._transport, {caller: request.report}, timeout=timeout)
+        if step is not self._books.open or self._books.finishing:
+            return b""
+        for lease in request.report.leases:
+            if lease.grant.step == step.step:
+                step.restore(caller, lease, metrics.get((lease.grant.step, lease.grant.lease)))
+                self._watch.watch(caller)
+        step.strike_others()
+        closed = dict(request.report.closed)
+        if step.step in closed and caller == self._run.manifest.lead:
+            self._close(step, closed[step.step])
+        await self._on_change(step)
+        return b""
+
+    async def _handle_done(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        request = decode(body, BatchDone)
+        self._run.check_generation(request.generation)
+        self._check_ahead(caller, request)
+        reply = await self._done(caller, request)
+        if request.ends is not None and reply.closing:
+            reply = replaced(reply, ended=await self._record(caller, request.ends))
+        elif request.following is not None and reply.imminent is not None:
+            news = RecordRequest(step=reply.imminent, generation=request.generation, version=request.version)
+            reply = replaced(reply, ended=await self._ends.until_over(caller, news))
+        return encode(replaced(reply, grant=await self._ahead(caller, request, reply)))
+
+    def _check_ahead(self, caller: PeerId, request: BatchDone) -> None:
+        """Before anything is entered: what goes with a batch's end is of that batch's step."""
+        own = request.generation, request.step
+        for what in (request.ends, request.following):
+            if what is not None and (what.generation, what.step) != own:
+                raise ProtocolError(f"the end of a batch of step {request.step} came with a request for {what.step}")
+        if request.ends is not None and caller == self._run.manifest.lead:
+            check_stepped_with(request.ends)
+
+    async def _done(self, caller: PeerId, request: BatchDone) -> BatchDoneReply:
+        if self._is_beyond(request.step, "the end of a batch"):
+            if request.lease is not None and not request.withdrawn:
+                raise LeaseRevoked(f"who coordinates now knows of no batch in step {request.step}")
+            return BatchDoneReply(closing=False)
+        step, due = self._books.open, self._books.due
+        if due is not None and request.step == due.step:  # said again, for no answer came
+            self._enter(due, caller, request)
+            return BatchDoneReply(closing=True)
+        newest = step.step - 1 - self._run.manifest.delay_optimizer_step
+        if request.step < step.step and (not request.close or request.step >= newest):
+            if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
+                self._run.check_counted(request.step, request.first)
+            self._events.learn({caller: request.noted})
+            return BatchDoneReply(closing=True)
+        if request.step != step.step:
+            raise ProtocolError(f"step {step.step} is open, got the end of a batch of step {request.step}")
+        if request.close and caller != self._run.manifest.lead:
+            raise ProtocolError(f"the lead {self._run.manifest.lead} closes steps, not {caller}")
+        self._enter(step, caller, request)
+        self._events.learn({caller: request.noted})
+        if request.close:
+            self._close(step, request.total_weight)
+        await self._on_change(step)
+        return BatchDoneReply(closing=step.closing, imminent=self._let_go(caller, request.version))
+
+    def _let_go(self, trainer: PeerId, version: int) -> int | None:
+        """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
+        if trainer != self._run.manifest.lead or not self._run.manifest.delay_optimizer_step:
+            return None
+        self.lead.note_version(version)
+        if self.lead.deciding is None and not self.lead.has_news(self._books.outcome.step):
+            self.lead.go_on()
+            return None
+        return self._books.outcome.step if self.lead.deciding is None else self.lead.deciding
+
+    def _enter(self, step: OpenStep, trainer: PeerId, request: BatchDone) -> None:
+        if request.lease is None:
+            return
+        self.places.batch_ended(trainer)
+        if not request.withdrawn:
+            step.complete(request.lease, trainer, request.completed, request.logs)
+            return
+        first = step.withdraw(request.lease, trainer, dropped=request.dropped)
+        if request.begun:
+            self._watch.fence(step, [first])
+
+    def _close(self, step: OpenStep, total_weight: float | None) -> None:
+        if not step.close_asked:
+            step.ask_to_close(total_weight)
+            self._books.closing_s = now_s()
+
+    # ------------------------------------------------------------------ the record
+
+    async def _handle_record(self, caller: PeerId, body: bytes) -> bytes:
+        self._hear(caller)
+        return encode(await self._record(caller, decode(body, RecordRequest)))
+
+    async def _record(self, caller: PeerId, request: RecordRequest) -> RecordReply:
+        self._run.check_generation(request.generation)
+        self._is_beyond(request.step, "a request for the record")
+        return await self._ends.asked(caller, request)
+
+    async def _handle_take_metrics(self, caller: PeerId, message: Message) -> Message:
+        if caller != self._run.manifest.lead:
+            raise ProtocolError(f"metrics are for the lead {self._run.manifest.lead}, not for {caller}")
+        self._hear(caller)
+        request = decode(message.body, MetricsRequest)
+        self._run.check_generation(request.generation)
+        return self._ends.metrics(request)
+
+    # ------------------------------------------------------------------ signs of life, and the end
+
+    async def _handle_renew(self, caller: PeerId, body: bytes) -> bytes:
+        if body:
+            raise ProtocolError(f"{RENEW} takes no arguments, got {len(body)} bytes")
+        self._hear(caller)
+        return b""
+
+    async def _handle_quit(self, caller: PeerId, body: bytes) -> bytes:
+        self._run.check_trainer(caller)
+        request = decode(body, Quit)
+        if caller == self._run.manifest.lead:
+            raise ProtocolError("the lead ends the run by dismissing the others")
+        await self.fail(f"trainer {caller} ended, and its server with it: {request.reason}", TrainerFailed)
+        return b""
+
+    async def fail(self, reason: str, kind: type[StepError] = StepError) -> None:
+        """The open step cannot be decided: whoever asks is told, by the first reason."""
+        await self.changes.fail(kind(f"step {self._books.open.step} could not be decided: {reason}"))
+
+    def _hear(self, caller: PeerId) -> None:
+        """Whoever may ask is answered with what went wrong, if something did."""
+        self._run.check_trainer(caller)
+        if self._run.goes_back:
+            raise Busy(f"{self._run.manifest.lead} leads the run by now, and is about to send it back")
+        self._watch.gone.discard(caller)
+        self.enrolment.hear(caller)
+        if caller == self._run.manifest.lead:
+            self.lead.heard()
+        self.changes.check()
+
+    def _undecided(self, step: int, what: str) -> OpenStep:
+        """A step that a trainer says something of; it must not be decided yet."""
+        found = self._books.find(step)
+        if found is not None:
+            return found
+        if self._is_beyond(step, what):
+            raise LeaseRevoked(f"who coordinates now knows of no batch in step {step}")
+        raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
+
+    def _is_beyond(self, step: int, what: str) -> bool:
+        """Whether a step is not open here yet, though it was where another peer coordinated.
+
+        Raises:
+            ProtocolError: It was nowhere.
+        """
+        number = self._books.open.step
+        if step > number + self._run.manifest.delay_optimizer_step:
+            raise ProtocolError(f"step {number} is open, got {what} of step {step}")
+        return step > number

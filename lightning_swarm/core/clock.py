@@ -1,0 +1,142 @@
+"""`VirtualLoop`: an asyncio loop whose clock jumps to the next timer instead of waiting for it.
+
+Protocol code asks the running loop for the time and sleeps with asyncio, so it runs unchanged on a
+real loop and on this one, where an hour of timeouts takes milliseconds and every run is the same run.
+
+Source: trio's `MockClock` with `autojump_threshold`, in asyncio's terms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from contextvars import Context
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+
+from lightning_swarm.core.errors import SwarmError
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
+
+
+def now_s() -> float:
+    """On the running loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
+class Deadlock(SwarmError):
+    """Under a virtual clock everything waits, and no timer will ever wake anything up."""
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop with virtual time, for one thread, without sockets.
+
+    - `time` starts at 0 and moves only when nothing is ready to run: then it jumps to the next timer.
+    - When nothing is ready and there is no timer, `Deadlock` is raised and names what waits where.
+    - `run_until_complete` may be called any number of times; between the calls time stands still.
+    - Work given to an executor (`asyncio.to_thread`) runs inline, so it takes no time and no thread.
+    - Sets of tasks and futures iterate in the order of their creation, so that a run repeats exactly:
+      asyncio keeps such sets (a cancelled TaskGroup walks one), and addresses differ between runs.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._num_futures = 0
+        super().__init__(_JumpingSelector(self._jump))
+        self.set_task_factory(cast(Any, _numbered_task))
+
+    def time(self) -> float:
+        """Seconds of virtual time since the loop was made."""
+        return self._now_s
+
+    def run_until_complete(self, future: Generator[Any, None, _T] | Awaitable[_T]) -> _T:
+        """Run until `future` is done, and return its result.
+
+        Raises:
+            Deadlock: It can never be done. If it is a coroutine, it has been cancelled.
+        """
+        owned = not asyncio.isfuture(future)
+        task = asyncio.ensure_future(cast(Awaitable[_T], future), loop=self)
+        try:
+            return super().run_until_complete(task)
+        except Deadlock:
+            if owned and not task.done():
+                # Nobody else holds this task: leave no half-run coroutine behind for a later call to trip over.
+                task.cancel()
+                super().run_until_complete(asyncio.wait([task]))
+            raise
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """A future that hashes to its number."""
+        return _NumberedFuture(loop=self)
+
+    def run_in_executor(
+        self, _executor: object, func: Callable[[Unpack[_Args]], _T], *args: *_Args
+    ) -> asyncio.Future[_T]:
+        """Run `func` now, in this thread: it takes no virtual time."""
+        future: asyncio.Future[_T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:  # noqa: BLE001  # as an executor does: it belongs to whoever awaits the future
+            future.set_exception(error)
+        return future
+
+    def next_number(self) -> int:
+        """The number of the task or future that is being made."""
+        self._num_futures += 1
+        return self._num_futures
+
+    def _jump(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise Deadlock(f"Nothing is ready and no timer is set at {self._now_s:g} s. {self._describe_waiting()}")
+        self._now_s += seconds
+
+    def _describe_waiting(self) -> str:
+        tasks = sorted(asyncio.all_tasks(self), key=hash)
+        return "Waiting: " + ("; ".join(map(_where, tasks)) or "nothing but the caller's future") + "."
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Polls only; instead of waiting it tells the clock how long the wait would have been."""
+
+    def __init__(self, jump: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._jump_clock = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events and (timeout is None or timeout > 0):
+            self._jump_clock(timeout)
+        return events
+
+
+class _NumberedFuture(asyncio.Future[Any]):
+    def __init__(self, *, loop: VirtualLoop) -> None:
+        super().__init__(loop=loop)
+        self._number = loop.next_number()
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    def __init__(self, coro: Coroutine[Any, Any, Any], *, loop: VirtualLoop, **kwargs: Any) -> None:
+        # Before the base class starts the task: it puts it into a set, so it needs the hash.
+        self._number = loop.next_number()
+        super().__init__(coro, loop=loop, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _numbered_task(
+    loop: VirtualLoop, coro: Coroutine[Any, Any, Any], **kwargs: str | Context | Mapping[str, Any] | None
+) -> asyncio.Task[Any]:
+    return _NumberedTask(coro, loop=loop, **kwargs)
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    frames = task.get_stack(limit=1)
+    place = f" at {frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else ""
+    return f"{task.get_name()} ({getattr(task.get_coro(), '__qualname__', '?')}{place})"

@@ -1,0 +1,85 @@
+"""Limits of a peer: sizes, timeouts, and how long it waits for others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from lightning_swarm.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds on waiting and on memory.
+
+    Args:
+        cache_bytes: What a server may keep of microbatches that wait for their backward. Beyond it the oldest are
+            dropped and computed again when they are needed: slower, never different. As much may a trainer keep of its
+            microbatches until their step is decided; beyond it they go to a temporary file.
+        call_timeout: Seconds until a call to another peer, its input included, is given up.
+        silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
+            peer that computes gives signs of life. Longer by itself where round trips take long.
+        lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
+            anew with each batch that it validates and each file that it saves. When nothing was heard even of its
+            process for as long, and nobody can take the run over, it ends for all its peers.
+        start_timeout: Seconds that the starter waits for its peers, imports included.
+        stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone, where it has no snapshot to
+            go back to; then the run ends.
+        join_timeout: Seconds that a joining server may take to download a stage.
+        join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
+        max_upload: Bytes a second, on the average, that a server sends to those who join: the state of its stages, and
+            records. By default more than any line carries.
+        drain_timeout: Seconds that a server which is told to leave waits for a record that lets it go; then it goes
+            all the same, as if it had died.
+        leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
+        max_pending_calls: Calls that a server holds at once; more are answered *busy*.
+        max_in_flight: Microbatches that a trainer has under way at once.
+        max_metric_bytes: What the batches of one step, of all trainers together, may add to torchmetrics objects that
+            are logged with `sync_dist=True`.
+        max_message_bytes: The largest set of tensors that one message may carry.
+        snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
+            died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
+            one server of another stage. None: there are none, and such a run breaks off.
+        snapshot_bytes: What a server may keep of snapshots in memory; the rest is in temporary files. It keeps two
+            of each of its own stages, and two of each stage that it was chosen to keep for others: of all stages
+            together the servers keep so no more than one for each that holds it and one more, twice.
+        revive_timeout: Seconds that a stage without an answering server is waited for before the run goes back; and a
+            lead whose process does not answer, before another peer that has data goes back in its place.
+        loop_bytes: The largest state of the lead's loop that is kept by peers which could take the run over; it has no
+            weights. A larger one stays with the lead, which a warning says.
+    """
+
+    cache_bytes: int = 4 << 30
+    call_timeout: float = 300.0
+    silence_timeout: float = 10.0
+    lead_timeout: float = 1800.0
+    start_timeout: float = 120.0
+    stage_timeout: float = 86400.0
+    join_timeout: float = 3600.0
+    join_bytes: int = 4 << 30
+    max_upload: int = 1 << 40
+    drain_timeout: float = 120.0
+    leave_timeout: float = 5.0
+    max_pending_calls: int = 1024
+    max_in_flight: int = 64
+    max_metric_bytes: int = 256 << 20
+    max_message_bytes: int = 8 << 30
+    snapshot_interval: float | None = 300.0
+    snapshot_bytes: int = 4 << 30
+    revive_timeout: float = 60.0
+    loop_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.type == "float | None":
+                continue
+            whole = field.type == "int"
+            lowest: float = 0.001 if not whole else 0 if field.name in ("cache_bytes", "snapshot_bytes") else 1
+            kinds = int if whole else (int, float)
+            # Not `value < lowest`: that lets NaN pass.
+            if isinstance(value, bool) or not isinstance(value, kinds) or not lowest <= value < math.inf:
+                raise ConfigError(
+                    f"`Limits.{field.name}` must be a {'whole ' if whole else ''}number of at least {lowest:g}, "
+                    f"got {value!r}. Leave it out to get the default."
+                )

@@ -1,0 +1,90 @@
+"""What a trainer's thread has switched on, captured there and entered where a stage computes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.protocol.messages.calls import Mode
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)} | {
+    "float64": torch.float64
+}
+
+
+def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> Mode:
+    """The calling thread's mode."""
+    autocast = torch.is_autocast_enabled(device_type)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    return Mode(
+        training=training,
+        grad=grad,
+        input_grad=input_grad,
+        autocast=_name(torch.get_autocast_dtype(device_type)) if autocast else None,
+        default_dtype=_name(torch.get_default_dtype()),
+        deterministic=("warn" if warn_only else "on") if deterministic else "off",
+        anomaly=torch.is_anomaly_enabled(),
+    )
+
+
+@contextlib.contextmanager
+def entered(mode: Mode, device_type: str) -> Iterator[None]:
+    """Compute as the trainer would; afterwards the thread is as it was."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_global_flags(mode))
+        # Inference tensors are of no use to a later backward, nor to another thread.
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(mode.grad))
+        autocast = _dtype(mode.autocast) if mode.autocast is not None else None
+        # As Lightning's: a cast that is kept adds up the gradients of a weight that is used twice in half precision.
+        cast = torch.autocast(device_type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
+        stack.enter_context(cast)
+        yield
+
+
+@contextlib.contextmanager
+def entered_backward(mode: Mode) -> Iterator[None]:
+    """Backpropagate as the trainer would: outside autocast, under its flags."""
+    with _global_flags(mode), torch.inference_mode(False):
+        yield
+
+
+@contextlib.contextmanager
+def _global_flags(mode: Mode) -> Iterator[None]:
+    # These three belong to the process, not to the thread, so they are touched only where they differ.
+    before = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.is_anomaly_enabled(),
+    )
+    wanted = (_dtype(mode.default_dtype), mode.deterministic != "off", mode.deterministic == "warn", mode.anomaly)
+    if before == wanted:
+        yield
+        return
+    _set_flags(*wanted)
+    try:
+        yield
+    finally:
+        _set_flags(*before)
+
+
+def _set_flags(default_dtype: torch.dtype, deterministic: bool, warn_only: bool, anomaly: bool) -> None:
+    torch.set_default_dtype(default_dtype)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.autograd.set_detect_anomaly(anomaly)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ProtocolError(f"a mode's dtype must be one of {sorted(_DTYPES)}, got {name!r}") from None

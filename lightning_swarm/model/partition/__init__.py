@@ -1,0 +1,55 @@
+"""From a LightningModule to stages: find its blocks, decide where to cut, cut."""
+
+from lightning_swarm.model.partition.blocks import Blocks, find_blocks
+from lightning_swarm.model.partition.call_binding import (
+    CALLS,
+    CARRIED,
+    BlockCall,
+    Pick,
+    argument_of,
+    bind,
+    call_bound,
+    taken,
+)
+from lightning_swarm.model.partition.checks import computing, guard, is_computing
+from lightning_swarm.model.partition.policy import balanced, named
+from lightning_swarm.model.partition.split import (
+    batch_norms,
+    check_cuts,
+    choose_ranges,
+    cut,
+    insert_at_cuts,
+    layers_behind,
+    parameter_costs,
+)
+from lightning_swarm.model.partition.stages import StageModule, StageSpec, TensorSpec
+from lightning_swarm.model.partition.timing import time_costs
+
+__all__ = [
+    "CALLS",
+    "CARRIED",
+    "BlockCall",
+    "Blocks",
+    "Pick",
+    "StageModule",
+    "StageSpec",
+    "TensorSpec",
+    "argument_of",
+    "balanced",
+    "batch_norms",
+    "bind",
+    "call_bound",
+    "check_cuts",
+    "choose_ranges",
+    "computing",
+    "cut",
+    "find_blocks",
+    "guard",
+    "insert_at_cuts",
+    "is_computing",
+    "layers_behind",
+    "named",
+    "parameter_costs",
+    "taken",
+    "time_costs",
+]

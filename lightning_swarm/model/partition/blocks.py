@@ -1,0 +1,190 @@
+"""Finding the blocks of a model: which modules, in which order, and whose forward they replace."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor, nn
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.boundary_layers import boundary_layers
+from lightning_swarm.model.nn import Sequential
+
+_HOOK: Final = "configure_stages"
+_REMEDY: Final = (
+    "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
+    "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order."
+)
+_MAX_NAMED: Final = 5
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The chain of blocks that is cut into stages.
+
+    Attributes:
+        root: The module whose forward the chain replaces, or the list whose blocks are called one by one.
+        root_name: Its dotted name in the model; empty for the model itself.
+        names: One unique name for each block.
+        modules: The blocks. They need not be registered under these names, only their parameters must be.
+    """
+
+    root: nn.Module
+    root_name: str
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether a forward of the user's own calls the blocks, because the root is a list and has none."""
+        return isinstance(self.root, nn.ModuleList)
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All that are in blocks, by their names from the block's own on."""
+        for block_name, block in zip(self.names, self.modules, strict=True):
+            for name, module in block.named_modules():
+                yield (f"{block_name}.{name}" if name else block_name), module
+
+
+def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
+    """Find what is to be cut.
+
+    Args:
+        model: The LightningModule, configured; its parameters may be on meta.
+        pipeline: The dotted name of the submodule to cut: a ``Sequential``, or a ``ModuleList`` that the model's own
+            forward goes through. `None`: the model's own forward if it defines ``configure_stages``, else the one
+            ``Sequential`` that holds all its parameters.
+
+    Raises:
+        ConfigError: There is no such submodule, or no one way to read the model as a chain of blocks.
+    """
+    name, root = ("", model) if pipeline is None else (pipeline, _submodule(model, pipeline))
+    if callable(getattr(model, _HOOK, None)):
+        return _configured(model, name, root)
+    if pipeline is None:
+        name, root = _only_sequential(model)
+    elif not isinstance(root, nn.Sequential | nn.ModuleList):
+        raise ConfigError(
+            f"`pipeline` must name a `torch.nn.Sequential` or a `torch.nn.ModuleList` (or the model must define "
+            f"`configure_stages`), but {name!r} is a {type(root).__name__}. " + _choices(model)
+        )
+    if isinstance(root, nn.Sequential):
+        _refuse_own_forward(root, name)
+    return _checked(_children_of(root, root, name))
+
+
+def _refuse_own_forward(root: nn.Module, name: str) -> None:
+    plain = (nn.Sequential.forward, Sequential.forward)
+    if "forward" in vars(root) or type(root).forward not in plain:
+        raise ConfigError(
+            "a `Sequential` that is cut must run its blocks one after the other and do nothing else, got "
+            f"{type(root).__name__} {name!r} with a `forward` of its own. Move what it adds into a block, or define "
+            f"`{_HOOK}(self)` that returns the blocks in order."
+        )
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise ConfigError(
+            f"`pipeline` must be the dotted name of a submodule of {type(model).__name__}, got {name!r}. "
+            + _choices(model)
+        ) from error
+
+
+def _only_sequential(model: nn.Module) -> tuple[str, nn.Sequential]:
+    layers = {id(parameter) for layer in boundary_layers(model).values() for parameter in layer.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()} - layers
+    if not parameters:
+        raise ConfigError(
+            f"a model must have parameters to be cut, got {type(model).__name__} without any. "
+            "Create its layers in `__init__` or `configure_model`."
+        )
+    found: list[tuple[str, nn.Sequential]] = []
+    for name, module in model.named_modules():
+        is_inside = any(not outer or name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, nn.Sequential) and not is_inside and parameters <= set(map(id, module.parameters())):
+            found.append((name, module))
+    if len(found) != 1:
+        got = "none" if not found else "several (" + ", ".join(name for name, _ in found) + ")"
+        raise ConfigError(
+            "with `pipeline=None`, the model must define `configure_stages` or have one `torch.nn.Sequential` that "
+            f"holds all its parameters, got {got} in {type(model).__name__}. {_fullest_list(model)}{_REMEDY}"
+            + _outside(model)
+        )
+    return found[0]
+
+
+def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
+    if isinstance(root, nn.ModuleList):
+        raise ConfigError(
+            f"`{_HOOK}` says by which blocks a forward is replaced, and a `ModuleList` has none: got "
+            f"`pipeline={name!r}` with `{_HOOK}` in {type(model).__name__}. Name the module that runs the blocks, or "
+            "remove one of the two."
+        )
+    result: object = getattr(model, _HOOK)()
+    if isinstance(result, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+        return _checked(_children_of(result, root, name))
+    if not isinstance(result, Sequence) or not all(isinstance(block, nn.Module) for block in result):
+        kinds = sorted({type(block).__name__ for block in result}) if isinstance(result, Sequence) else []
+        raise ConfigError(
+            "`configure_stages` must return a sequence of modules or a `torch.nn.ModuleDict`, got "
+            f"{type(result).__name__}{' of ' + ', '.join(kinds) if kinds else ''}. "
+            "Return the blocks in the order in which they run, such as `[self.embed, *self.layers, self.head]`."
+        )
+    return _checked(Blocks(root, name, tuple(map(str, range(len(result)))), tuple(result)))
+
+
+def _children_of(container: nn.Module, root: nn.Module, root_name: str) -> Blocks:
+    # Not `named_children()`, which leaves out a module that appears a second time.
+    children = {name: module for name, module in container._modules.items() if module is not None}
+    return Blocks(root, root_name, tuple(children), tuple(children.values()))
+
+
+def _checked(blocks: Blocks) -> Blocks:
+    where = f"{blocks.root_name!r}" if blocks.root_name else f"{type(blocks.root).__name__}"
+    if not blocks.modules:
+        raise ConfigError(f"a pipeline must have at least one block, got none in {where}. Give it blocks.")
+    for name, module in zip(blocks.names, blocks.modules, strict=True):
+        if any(inner is blocks.root for inner in module.modules()):
+            raise ConfigError(
+                f"a block must be a part of the module that the blocks replace, but block {name!r} contains {where} "
+                "itself. Return its layers instead."
+            )
+    return blocks
+
+
+def _choices(model: nn.Module) -> str:
+    kinds = nn.Sequential | nn.ModuleList
+    names = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
+    if not names:
+        return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"
+    more = ", ..." if len(names) > _MAX_NAMED else ""
+    return (
+        f"Choose one of its `Sequential`s and `ModuleList`s ({', '.join(names[:_MAX_NAMED])}{more}), or define "
+        f"`{_HOOK}(self)`."
+    )
+
+
+def _fullest_list(model: nn.Module) -> str:
+    """What most models need that have no such `Sequential`: the name of their list of blocks."""
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    sizes = {name: sum(map(Tensor.numel, module.parameters())) for name, module in lists.items()}
+    if not any(sizes.values()):
+        return ""
+    return f"Cut its list of blocks with `pipeline={max(sizes, key=lambda name: sizes[name])!r}`. Or else: "
+
+
+def _outside(model: nn.Module) -> str:
+    """A hint at the parameters that the fullest `Sequential` misses: often one forgotten layer."""
+    candidates = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
+    if not candidates:
+        return ""
+    name, fullest = max(candidates, key=lambda pair: len(set(map(id, pair[1].parameters()))))
+    held = set(map(id, fullest.parameters()))
+    outside = [parameter for parameter, value in model.named_parameters() if id(value) not in held]
+    if not outside or not held:
+        return ""
+    more = f", ... ({len(outside)} in all)" if len(outside) > _MAX_NAMED else ""
+    return f" Outside of {name!r} are: {', '.join(outside[:_MAX_NAMED])}{more}."

@@ -1,0 +1,202 @@
+"""What cannot be cut into stages, or not trained in them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.partition.blocks import Blocks
+from lightning_swarm.model.partition.stages import Named, Run, Slot
+
+_computing: ContextVar[bool] = ContextVar("_computing", default=False)
+
+
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Here a stage computes, so its blocks may be called."""
+    token = _computing.set(True)
+    try:
+        yield
+    finally:
+        _computing.reset(token)
+
+
+def is_computing() -> bool:
+    """Whether a stage computes here."""
+    return _computing.get()
+
+
+def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
+    """Refuse every call of the blocks' parts with parameters outside of `computing`, until the handles are removed.
+
+    Args:
+        blocks: Of the pipeline.
+        callable_blocks: The blocks themselves may be called: something else stands in for their forward.
+    """
+    blocks = list(blocks)
+    parts = {
+        id(part): part
+        for block in blocks
+        for part in block.modules()
+        if part._parameters or isinstance(part, OptimizedModule)
+    }
+    if callable_blocks:
+        for block in blocks:
+            parts.pop(id(block), None)
+    return [part.register_forward_pre_hook(_refuse) for part in parts.values()]
+
+
+def _refuse(part: nn.Module, _inputs: Any) -> None:
+    # Traced into a compiled stage, it would break the graph; what is compiled is looked at from outside.
+    if not torch.compiler.is_compiling() and not _computing.get():
+        raise ConfigError(
+            "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
+            f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."
+        )
+
+
+_MAX_NAMED: Final = 5
+
+
+def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
+    """Refuse stages that do not cover the blocks in order."""
+    covered = [index for indices in ranges for index in indices]
+    if covered != list(range(num_blocks)) or not all(ranges):
+        raise ConfigError(
+            f"stages must cover blocks 0..{num_blocks - 1} in order, none empty, got {list(ranges)}. "
+            "Cut the same model on every peer."
+        )
+
+
+def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
+    """Refuse layers that cannot be trained in stages: those of blocks, and all others."""
+    for check in (check_initialised, _refuse_sparse, _refuse_complex):
+        check([*inside, *outside])
+    _refuse_foreign_statistics(inside)
+
+
+def check_registered(blocks: Blocks, registered: set[int]) -> None:
+    """Refuse tensors of blocks that the model does not know. `registered`: the ids of those that it does."""
+    unknown = [
+        f"{key} of block {name!r}"
+        for name, block in zip(blocks.names, blocks.modules, strict=True)
+        for key, tensor in (*block.named_parameters(), *block.named_buffers())
+        if id(tensor) not in registered
+    ]
+    if unknown:
+        raise ConfigError(
+            f"parameters and buffers of blocks must belong to the model, got {_few(unknown)} that do not. "
+            "Create the layers in `__init__` or `configure_model` as attributes of the model; `configure_stages` only "
+            "arranges them."
+        )
+
+
+def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
+    """Stages take the same step only with the same bits: gradients are added up as the widest parameter has them."""
+    is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
+    wide = [any(is_wide[key] for key in ids) for ids in held]
+    mixed = [
+        parameters[key][0]
+        for key in parameters
+        if key in tied and len({wide[index] for index, ids in enumerate(held) if key in ids}) > 1
+    ]
+    if mixed:
+        raise ConfigError(
+            f"stages that share a parameter must have float64 parameters all or none, got {_few(mixed)} in stages of "
+            "which some have and some have not. Convert the model to one dtype, or choose `split` so that the blocks "
+            "that share it are in one stage."
+        )
+
+
+def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
+    """Refuse parameters that are in blocks and outside of them. `held`: of each stage, their ids."""
+    shared = [
+        f"{name}.{key}" if name else key
+        for name, module in outside
+        for key, parameter in module._parameters.items()
+        if parameter is not None and any(id(parameter) in ids for ids in held)
+    ]
+    if shared:
+        raise ConfigError(
+            "a parameter must be in the blocks of the pipeline or outside of them, not in both, for servers train the "
+            f"one and trainers the other: got {_few(shared)} outside, tied to a block's. Untie it, or define "
+            "`configure_stages(self)` so that all layers that share it are in one stage."
+        )
+
+
+def _refuse_sparse(modules: Iterable[Named]) -> None:
+    sparse = [name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+    if sparse:
+        raise ConfigError(
+            f"gradients must be dense to be averaged, got `sparse=True` in {_few(sparse)}. Set `sparse=False`."
+        )
+
+
+def _refuse_complex(modules: Iterable[Named]) -> None:
+    found = [
+        f"{name}.{key}"
+        for name, module in modules
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.is_complex() and parameter.requires_grad
+    ]
+    if found:
+        raise ConfigError(
+            f"trained parameters must be real, gradients are summed as real numbers: {_few(found)} are complex. Store "
+            "them as real ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them."
+        )
+
+
+def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
+    found = [
+        f"{name} ({type(m).__name__})"
+        for name, m in modules
+        if isinstance(m, nn.SyncBatchNorm) or (isinstance(m, _InstanceNorm) and m.track_running_stats)
+    ]
+    if found:
+        raise ConfigError(
+            "layers must change no buffers in forward, but for `BatchNorm`, whose running statistics the swarm keeps: "
+            f"got {_few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
+        )
+
+
+def check_statistics(runs: Sequence[Run]) -> None:
+    """Refuse batch norms that several stages hold."""
+    held = [{id(m) for _, block in run for m in block.modules() if isinstance(m, _BatchNorm)} for run in runs]
+    num_shared = sum(map(len, held)) - len(set[int]().union(*held))
+    if num_shared:
+        raise ConfigError(
+            "a batch norm must be in one stage only, which keeps its running statistics: got "
+            f"{num_shared} in several. Give each place a norm of its own, or choose `split` so that they are in one."
+        )
+
+
+def check_initialised(modules: Iterable[Named]) -> None:
+    """Refuse layers that do not know their shapes."""
+    lazy = [
+        f"{name} ({type(m).__name__})"
+        for name, m in modules
+        if isinstance(m, LazyModuleMixin)
+        and any(is_lazy(t) for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+    ]
+    if lazy:
+        raise ConfigError(
+            f"layers must know their shapes before the model is cut, got lazy ones that do not: {_few(lazy)}. "
+            "Give them their input sizes, or run one batch through the model in `configure_model`."
+        )
+
+
+def _few(items: Sequence[str]) -> str:
+    more = f", ... ({len(items)} in all)" if len(items) > _MAX_NAMED else ""
+    return ", ".join(items[:_MAX_NAMED]) + more

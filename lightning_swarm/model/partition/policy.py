@@ -1,0 +1,121 @@
+"""Where to cut a chain of blocks into stages. Pure."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from lightning_swarm.core.errors import ConfigError
+
+_Score = tuple[int, int]
+
+
+def balanced(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
+    """Cut blocks into contiguous stages so that the most expensive stage is as cheap as can be.
+
+    Among the cuts with the same largest stage, the one with the smallest sum of squared stage costs is taken,
+    then of squared numbers of blocks, then the one whose last stages begin earliest. So the result is
+    even, and the same on every peer.
+
+    Args:
+        costs: Cost of each block, at least 0, in any unit.
+        num_stages: From 1 to the number of blocks.
+
+    Returns:
+        The block indices of each stage; no stage is empty.
+
+    Raises:
+        ConfigError: There are too few blocks, or a cost is negative.
+    """
+    num_blocks = len(costs)
+    if not 1 <= num_stages <= num_blocks:
+        raise ConfigError(
+            f"`num_stages` must be 1..{num_blocks} (the model's blocks), got {num_stages}. "
+            "Lower it, or split the model into more blocks."
+        )
+    if min(costs) < 0:
+        raise ConfigError(f"the cost of a block must be at least 0, got {min(costs)}. Measure it again.")
+    prefix = [0, *accumulate(costs)]
+    largest = _smallest_bound(costs, num_stages)
+    # best[j]: the best cut of the first j blocks into the stages seen so far, and where its stages begin.
+    best: list[tuple[_Score, tuple[int, ...]] | None] = [((0, 0), ())] + [None] * num_blocks
+    for stage in range(num_stages):
+        best = [_best_cut(best, prefix, end, largest) if end > stage else None for end in range(num_blocks + 1)]
+    final = best[num_blocks]
+    assert final is not None  # `largest` is reachable, and stages can be split until there are enough
+    return _ranges(final[1], num_blocks)
+
+
+def named(block_names: Sequence[str], starts: Sequence[str]) -> tuple[range, ...]:
+    """Cut blocks where the user says.
+
+    Args:
+        block_names: The model's blocks, in order.
+        starts: The names of the blocks where stages begin, in order. The first block begins the first stage,
+            named or not.
+
+    Raises:
+        ConfigError: A name is unknown, repeated or out of order.
+    """
+    if not block_names:
+        raise ConfigError("a pipeline must have at least one block, got none. Give the model blocks.")
+    choices = f"choose from {', '.join(block_names)}"
+    begins: list[int] = []
+    for start in starts:
+        if start not in block_names:
+            raise ConfigError(f"`split` must name blocks of the model, got {start!r}. Correct it: {choices}.")
+        begin = block_names.index(start)
+        if begin in begins:
+            raise ConfigError(f"`split` must name each block once, got {start!r} twice. Remove one of them.")
+        if begins and begin < begins[-1]:
+            raise ConfigError(
+                f"`split` must name blocks in the model's order, got {start!r} after {block_names[begins[-1]]!r}. "
+                f"Sort the names: {choices}."
+            )
+        begins.append(begin)
+    if not begins or begins[0] != 0:
+        begins.insert(0, 0)
+    return _ranges(tuple(begins), len(block_names))
+
+
+def _ranges(begins: tuple[int, ...], num_blocks: int) -> tuple[range, ...]:
+    return tuple(range(begin, end) for begin, end in zip(begins, (*begins[1:], num_blocks), strict=True))
+
+
+def _smallest_bound(costs: Sequence[int], num_stages: int) -> int:
+    """The smallest cost under which `num_stages` stages can hold all blocks, by bisection."""
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if _stages_needed(costs, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _stages_needed(costs: Sequence[int], bound: int) -> int:
+    needed, load = 1, 0
+    for cost in costs:
+        if load + cost > bound:
+            needed, load = needed + 1, 0
+        load += cost
+    return needed
+
+
+def _best_cut(
+    best: list[tuple[_Score, tuple[int, ...]] | None], prefix: list[int], end: int, largest: int
+) -> tuple[_Score, tuple[int, ...]] | None:
+    """The best way to end one more stage before block `end`, or None where a stage would exceed `largest`."""
+    found: tuple[_Score, tuple[int, ...]] | None = None
+    for begin in range(end - 1, -1, -1):
+        cost = prefix[end] - prefix[begin]
+        if cost > largest:
+            break
+        before = best[begin]
+        if before is None:
+            continue
+        (squares, lengths), begins = before
+        score = (squares + cost * cost, lengths + (end - begin) ** 2)
+        # `<=`: of equal cuts the one found last begins its stage earliest.
+        if found is None or score <= found[0]:
+            found = (score, (*begins, begin))
+    return found

@@ -1,0 +1,302 @@
+"""The mode under which a thread's random operations draw from a keyed stream."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo.decorators import skip
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.random.operators import HANDLERS, Handler, plain_attention
+from lightning_swarm.model.random.philox import key_seed
+
+
+class Mode(Protocol):
+    """What a rule needs of `KeyedRandom`."""
+
+    def next_key(self, func: object) -> int:
+        """The key of the next draw."""
+
+    def __enter__(self) -> Any: ...
+    def __exit__(self, *error: object) -> Any: ...
+
+
+Rule: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Tagged as random, but they only choose a kernel or compute from what another operation drew.
+_DRAWS_NOTHING: Final = frozenset({"aten::_fused_sdp_choice", "aten::_nested_tensor_softmax_with_shape"})
+
+
+class _Rules(dict[Any, Rule | None]):
+    """The rule of each operation, found when it is first met: a look-up is all that most operations cost."""
+
+    def __missing__(self, func: Any) -> Rule | None:
+        rule = _rule_of(func)
+        # What runs inside an operation is nothing for a compiler to look into.
+        self[func] = rule if rule is None else torch.compiler.disable(rule)
+        return self[func]
+
+
+RULES: Final = _Rules()
+
+
+def _rule_of(func: Any) -> Rule | None:
+    if func in HANDLERS:
+        return _drawn_by(HANDLERS[func])
+    name: str = func._schema.name
+    if torch.Tag.nondeterministic_seeded not in func.tags or name in _DRAWS_NOTHING or name.endswith("_backward"):
+        return None
+    if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return _decomposed
+    places = [i for i, argument in enumerate(func._schema.arguments) if argument.name == "generator"]
+    return _seeded(places[0]) if places else _refused_if_drawn
+
+
+def _drawn_by(handler: Handler) -> Rule:
+    def rule(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        return handler(mode.next_key(func), *args, **kwargs)
+
+    return rule
+
+
+def _decomposed(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Where autograd is off altogether (inference mode), composite operations arrive whole.
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
+def _seeded(place: int) -> Rule:
+    """Give an operation a generator of its own, at its place among the arguments."""
+
+    def rule(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        key = mode.next_key(func)
+        device = _device(args, kwargs)
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        generator = torch.Generator(device).manual_seed(key)
+        if place < len(args):
+            return func(*args[:place], generator, *args[place + 1 :], **kwargs)
+        return func(*args, **{**kwargs, "generator": generator})
+
+    return rule
+
+
+def _refused_if_drawn(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    values = {
+        argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        for i, argument in enumerate(func._schema.arguments)
+    }
+    is_off = values.get("train") is False or 0 in (values.get(name) for name in ("dropout_p", "dropout", "p"))
+    if not is_off:
+        raise ConfigError(
+            f"random operations in a block must draw from the swarm's keyed stream, got {func}, which has a source of "
+            "its own. For attention, set its dropout to 0 or run it inside "
+            "`torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`; for an RNN, set its dropout to 0 and put "
+            "`torch.nn.Dropout` between single-layer RNNs."
+        )
+    return func(*args, **kwargs)
+
+
+def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("generator") is not None or any(isinstance(value, torch.Generator) for value in args)
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device
+    return torch.get_default_device()
+
+
+class KeyedRandom(TorchDispatchMode):
+    """Makes the random operations of this thread draw from a keyed stream.
+
+    A microbatch may be computed again, elsewhere, and must meet the same dropout masks. So a stage that draws runs
+    inside this mode, which takes the place of torch's generators: each draw is a function of (seed, number of the draw,
+    index of the element). Generators are neither read nor moved::
+
+        with KeyedRandom(key_seed(step, microbatch, stage)):
+            output = stage(inputs)  # and again, later or elsewhere, with the same masks
+
+    Entering begins the stream again. A generator that the caller passes explicitly is honoured. Operations that
+    have no rule of their own but take a generator (``multinomial``, ``poisson``, ...) get one seeded from the
+    stream: the same on devices of one kind.
+
+    Backward needs no draws, but that of a forward that drew belongs inside too: there, a block that recomputes itself
+    (``torch.utils.checkpoint``) is found out, unless it was given `checkpoint_contexts`.
+    """
+
+    def __init__(self, seed: int, *, first_draw: int = 0) -> None:
+        """Prepare a stream; it begins when entered.
+
+        Args:
+            seed: 64 bits.
+            first_draw: How many draws to pass over.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seed = seed
+        self.draw = self._first_draw = first_draw
+        self._attention: AbstractContextManager[object] = nullcontext()
+        self._depth = 0
+        self._graph_task = -1
+
+    def __enter__(self) -> Self:
+        # A rule enters again, while the mode is suspended, to run the parts of a composite operation.
+        if self._depth == 0:
+            self.draw = self._first_draw
+            self._graph_task = torch._C._current_graph_task_id()
+            self._attention = plain_attention()
+            self._attention.__enter__()
+        self._depth += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._attention.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+    @skip
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation: by its rule, or as it is, which is nearly always."""
+        rule = RULES[func]
+        if rule is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return rule(self, func, args, dict(kwargs or {}))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have blocks compiled. What compiled code draws from is drawn here when it runs, so it is keyed like all else.
+
+        A backend that computes random numbers in kernels of its own (inductor) draws their seed.
+        """
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Torch's own guard around the method above takes longer than the method; `skip` costs nothing.
+        return False
+
+    def next_key(self, func: object) -> int:
+        """The 64-bit key of the next draw, which `func` makes."""
+        if torch._C._current_graph_task_id() != self._graph_task:
+            raise ConfigError(
+                f"blocks must draw their random numbers in forward, got {func} in backward: a block that recomputes "
+                "itself with `torch.utils.checkpoint` would meet other numbers there. Give it `use_reentrant=False, "
+                "context_fn=lightning_swarm.randomness.checkpoint_contexts`, or leave it out: the swarm recomputes "
+                "stages by itself."
+            )
+        self.draw += 1
+        return key_seed(self.seed, self.draw)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The ``context_fn`` with which ``torch.utils.checkpoint`` recomputes a block with the same draws.
+
+    Outside of `KeyedRandom` it does nothing, so a model may always pass it.
+    """
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, KeyedRandom):
+            return nullcontext(), KeyedRandom(mode.seed, first_draw=mode.draw)
+    return nullcontext(), nullcontext()
+
+
+_T = TypeVar("_T")
+
+_MAX_ALARMS: Final = 3
+"""Of one kind. Where another thread draws so often while a stage computes, all would be computed twice."""
+
+
+class KeyedOnDemand:
+    """Runs computations of a stage, those that draw random numbers in `KeyedRandom`.
+
+    What drew nothing in the mode runs without it from then on, with an eye on torch's generators. If one has moved, it
+    runs again in the mode, which tells whether it drew after all, or another thread of this process did. A draw of
+    which the generators keep no trace (in ``torch.random.fork_rng``) is seen if the first run has it.
+
+    Args:
+        device: Where the stage computes. On others than CPU and CUDA all runs in the mode.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_known = device.type in ("cpu", "cuda")
+        # Asked for by a tensor: "cuda" means whichever is the current one.
+        self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
+        self._drawless: set[Hashable] = set()
+        self._alarms: Counter[Hashable] = Counter()
+
+    def run(
+        self,
+        kind: Hashable,
+        seed: int,
+        compute: Callable[[], _T],
+        anew: Callable[[], Callable[[], _T]] | None = None,
+    ) -> tuple[_T, bool]:
+        """Compute.
+
+        Args:
+            kind: Computations that are alike in whether they draw.
+            seed: Of all random draws.
+            compute: What.
+            anew: Gives what computes the same once more, if `compute` cannot.
+
+        Returns:
+            The result, and whether it was drawn for.
+
+        Raises:
+            ConfigError: It drew in backward; see `KeyedRandom`.
+        """
+        if kind not in self._drawless:
+            return self._run_keyed(kind, seed, compute)
+        before = self._states()
+        with plain_attention():  # as in the mode: compiled code is compiled anew where this differs
+            result = compute()
+        if all(map(torch.equal, before, self._states())):
+            return result, False
+        del result  # the second one needs the room
+        self._drawless.discard(kind)
+        self._alarms[kind] += 1
+        try:
+            result, has_drawn = self._run_keyed(kind, seed, compute if anew is None else anew())
+        except BaseException:
+            self._restore(before)
+            raise
+        if has_drawn:  # what another thread drew meanwhile it may draw once more
+            self._restore(before)
+        return result, has_drawn
+
+    def _run_keyed(self, kind: Hashable, seed: int, compute: Callable[[], _T]) -> tuple[_T, bool]:
+        with KeyedRandom(seed) as mode:
+            result = compute()
+        if not mode.draw and self._is_known and self._alarms[kind] < _MAX_ALARMS:
+            self._drawless.add(kind)
+        return result, mode.draw > 0
+
+    def _generators(self) -> list[torch.Generator]:
+        cuda = [] if self._cuda_index is None else [torch.cuda.default_generators[self._cuda_index]]
+        return [torch.default_generator, *cuda]
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _restore(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=True):
+            generator.set_state(state)

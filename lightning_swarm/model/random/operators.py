@@ -1,0 +1,253 @@
+"""What each random operation does inside `KeyedRandom`.
+
+`HANDLERS` make draws from the stream: ``(key, *arguments as in torch's schema)``.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from lightning_swarm.model.random.philox import keep, long_bits, normal, uniform
+
+_plain = torch.ops.aten._scaled_dot_product_attention_math
+
+
+class PlainAttention(TorchFunctionMode):
+    """Computes attention with dropout by matrix products, as torch does on the CPU.
+
+    The fused kernels of GPUs cannot be given numbers. Attention without dropout stays with them. The usual way to
+    choose, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads would see.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, as it is unless it is attention with dropout."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and _dropout_p(*args, **kwargs):
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def plain_attention() -> AbstractContextManager[object]:
+    """`PlainAttention` where it may matter: on the CPU attention with dropout is plain anyway."""
+    return PlainAttention() if torch.cuda.is_initialized() else nullcontext()
+
+
+def _dropout_p(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> float:
+    return dropout_p
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    output: Tensor = _plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
+    return output
+
+
+Handler = Callable[..., Any]
+
+_MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+
+
+def _fill(target: Tensor, values: Tensor) -> Tensor:
+    # Elements are counted in the order of their indices, whatever the strides: devices differ in those.
+    return target.copy_(values.view(target.shape))
+
+
+def _fill_uniform(key: int, self: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+    if self.is_complex():
+        _fill_uniform(key, torch.view_as_real(self), low, high)
+        return self
+    values = uniform(key, self.numel(), self.dtype, self.device)
+    return _fill(self, values if (low, high) == (0.0, 1.0) else values.mul_(high - low).add_(low))
+
+
+def _fill_normal(key: int, self: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    if std < 0:
+        raise RuntimeError(f"normal expects std >= 0.0, but found std {std}")
+    if self.is_complex():
+        _fill_normal(key, torch.view_as_real(self), 0.0, std * math.sqrt(0.5))
+        return self.add_(mean)
+    values = normal(key, self.numel(), self.dtype, self.device)
+    return _fill(self, values if (mean, std) == (0.0, 1.0) else values.mul_(std).add_(mean))
+
+
+def _fill_exponential(key: int, self: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+    values = uniform(key, self.numel(), wide, self.device).neg_().log1p_().neg_()
+    # Never zero: `gumbel_softmax` takes the logarithm.
+    return _fill(self, values.clamp_(min=torch.finfo(wide).tiny).mul_(1.0 / rate))
+
+
+def _fill_integers(key: int, self: Tensor, low: int, high: int) -> Tensor:
+    span = high - low
+    if span <= 0:
+        raise RuntimeError(f"random integers expect low < high, got {low} and {high}")
+    values = long_bits(key, self.numel(), self.device)
+    if span <= 2**63:
+        values.bitwise_and_(2**63 - 1)
+        return _fill(self, (values if span == 2**63 else values.remainder_(span)).add_(low))
+    # Nearly all of int64. What falls below `low` is negative, and its complement is not.
+    return _fill(self, values.where(values >= low, ~values))
+
+
+def _random(key: int, self: Tensor, *bounds: int | None, **_: Any) -> Tensor:
+    """Fill with integers: below `high`, in `low`..`high`, or without bounds all that the dtype holds exactly."""
+    low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
+    if high is None:
+        if self.dtype == torch.bool:
+            high = 2
+        elif self.is_floating_point():
+            high = 2 ** _MANTISSA.get(self.dtype, 8) + 1
+        else:
+            high = torch.iinfo(self.dtype).max + 1
+    return _fill_integers(key, self, low or 0, high)
+
+
+def _bernoulli(key: int, self: Tensor, **_: Any) -> Tensor:
+    return _bernoulli_by(key, torch.empty_like(self), self)
+
+
+def _bernoulli_p(key: int, self: Tensor, p: float, **_: Any) -> Tensor:
+    return _bernoulli_(key, torch.empty_like(self), p)
+
+
+def _bernoulli_(key: int, self: Tensor, p: float = 0.5, **_: Any) -> Tensor:
+    return keep(key, self, p, out=self)
+
+
+def _bernoulli_by(key: int, self: Tensor, p: Tensor, **_: Any) -> Tensor:
+    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    draws = uniform(key, self.numel(), wide, self.device).view(self.shape)
+    return self.copy_(draws < p.to(self.device))
+
+
+def _native_dropout(key: int, self: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return self.clone(), torch.ones_like(self, dtype=torch.bool)
+    mask = keep(key, self, 1.0 - p)
+    return self.mul(mask).mul_(0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+def _rrelu(
+    key: int, self: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False, *_: Any
+) -> Tensor:
+    if not training:
+        return torch.nn.functional.leaky_relu(self, (lower + upper) / 2)
+    # The gradient is taken from `noise`, so it holds the slope of every element.
+    _fill_uniform(key, noise, lower, upper)
+    noise.masked_fill_(self > 0, 1.0)
+    return self * noise
+
+
+def _rrelu_(key: int, self: Tensor, *args: Any) -> Tensor:
+    return self.copy_(_rrelu(key, self, *args))
+
+
+def _normal_of(key: int, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+    options.pop("generator", None)
+    if size is None:
+        tensors = [value for value in (mean, std) if isinstance(value, Tensor)]
+        target = torch.empty_like(torch.broadcast_tensors(*tensors)[0], memory_format=torch.contiguous_format)
+    else:
+        target = torch.empty(size, **options)
+    return _fill_normal(key, target).mul_(std).add_(mean)
+
+
+def _new(fill: Handler, dtype: torch.dtype | None = None) -> Handler:
+    """A rule for an operation that makes a tensor, ``(*fill's arguments, size, *, options)``."""
+
+    def rule(key: int, *args: Any, generator: None = None, out: Tensor | None = None, **options: Any) -> Tensor:
+        *bounds, size = args
+        if out is not None:
+            return fill(key, out.resize_(size), *bounds)  # type: ignore[no-any-return]
+        if options.get("dtype") is None and dtype is not None:
+            options["dtype"] = dtype
+        return fill(key, torch.empty(size, **options), *bounds)  # type: ignore[no-any-return]
+
+    return rule
+
+
+def _like(fill: Handler) -> Handler:
+    """A rule for an operation that makes a tensor like another, ``(self, *fill's arguments, *, options)``."""
+
+    def rule(key: int, self: Tensor, *bounds: Any, generator: None = None, **options: Any) -> Tensor:
+        return fill(key, torch.empty_like(self, **options), *map(_number, bounds))  # type: ignore[no-any-return]
+
+    return rule
+
+
+def _number(bound: Any) -> Any:
+    return bound.item() if isinstance(bound, Tensor) else bound
+
+
+def _randperm(key: int, n: int, *, generator: None = None, out: Tensor | None = None, **options: Any) -> Tensor:
+    device = out.device if out is not None else torch.empty(0, device=options.get("device")).device
+    # Stable, so that equal draws (two in 2^64) fall alike on every device.
+    order = torch.argsort(long_bits(key, n, device), stable=True)
+    if out is not None:
+        return out.resize_(n).copy_(order)
+    return torch.empty(n, **{"dtype": torch.int64, **options}).copy_(order)
+
+
+_aten: Final = torch.ops.aten
+HANDLERS: Final[dict[Any, Handler]] = {
+    _aten.native_dropout.default: _native_dropout,
+    _aten.bernoulli.default: _bernoulli,
+    _aten.bernoulli.p: _bernoulli_p,
+    _aten.bernoulli_.float: _bernoulli_,
+    _aten.bernoulli_.Tensor: _bernoulli_by,
+    _aten.uniform_.default: _fill_uniform,
+    _aten.normal_.default: _fill_normal,
+    _aten.exponential_.default: _fill_exponential,
+    _aten.random_.default: _random,
+    _aten.random_.to: _random,
+    getattr(_aten.random_, "from"): _random,
+    _aten.rrelu_with_noise.default: _rrelu,
+    _aten.rrelu_with_noise_.default: _rrelu_,
+}
+_VARIANTS: Final[dict[tuple[str, ...], Handler]] = {
+    ("rand.default", "rand.generator", "rand.out", "rand.generator_out"): _new(_fill_uniform),
+    ("randn.default", "randn.generator", "randn.out", "randn.generator_out"): _new(_fill_normal),
+    ("randint.default", "randint.generator", "randint.out", "randint.generator_out"): _new(_random, torch.int64),
+    ("randint.low", "randint.low_generator", "randint.low_out", "randint.low_generator_out"): _new(
+        _random, torch.int64
+    ),
+    ("randperm.default", "randperm.generator", "randperm.out", "randperm.generator_out"): _randperm,
+    ("rand_like.default", "rand_like.generator"): _like(_fill_uniform),
+    ("randn_like.default", "randn_like.generator"): _like(_fill_normal),
+    ("randint_like.default", "randint_like.generator", "randint_like.Tensor", "randint_like.Tensor_generator"): _like(
+        _random
+    ),
+    ("randint_like.low_dtype", "randint_like.low_generator_dtype"): _like(_random),
+    ("normal.Tensor_Tensor", "normal.Tensor_float", "normal.float_Tensor", "normal.float_float"): _normal_of,
+}
+for _names, _handler in _VARIANTS.items():
+    for _name in _names:
+        _packet, _, _overload = _name.partition(".")
+        # Older and newer torch lack some of them.
+        if _overload in getattr(_aten, _packet).overloads():
+            HANDLERS[getattr(getattr(_aten, _packet), _overload)] = _handler

@@ -1,0 +1,305 @@
+"""`SwarmView`: what a swarm does, on the terminal of the trainer.
+
+`scene` is what is to be seen, `words` says it in lines of text, `panel` and `terminal` draw it with rich.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_swarm.client.status import SwarmStatus
+from lightning_swarm.core.errors import SwarmError
+from lightning_swarm.monitor.view.scene import (
+    Curve,
+    PeerRow,
+    Presence,
+    Rates,
+    Scene,
+    event_line,
+    newer_than,
+    plain_line,
+)
+from lightning_swarm.protocol.events import Event
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from lightning_swarm.monitor.view.panel import Terminal
+
+    _ProgressBar = ProgressBar
+else:
+    _ProgressBar = object
+
+__all__ = ["SwarmView", "ViewHooks"]
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class _ReportsStatus(Protocol):
+    """A strategy that can be asked."""
+
+    def status(self) -> SwarmStatus:
+        """At this moment."""
+
+
+class ViewHooks(_ProgressBar):
+    """Shows a run while it trains: its stages and peers, loss, samples/s, and events as they happen.
+
+    ``Trainer(callbacks=[SwarmView()])`` has it in the place of Lightning's progress bar. On a terminal it is a panel
+    below whatever is printed, which needs rich (``pip install lightning-swarm[demo]``). Elsewhere it prints a line for
+    each event, and one for the run now and then. Nothing that goes wrong in it ends the run.
+
+    Args:
+        refresh_per_second: How often the panel is drawn.
+        plain_interval_s: Seconds between two lines where the output is no terminal.
+        num_events: Most events that the panel shows; the newest.
+    """
+
+    def __init__(self, refresh_per_second: float = 4.0, plain_interval_s: float = 10.0, num_events: int = 6) -> None:
+        super().__init__()
+        self._refresh_per_second = refresh_per_second
+        self._plain_interval_s = plain_interval_s
+        self._num_events = num_events
+        self._enabled = True
+        self._hinted = False
+        self._phase = ""
+        self._live: Terminal | None = None
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()  # what follows is used by the loop's thread and the panel's
+        self._began_s: float | None = None
+        self._next_line_s = 0.0
+        self._last_event: Event | None = None
+        self._presence, self._rates, self._curve = Presence(), Rates(), Curve()
+        self._status: SwarmStatus | None = None
+        self._rows: Sequence[Sequence[PeerRow]] = ()
+        self._metrics: dict[str, float] = {}
+
+    # ------------------------------------------------------------------ what Lightning asks of a progress bar
+
+    @override
+    def disable(self) -> None:
+        self._enabled = False
+        self._close()
+
+    @override
+    def enable(self) -> None:
+        self._enabled = True
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._enter("training")
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self._safely(self._after_batch)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._phase = "done"
+        self._safely(self._last_word)
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._enter("checking")
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._enter("validating")
+
+    @override
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._phase = f"validating {batch_idx + 1}"
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._enter("training")
+
+    @override
+    def on_test_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._enter(f"testing {batch_idx + 1}")
+
+    @override
+    def on_predict_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        self._enter(f"predicting {batch_idx + 1}")
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._phase = "interrupted" if isinstance(exception, KeyboardInterrupt) else "failed"
+        self._safely(self._print_events)
+        self._close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    # ------------------------------------------------------------------ what is shown when
+
+    def _safely(self, work: Callable[[], None]) -> None:
+        """A view that breaks is closed; the run goes on."""
+        if not self._enabled:
+            return
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - it is for looking at only
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed(error)
+        self._close()
+
+    def _failed(self, error: Exception) -> None:
+        self._enabled, self._failure = False, error
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        with self._lock:
+            self._rates.pause()
+        self._safely(self._open)
+
+    def _open(self) -> None:
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+        console = self._console() if self._live is None else None
+        if console is None:
+            return
+        from lightning_swarm.monitor.view.panel import Terminal
+
+        live = Terminal(console, self._render, self._failed, refresh_per_second=self._refresh_per_second)
+        live.open()
+        self._live = live
+
+    def _console(self) -> Console | None:
+        """The terminal, if there is one."""
+        if not sys.stdout.isatty():
+            return None
+        try:
+            from rich.console import Console
+        except ImportError:
+            if not self._hinted:
+                _log.warning("With rich this would be a panel: pip install rich.")
+            self._hinted = True
+            return None
+        return Console()
+
+    def _close(self) -> None:
+        live, self._live = self._live, None
+        try:
+            if live is not None:
+                live.close()
+        except Exception as error:  # noqa: BLE001 - as in `_safely`
+            self._failed(error)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            _log.warning("The view failed, and the run went on without it: %r", failure)
+
+    def _after_batch(self) -> None:
+        """On the loop's thread, where metrics may be read."""
+        self._look()
+        if self._live is None:
+            self._print_events()
+            if time.monotonic() >= self._next_line_s:
+                self._print_line()
+
+    def _last_word(self) -> None:
+        self._look()
+        if self._live is None:
+            self._print_events()
+            self._print_line()
+        self._close()
+
+    def _print_events(self) -> None:
+        if self._live is not None or self._status is None:
+            return
+        for event in newer_than(self._last_event, self._status.events):
+            self._last_event = event
+            print(event_line(event), flush=True)  # noqa: T201 - that is what it is for
+
+    def _print_line(self) -> None:
+        self._next_line_s = time.monotonic() + self._plain_interval_s
+        print(plain_line(self._scene()), flush=True)  # noqa: T201 - as above
+
+    def _render(self) -> RenderableType:
+        """On the panel's own thread."""
+        from lightning_swarm.monitor.view.panel import SwarmPanel
+
+        self._ask()
+        return SwarmPanel(self._scene(), num_events=self._num_events)
+
+    def _ask(self) -> None:
+        """What is known of the swarm."""
+        strategy, status = self.trainer.strategy, None
+        if isinstance(strategy, _ReportsStatus):
+            with contextlib.suppress(SwarmError):  # no run is under way yet, or any more
+                status = strategy.status()
+        now_s = time.monotonic()
+        with self._lock:
+            if status is not None:
+                self._status, self._rows = status, self._presence.look(status, now_s=now_s)
+            if self._phase == "training":
+                num_samples = self._status.num_samples if self._status is not None else 0
+                self._rates.tick(now_s, self.trainer.global_step, num_samples)
+
+    def _look(self) -> None:
+        """What the last batch left."""
+        values = self.get_metrics(self.trainer, self.trainer.lightning_module)
+        metrics = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
+        with self._lock:
+            self._metrics = metrics
+            if metrics:
+                self._curve.add(next(iter(metrics.values())))
+        self._ask()
+
+    def _scene(self) -> Scene:
+        trainer, status = self.trainer, self._status
+        with self._lock:
+            steps_per_s, samples_per_s = self._rates.now or (None, None)
+            losses = tuple(self._curve.values)
+        return Scene(
+            name=status.run_id if status is not None else "",
+            phase=self._phase,
+            step=trainer.global_step,
+            max_steps=trainer.max_steps if trainer.max_steps > 0 else None,
+            epoch=trainer.current_epoch,
+            progress=_progress(trainer),
+            metrics=self._metrics,
+            losses=losses,
+            samples_per_s=samples_per_s if status is not None and status.num_samples else None,
+            steps_per_s=steps_per_s,
+            elapsed_s=time.monotonic() - self._began_s if self._began_s is not None else 0.0,
+            stages=self._rows,
+            events=status.events if status is not None else (),
+        )
+
+
+def _progress(trainer: Trainer) -> float | None:
+    """The share of the run that is done, if it has an end."""
+    if trainer.max_steps > 0:
+        return min(trainer.global_step / trainer.max_steps, 1.0)
+    num_batches, max_epochs = trainer.num_training_batches, trainer.max_epochs
+    if not max_epochs or max_epochs < 0 or not 0 < num_batches < float("inf"):
+        return None
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return float(min((trainer.current_epoch + min(done / num_batches, 1.0)) / max_epochs, 1.0))
+
+
+class SwarmView(ViewHooks, ProgressBar):  # noqa: D101 - documented in its first base
+    __doc__ = ViewHooks.__doc__

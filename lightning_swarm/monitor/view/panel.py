@@ -1,0 +1,243 @@
+"""The view on a terminal. Whoever imports this needs rich."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from lightning_swarm.monitor.view.scene import (
+    WORDS,
+    PeerRow,
+    Scene,
+    State,
+    duration,
+    rates,
+    short,
+    sparkline,
+    steps,
+    time_of_day,
+    where,
+    why,
+)
+from lightning_swarm.protocol.events import Event
+from lightning_swarm.protocol.messages.events import EventKind
+
+
+class Terminal:
+    """Shows what `render` returns, until it is closed.
+
+    Args:
+        console: Where.
+        render: Called some times a second, on a thread of its own.
+        on_failure: Called there with what `render`, or what it returned, raised. It must not print.
+        refresh_per_second: How often.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        render: Callable[[], RenderableType],
+        on_failure: Callable[[Exception], None],
+        *,
+        refresh_per_second: float,
+    ) -> None:
+        self._live = Live(
+            _Careful(render, on_failure),
+            console=console,
+            refresh_per_second=refresh_per_second,
+            vertical_overflow="crop",
+        )
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
+
+    def open(self) -> None:
+        """Take the terminal's last lines. What is printed or logged from now on stands above them."""
+        before = {id(sys.stdout), id(sys.stderr)}
+        # However the process ends, it leaves a cursor.
+        atexit.register(self.close)
+        self._live.start(refresh=True)
+        for handler in _stream_handlers():
+            if id(handler.stream) in before:
+                # It has kept the stream, whose place the panel's own has taken since.
+                self._handlers.append((handler, handler.setStream(sys.stderr)))
+
+    def close(self) -> None:
+        """Give them back. The panel's last picture stays."""
+        atexit.unregister(self.close)
+        handlers, self._handlers = self._handlers, []
+        for handler, stream in handlers:
+            handler.setStream(stream)
+        self._live.stop()
+
+
+class _Careful:
+    """An exception would end the panel's thread, and the panel would stand still."""
+
+    def __init__(self, render: Callable[[], RenderableType], on_failure: Callable[[Exception], None]) -> None:
+        self._render = render
+        self._on_failure = on_failure
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        try:
+            segments = list(console.render(self._render(), options))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            self._on_failure(error)
+            segments = [Segment("The view failed; the run goes on.\n")]
+        yield from segments
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    loggers = [
+        logging.root,
+        *(one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)),
+    ]
+    for logger in loggers:
+        for handler in logger.handlers:
+            if type(handler) is logging.StreamHandler:
+                yield handler
+
+
+_STATE_STYLES: Final[Mapping[State, str]] = {
+    "serving": "green",
+    "joining": "cyan",
+    "failing": "yellow",
+    "gone": "red",
+}
+_EVENT_STYLES: Final[Mapping[EventKind, str]] = {
+    "joined": "green",
+    "resume": "green",
+    "takeover": "cyan",
+    "left": "magenta",
+    "moves": "magenta",
+    "sheds": "magenta",
+    "gone": "bold red",
+    "strike": "red",
+    "pause": "bold yellow",
+    "went_back": "bold yellow",
+}
+_WIDE: Final = 100
+_FEWEST_ROWS: Final = 2
+_FIXED_LINES: Final = 9  # border, headline, the table's own, and what stands between
+
+
+class SwarmPanel:
+    """One moment of a run, as wide as the console and no higher than it.
+
+    Args:
+        scene: The moment.
+        num_events: Most lines for events.
+    """
+
+    def __init__(self, scene: Scene, *, num_events: int) -> None:
+        self._scene = scene
+        self._num_events = num_events
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        scene = self._scene
+        parts: list[RenderableType] = [_headline(scene), _numbers(scene, options.max_width)]
+        # One line less than the terminal has: there the cursor waits.
+        free = options.size.height - 1 - _FIXED_LINES
+        events = scene.events[-self._num_events :] if self._num_events else ()
+        if scene.stages:
+            num_rows = sum(max(len(rows), 1) for rows in scene.stages)
+            events = events[-max(min(self._num_events, free - num_rows), 1) :]
+            most = max((free - len(events)) // len(scene.stages), _FEWEST_ROWS)
+            parts += [Text(), _peers(scene.stages, most, wide=options.max_width >= _WIDE)]
+        if events:
+            parts += [Text(), _events(events)]
+        title = Text.assemble((" lightning-swarm ", "bold"), (f"{scene.name} " if scene.name else "", "cyan"))
+        yield Panel(Group(*parts), title=title, title_align="left", border_style="blue", box=box.ROUNDED)
+
+
+def _headline(scene: Scene) -> Table:
+    line = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    line.add_column(no_wrap=True, justify="right")
+    bar: RenderableType = Text()
+    if scene.progress is not None:
+        bar = ProgressBar(total=1.0, completed=scene.progress, complete_style="blue", finished_style="green")
+    phase_style = "green" if scene.phase in ("training", "done") else "yellow"
+    line.add_row(Text(steps(scene), "bold"), bar, Text(scene.phase, phase_style), Text(duration(scene.elapsed_s)))
+    return line
+
+
+def _numbers(scene: Scene, width: int) -> Text:
+    """Metrics, the curve and the rate, in as many lines as they need."""
+    words = [Text.assemble((f"{name} ", "dim"), (f"{value:.4g}", "bold")) for name, value in scene.metrics.items()]
+    spark = sparkline(scene.losses, max(width // 4, 8))
+    if spark and words:
+        words[0] = Text.assemble(words[0], " ", (spark, "blue"))
+    speed, _, unit = rates(scene).partition(" ")
+    words += [Text.assemble((speed, "bold"), (f" {unit}", "dim"))] if speed else []
+    return Text("   ").join(words)
+
+
+def _peers(stages: Sequence[Sequence[PeerRow]], most: int, *, wide: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("peer", no_wrap=True)
+    table.add_column("role", no_wrap=True, style="dim")
+    table.add_column("samples/s", justify="right", no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column("queue", justify="right", no_wrap=True)
+    table.add_column("done", justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    fastest = max((row.peer.samples_per_s for rows in stages for row in rows), default=0.0)
+    for index, rows in enumerate(stages):
+        shown = rows if len(rows) <= most else rows[: most - 1]
+        for number, row in enumerate(shown):
+            table.add_row(str(index) if number == 0 else "", *_cells(row, fastest, wide=wide))
+        if not rows:
+            table.add_row(str(index), Text("nobody", "bold red"))
+        if len(shown) < len(rows):
+            table.add_row("", Text(f"and {len(rows) - len(shown)} more", "dim"))
+    return table
+
+
+def _cells(row: PeerRow, fastest: float, *, wide: bool) -> list[RenderableType]:
+    peer, style = row.peer, _STATE_STYLES[row.state]
+    roles = [*(["trains"] if row.trains else []), *(["coordinates" if wide else "coord."] if row.coordinates else [])]
+    state = Text(f"● {row.state}", style)
+    if row.state == "gone":
+        done = Text(str(peer.num_microbatches), "dim")
+        return [Text(short(peer.peer_id), "dim strike"), "", "", "", "", done, state]
+    bar = ProgressBar(total=fastest or 1.0, completed=peer.samples_per_s, complete_style=style, finished_style=style)
+    return [
+        Text(short(peer.peer_id), "bold"),
+        ", ".join(roles),
+        f"{peer.samples_per_s:.0f}",
+        bar,
+        str(peer.queued),
+        str(peer.num_microbatches),
+        state,
+    ]
+
+
+def _events(events: Sequence[Event]) -> Table:
+    table = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    for _ in range(3):
+        table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis", style="dim", ratio=1)
+    for event in events:
+        table.add_row(
+            time_of_day(event),
+            Text(short(event.peer) if event.peer is not None else "", "bold"),
+            Text(WORDS[event.kind], _EVENT_STYLES.get(event.kind, "yellow")),
+            where(event),
+            Text(why(event)),
+        )
+    return table

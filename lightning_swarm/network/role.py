@@ -1,0 +1,114 @@
+"""The calls of a role that goes from peer to peer: a transport whose handlers come and go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from lightning_swarm.core.errors import NotCoordinator
+from lightning_swarm.network import MAX_STREAM_BYTES, CallHandler, Message, PeerId, StreamHandler, Transport
+
+
+class Role(Transport):
+    """A peer's transport, as its role sees it. While nobody plays the role, its calls are refused.
+
+    Args:
+        transport: The peer's.
+        calls: Methods that belong to the role, so that they are refused in words before it is played first.
+        streams: Likewise, with the most bytes of a request's tensors.
+        idle: What is true of a peer that does not play it.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        calls: Iterable[str],
+        streams: Mapping[str, int],
+        *,
+        idle: str = "does not coordinate",
+    ) -> None:
+        self._idle = idle
+        self.traffic = transport.traffic
+        self._transport = transport
+        self._calls: dict[str, CallHandler | None] = {}
+        self._streams: dict[str, StreamHandler | None] = {}
+        for method in calls:
+            self._add_call(method)
+        for method, max_bytes in streams.items():
+            self._add_stream(method, max_bytes)
+
+    def end(self) -> None:
+        """Nobody plays the role now."""
+        self._calls = dict.fromkeys(self._calls)
+        self._streams = dict.fromkeys(self._streams)
+
+    @property
+    def peer_id(self) -> PeerId:
+        """See `Transport`."""
+        return self._transport.peer_id
+
+    @property
+    def closed(self) -> bool:
+        """See `Transport`."""
+        return self._transport.closed
+
+    def handle_call(self, method: str, handler: CallHandler) -> None:
+        """Answer until the role ends."""
+        if method not in self._calls:
+            self._add_call(method)
+        self._calls[method] = handler
+
+    def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+        """Likewise."""
+        if method not in self._streams:
+            self._add_stream(method, max_bytes)
+        self._streams[method] = handler
+
+    async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """See `Transport`."""
+        return await self._transport.call(peer, method, body, timeout=timeout)
+
+    async def stream(
+        self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    ) -> Message:
+        """See `Transport`."""
+        return await self._transport.stream(peer, method, message, timeout=timeout, max_bytes=max_bytes)
+
+    async def ping(self, peer: PeerId) -> float:
+        """See `Transport`."""
+        return await self._transport.ping(peer)
+
+    async def connect(self, addresses: Sequence[str]) -> None:
+        """See `Transport`."""
+        await self._transport.connect(addresses)
+
+    async def addresses(self) -> tuple[str, ...]:
+        """See `Transport`."""
+        return await self._transport.addresses()
+
+    async def close(self) -> None:
+        """The role ends; the peer goes on."""
+        self.end()
+
+    def _add_call(self, method: str) -> None:
+        self._calls[method] = None
+        self._transport.handle_call(method, partial(self._on_call, method))
+
+    def _add_stream(self, method: str, max_bytes: int) -> None:
+        self._streams[method] = None
+        self._transport.handle_stream(method, partial(self._on_stream, method), max_bytes=max_bytes)
+
+    async def _on_call(self, method: str, caller: PeerId, body: bytes) -> bytes:
+        handler = self._calls[method]
+        if handler is None:
+            raise self._refusal(method)
+        return await handler(caller, body)
+
+    async def _on_stream(self, method: str, caller: PeerId, message: Message) -> Message:
+        handler = self._streams[method]
+        if handler is None:
+            raise self._refusal(method)
+        return await handler(caller, message)
+
+    def _refusal(self, method: str) -> NotCoordinator:
+        return NotCoordinator(f"{self.peer_id} {self._idle} (now), so it does not answer {method}")

@@ -1,0 +1,234 @@
+"""One request and one answer over a two-way channel of bytes: both sides of it, for every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar
+
+from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
+from lightning_swarm.core.tasks import ended
+from lightning_swarm.network import Message
+from lightning_swarm.network.framing import Buffer, Head, Kind, Reader, encode, encode_error, read_head, read_tensors
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+STALL_TIMEOUT_S: Final = 60.0
+"""How long a server waits for the next chunk of a request, or for room to write the next one of an answer."""
+
+_LINGER_S: Final = 10.0
+
+
+class Feed(asyncio.StreamReader):
+    """A `Reader` of what is fed to it."""
+
+    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+        """Fill all of `view`, and show each piece to `seen` as it comes."""
+        while view:
+            if not (data := await self.read(len(view))):
+                raise asyncio.IncompleteReadError(b"", len(view))
+            piece, view = view[: len(data)], view[len(data) :]
+            piece[:] = data
+            seen(piece)
+
+
+class Channel:
+    """Bytes both ways between two peers, counted. What breaks raises an `OSError` or an `EOFError`.
+
+    Args:
+        reader: Where the other side's bytes arrive.
+        write: Sends one buffer and waits for room. It may keep the buffer only until it returns.
+    """
+
+    def __init__(self, reader: Reader, write: Callable[[Buffer], Awaitable[None]]) -> None:
+        self._reader = reader
+        self._write = write
+        self._sent_bytes = 0
+        self._received_bytes = 0
+
+    async def readexactly(self, n: int, /) -> bytes:
+        """Exactly `n` bytes."""
+        data = await self._reader.readexactly(n)
+        self._received_bytes += n
+        return data
+
+    async def read(self, n: int, /) -> bytes:
+        """At least one and at most `n` bytes; none at the end."""
+        data = await self._reader.read(n)
+        self._received_bytes += len(data)
+        return data
+
+    async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
+        """Fill all of `view`, and show each piece to `seen` as it comes."""
+
+        def count(piece: memoryview) -> None:
+            self._received_bytes += len(piece)
+            seen(piece)
+
+        await self._reader.fill(view, count)
+
+    async def send(self, buffers: Iterable[Buffer], *, stall_timeout: float | None = None) -> None:
+        """Write all buffers, waiting at most `stall_timeout` seconds for each."""
+        for buffer in buffers:
+            self._sent_bytes += len(buffer)
+            async with asyncio.timeout(stall_timeout):
+                await self._write(buffer)
+
+    @property
+    def num_moved_bytes(self) -> int:
+        """Sent and received since `take_counts`."""
+        return self._sent_bytes + self._received_bytes
+
+    def take_counts(self) -> tuple[int, int]:
+        """Bytes sent and received since the last time."""
+        counts = self._sent_bytes, self._received_bytes
+        self._sent_bytes = self._received_bytes = 0
+        return counts
+
+
+Responder = Callable[[Message], Awaitable[Message]]
+Endpoint = tuple[int, Responder]
+"""Most tensor bytes that a request may bring, and what answers it."""
+
+
+async def ask(
+    channel: Channel, kind: Kind, exchange_id: int, method: str, message: Message, max_bytes: int
+) -> tuple[Message, bool]:
+    """Send a request, read the answer.
+
+    Returns:
+        The answer, and whether the channel may be used again. After any exception it may not.
+
+    Raises:
+        Unreachable: The channel broke.
+        ProtocolError: The answer is malformed, too large, or one to another request.
+        SwarmError: The answer is an error.
+    """
+    request = encode(kind, exchange_id, method, message)
+    # A server may refuse a request that it has not read to its end, so listen while sending.
+    async with _in_background(channel.send(request)) as sending:
+        try:
+            head = await read_head(channel)
+            check_answer(head, exchange_id, method)
+            head.check_size(max_bytes)
+            answer = Message(head.body, await read_tensors(channel, head))
+        except (OSError, EOFError) as error:
+            raise Unreachable(f"The connection broke during `{method}`: {_say(error)}.") from error
+        # A server answers after it has read everything, so what is still to be sent here is a formality.
+        return answer, sending.done() and not sending.cancelled() and sending.exception() is None
+
+
+def check_answer(head: Head, exchange_id: int, method: str) -> None:
+    """Raise what the answer carries if it is an error; refuse what is no answer to this request."""
+    if head.kind is Kind.ERROR and head.exchange_id in (exchange_id, 0):
+        raise head.error()
+    if head.kind is not Kind.ANSWER or head.exchange_id != exchange_id:
+        raise ProtocolError(f"What came as the answer to `{method}` is no answer, or one to another request.")
+
+
+async def serve(
+    channel: Channel,
+    find: Callable[[Head], Endpoint],
+    count: Callable[[str, Channel], None],
+    *,
+    idle_timeout: float,
+) -> None:
+    """Answer the requests that come over a channel, one after the other, until it ends or misbehaves.
+
+    A handler whose caller hangs up is cancelled.
+
+    Args:
+        channel: Where the requests come from and the answers go to.
+        find: Who answers a request; raises `ProtocolError` if nobody does.
+        count: Told the method after each request.
+        idle_timeout: Seconds to wait for the next request.
+    """
+    fit = True
+    while fit:
+        method = ""
+        try:
+            async with asyncio.timeout(idle_timeout):
+                head = await read_head(channel)
+            method = head.method
+            fit = await _serve_one(channel, head, find)
+        except ProtocolError as error:
+            await _refuse(channel, 0, error)
+            fit = False
+        except (OSError, EOFError):
+            fit = False
+        finally:
+            count(method, channel)
+
+
+async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> bool:
+    """Answer one request. Returns whether the channel is fit for another."""
+    try:
+        max_bytes, respond = find(head)
+        head.check_size(max_bytes)
+        message = Message(head.body, await read_tensors(channel, head, stall_timeout=STALL_TIMEOUT_S))
+    except ProtocolError as error:
+        await _refuse(channel, head.exchange_id, error)
+        return False
+    answer = await _while_connected(channel, answer_to(head, respond, message))
+    await channel.send(answer, stall_timeout=STALL_TIMEOUT_S)
+    return True
+
+
+async def answer_to(
+    head: Head, respond: Responder, message: Message, *, max_bytes: int | None = None
+) -> Iterable[Buffer]:
+    """What comes of a request, as it goes over the wire: an answer or an error, but no exception."""
+    try:
+        answer = await respond(message)
+        if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
+            raise ProtocolError(
+                f"The answer to `{head.method}` brings {answer.num_tensor_bytes} bytes of tensors, "
+                f"at most {max_bytes} may travel where it was asked for."
+            )
+        return encode(Kind.ANSWER, head.exchange_id, head.method, answer)
+    except SwarmError as error:
+        return encode_error(head.exchange_id, error)
+    except Exception as error:  # noqa: BLE001
+        # A bug over here must not take the server down, nor leave the caller waiting.
+        _log.exception("The handler of `%s` failed.", head.method)
+        return encode_error(head.exchange_id, error)
+
+
+async def _refuse(channel: Channel, exchange_id: int, error: ProtocolError) -> None:
+    """Answer a request that has not been read to its end.
+
+    To close now, with unread bytes, could destroy the answer on its way; so wait for the caller to hang up.
+    """
+    try:
+        async with asyncio.timeout(_LINGER_S):
+            await channel.send(encode_error(exchange_id, error))
+            while await channel.read(1 << 16):
+                pass
+    except (OSError, EOFError):
+        return
+
+
+async def _while_connected(channel: Channel, working: Coroutine[Any, Any, _T]) -> _T:
+    """Await `working`, but cancel it if the caller hangs up: nobody waits for its result any more."""
+    async with _in_background(working) as work, _in_background(channel.read(1)) as hangup:
+        await asyncio.wait({work, hangup}, return_when=asyncio.FIRST_COMPLETED)
+        if hangup.done():
+            raise EOFError("the caller is gone, or does not wait for its answers")
+        return work.result()
+
+
+def _say(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+@asynccontextmanager
+async def _in_background(coroutine: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
+    """Run something meanwhile; when the block ends it has ended too, cancelled if need be."""
+    task = asyncio.create_task(coroutine)
+    try:
+        yield task
+    finally:
+        await ended([task])

@@ -1,0 +1,327 @@
+"""What all transports have in common: registered methods, deadlines, self-calls, counting, closing."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from typing import Any, Final, Protocol, TypeVar
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import (
+    Busy,
+    ConfigError,
+    DeadlineExceeded,
+    ProtocolError,
+    SwarmError,
+    Unreachable,
+    from_wire,
+    to_wire,
+)
+from lightning_swarm.network import (
+    MAX_STREAM_BYTES,
+    SMALL_BYTES,
+    CallHandler,
+    Message,
+    PeerId,
+    StreamHandler,
+    Traffic,
+    Transport,
+)
+from lightning_swarm.network.bandwidth import Links
+from lightning_swarm.network.framing import (
+    Head,
+    Kind,
+    check_outgoing,
+    decode,
+    encode,
+    encode_error,
+    exchange_id_of,
+    take_tensors,
+)
+from lightning_swarm.network.liveness import Exchange, Liveness
+from lightning_swarm.network.rpc import Channel, Endpoint, Responder, answer_to, check_answer
+
+_T = TypeVar("_T")
+
+PING: Final = "transport.ping"
+"""The method that every transport answers by itself."""
+
+SILENCE_S: Final = 10.0
+"""A peer that gave no sign of life for so long has its exchanges ended."""
+
+
+class Tap(Protocol):
+    """Sits at a peer's exchanges and does to messages and peers what it likes: how tests plan their faults.
+
+    The control bodies tell it which exchange it has before it. It sees what a peer asks of itself, too.
+    """
+
+    def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
+        """What answers in place of `respond` when a request of `caller` has come to `peer`."""
+        ...
+
+    def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
+        """The answer to a call has come back to `caller`."""
+        ...
+
+
+class BaseTransport(Transport):
+    """A transport but for the wire, which is `_send_call` and `_send_stream`.
+
+    Attributes:
+        tap: Sits at its exchanges, if there is one.
+    """
+
+    def __init__(self, peer_id: PeerId, *, silence_s: float) -> None:
+        self.traffic = Traffic()
+        self.links = Links()
+        self.tap: Tap | None = None
+        self._peer_id = peer_id
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._call_handlers: dict[str, CallHandler] = {}
+        self._stream_handlers: dict[str, tuple[StreamHandler, int]] = {}
+        self._deadlines: dict[asyncio.Timeout, None] = {}  # ordered, so that a run repeats exactly
+        self._serving: set[asyncio.Task[Any]] = set()
+        # 0 is the answer to what could not be understood.
+        self._exchange_ids = itertools.count(1)
+        self._liveness = Liveness(silence_s, self._ping, self._spawn)
+        self.handle_call(PING, _answer_ping)
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This peer."""
+        return self._peer_id
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be sent any more."""
+        return self._closed
+
+    def handle_call(self, method: str, handler: CallHandler) -> None:
+        """See `Transport`."""
+        _check_unregistered(method, self._call_handlers)
+        self._call_handlers[method] = handler
+
+    def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
+        """See `Transport`."""
+        _check_unregistered(method, self._stream_handlers)
+        self._stream_handlers[method] = (handler, max_bytes)
+
+    async def call(self, peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        """See `Transport`."""
+        async with self._deadline(peer, method, timeout):
+            if peer == self._peer_id:
+                return (await self._ask_self(Kind.CALL, method, Message(body), 0)).body
+            return (await self._ask_small(peer, Kind.CALL, method, Message(body), 0)).body
+
+    async def stream(
+        self, peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = MAX_STREAM_BYTES
+    ) -> Message:
+        """See `Transport`."""
+        async with self._deadline(peer, method, timeout):
+            if peer == self._peer_id:
+                return await self._ask_self(Kind.STREAM, method, message, max_bytes)
+            if max_bytes <= SMALL_BYTES and message.num_tensor_bytes <= SMALL_BYTES:
+                return await self._ask_small(peer, Kind.STREAM, method, message, max_bytes)
+            began_s = now_s()
+            answer = await self._send_stream(peer, method, message, max_bytes)
+            self._liveness.heard(peer)
+            self.links.note(
+                peer,
+                sent_bytes=message.num_tensor_bytes,
+                received_bytes=answer.num_tensor_bytes,
+                took_s=now_s() - began_s,
+            )
+            return answer
+
+    async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
+        """An exchange of messages that may travel beside others."""
+        exchange_id = next(self._exchange_ids)
+        request = b"".join(encode(kind, exchange_id, method, message))
+        self.traffic.sent_bytes[peer, method] += len(request)
+        began_s = now_s()
+        data = await self._send_call(peer, method, request)
+        self._liveness.heard(peer)
+        self.links.note(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
+        self.traffic.received_bytes[peer, method] += len(data)
+        head = decode(data)
+        check_answer(head, exchange_id, method)
+        head.check_size(max_bytes)
+        answer = Message(head.body, take_tensors(data, head))
+        if self.tap is not None:
+            await self.tap.arrived(self._peer_id, peer, method, message.body, answer.body)
+        return answer
+
+    async def ping(self, peer: PeerId) -> float:
+        """See `Transport`."""
+        began_s = now_s()
+        patience_s = self._liveness.patience_s(peer)
+        try:
+            with suppress(Busy):  # it lives
+                await self.call(peer, PING, b"", timeout=patience_s)
+        except DeadlineExceeded as error:
+            raise Unreachable(f"{peer} gave no sign of life for {patience_s:g} s.") from error
+        return now_s() - began_s
+
+    async def _ping(self, peer: PeerId) -> None:
+        """Beside an exchange. Whatever comes back, an error even, is a sign of life."""
+        request = b"".join(encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
+        self.traffic.sent_bytes[peer, PING] += len(request)
+        answer = await self._send_call(peer, PING, request)
+        self.traffic.received_bytes[peer, PING] += len(answer)
+
+    @abstractmethod
+    async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
+        """Carry an encoded call to `peer` and its encoded answer back. Breaks with `Unreachable`."""
+
+    @abstractmethod
+    async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
+        """Carry a message with tensors to `peer` and the answer back. Breaks with `Unreachable`."""
+
+    async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
+        """The answer to an encoded call."""
+        method = ""
+        try:
+            head = decode(request)
+            max_bytes, respond = self._find(caller, head)
+            head.check_size(max_bytes)
+            method = head.method
+            message = Message(head.body, take_tensors(request, head))
+            answer = b"".join(await answer_to(head, respond, message, max_bytes=SMALL_BYTES))
+        except ProtocolError as error:
+            answer = b"".join(encode_error(exchange_id_of(request), error))
+        self.traffic.received_bytes[caller, method] += len(request)
+        self.traffic.sent_bytes[caller, method] += len(answer)
+        return answer
+
+    def _find(self, caller: PeerId, head: Head) -> Endpoint:
+        """Who answers a request."""
+        max_bytes, respond = self._handler(caller, head)
+        return max_bytes, respond if self.tap is None else self.tap.answer(caller, self._peer_id, head, respond)
+
+    def _handler(self, caller: PeerId, head: Head) -> Endpoint:
+        if head.kind is Kind.CALL and (on_call := self._call_handlers.get(head.method)):
+
+            async def respond(message: Message) -> Message:
+                return Message(await on_call(caller, message.body))
+
+            return 0, respond
+        if head.kind is Kind.STREAM and (entry := self._stream_handlers.get(head.method)):
+            on_stream, max_bytes = entry
+            return max_bytes, lambda message: on_stream(caller, message)
+        raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
+
+    async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
+        """Run the handler here, under the limits that hold for others."""
+        head = _describe(kind, method, message)
+        max_request_bytes, respond = self._find(self._peer_id, head)
+        head.check_size(max_request_bytes)
+        try:
+            answer = await respond(message)
+        except SwarmError:
+            raise
+        except Exception as error:
+            raise from_wire(*to_wire(error)) from error
+        _describe(Kind.ANSWER, method, answer).check_size(max_bytes)
+        return answer
+
+    def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
+        """Book what went over a channel since the last time."""
+        sent_bytes, received_bytes = channel.take_counts()
+        if sent_bytes:
+            self.traffic.sent_bytes[peer, method] += sent_bytes
+        if received_bytes:
+            self.traffic.received_bytes[peer, method] += received_bytes
+
+    def _count_served(self, caller: PeerId, method: str, channel: Channel) -> None:
+        # Names that strangers make up share one entry, or they could fill the memory.
+        known = method in self._call_handlers or method in self._stream_handlers
+        self._count(caller, method if known else "", channel)
+
+    @asynccontextmanager
+    async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[None]:
+        """Bound an exchange in time; also what ends it if this transport closes."""
+        if self._closed:
+            raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
+        self._loop = asyncio.get_running_loop()
+        limit = asyncio.timeout(timeout)
+        exchange = Exchange(limit)
+        watching = nullcontext() if peer == self._peer_id else self._liveness.watching(peer, exchange)
+        try:
+            async with limit:
+                self._deadlines[limit] = None
+                with watching:
+                    yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            if self._closed:
+                raise Unreachable(f"The transport was closed during `{method}` to {peer}.") from None
+            if exchange.silent_s is not None:
+                raise Unreachable(
+                    f"{peer} gave no sign of life for {exchange.silent_s:.3g} s during `{method}`."
+                ) from error
+            raise DeadlineExceeded(f"{peer} did not answer `{method}` within {timeout:g} s.") from error
+        finally:
+            self._deadlines.pop(limit, None)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Serve in a task that `close` ends."""
+        task = asyncio.create_task(coroutine)
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        return task
+
+    @contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Make the running task one that `close` ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            yield
+        finally:
+            self._serving.discard(task)
+
+    def _break_off(self) -> None:
+        """End all exchanges under way, on both sides, and allow no new ones."""
+        self._closed = True
+        self._liveness.close()
+        for task in self._serving:
+            task.cancel()
+        if self._loop is not None and not self._loop.is_closed():
+            # A test may kill a peer while no loop runs, but deadlines can be moved by a running one only.
+            self._loop.call_soon(self._end_deadlines)
+
+    def _end_deadlines(self) -> None:
+        at_s = now_s()
+        for limit in self._deadlines:
+            if not limit.expired():
+                limit.reschedule(at_s)
+
+    async def _wait_until_served(self) -> None:
+        """Await the tasks that `_break_off` cancelled. A handler may be the one that closes its transport."""
+        others = self._serving - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others)
+
+
+async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:
+    if body:
+        raise ProtocolError(f"{PING} takes no arguments, got {len(body)} bytes")
+    return b""
+
+
+def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:
+    if method in handlers:
+        raise ConfigError(f"`{method}` has a handler already; a method is registered once. Choose another name.")
+
+
+def _describe(kind: Kind, method: str, message: Message) -> Head:
+    """The head that `message` would have on the wire."""
+    check_outgoing(method, message)
+    return Head(kind, 0, method, message.body, (), message.num_tensor_bytes)

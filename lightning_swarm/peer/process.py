@@ -1,0 +1,189 @@
+"""What a peer's process is told by whoever starts it: the first peer of its machine, or the command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Final, cast
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.network.addresses import Address, Place, widest
+from lightning_swarm.peer.config import Preemption, Role, SwarmConfig
+
+_OWN_OPTIONS: Final = (
+    "--trainer.devices",
+    *(f"--trainer.strategy.{name}" for name in ("role", "initial_peers", "announce", "identity_path")),
+)
+_BOOTSTRAP: Final = Path(__file__).with_name("_bootstrap.py")
+
+
+def invitation(config: SwarmConfig, addresses: Sequence[Address]) -> str:
+    """The line that lets others join, or start the run that this server waits for."""
+    address = widest(addresses)
+    only_here = "of this machine only (others: set `listen`, say to 0.0.0.0:31337) "
+    where = only_here if address.place.is_loopback else ""
+    program = shlex.join(_program())
+    if not config.only_serves:
+        return f"Peers {where}can join this run: lightning-swarm join {address} {program}"
+    if config.initial_peers:
+        return (
+            f"This peer asks for a place in run {config.run_id!r}. Ctrl-C or SIGTERM has it leave between two steps. "
+            f"Peers {where}can join here, too: lightning-swarm join {address} {program}"
+        )
+    start = (
+        f"lightning-swarm fit {program} --trainer.strategy.role both --trainer.strategy.initial_peers {address}"
+        if _is_command()
+        else f"SwarmStrategy(role='both', initial_peers='{address}')"
+    )
+    return (
+        f"This server waits for its run. A peer {where}starts it with {start}\n"
+        f"More servers: lightning-swarm serve {address} {program}"
+    )
+
+
+def _program() -> list[str]:
+    """What this process runs, as a person would write it."""
+    if _is_command():
+        return _for_others(sys.argv[2:])  # the command's own arguments
+    return [*(["-m"] if _spec() is not None else []), _program_name(), *sys.argv[1:]]
+
+
+def _is_command() -> bool:
+    """Whether it is `lightning-swarm`, and not a script of the user's."""
+    return _program_name() in ("lightning_swarm", "lightning-swarm")
+
+
+def _program_name() -> str:
+    spec = _spec()
+    return spec.name.removesuffix(".__main__") if spec is not None else Path(sys.argv[0]).name
+
+
+def _for_others(arguments: Sequence[str]) -> list[str]:
+    """Options of `fit` without those that are this peer's own."""
+    kept: list[str] = []
+    rest = list(arguments)
+    while rest:
+        option, has_value, _ = rest[0].partition("=")
+        if option.replace(".init_args.", ".") in _OWN_OPTIONS:
+            del rest[: 1 if has_value else 2]
+        else:
+            kept.append(rest.pop(0))
+    return kept
+
+
+def _spec() -> ModuleSpec | None:
+    """Of the module that runs as ``__main__``; None for a script. It may have changed since this one was imported."""
+    return getattr(sys.modules["__main__"], "__spec__", None)
+
+
+def of_child() -> list[str]:
+    """This script or module again, with the same arguments."""
+    # -P: the bootstrap's own folder, this package, must not shadow the standard library's modules.
+    python = [sys.executable, "-P", str(_BOOTSTRAP)]
+    spec = _spec()
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__") if spec.name.endswith(".__main__") else spec.name
+        return [*python, "-m", name, *sys.argv[1:]]
+    script = Path(sys.argv[0])
+    if not script.is_file():
+        raise ConfigError(
+            f"`devices` above 1 starts this script again for every peer, and {sys.argv[0]!r} is no file. "
+            "Put the code into a script, or use `devices=1`."
+        )
+    return [*python, str(script.resolve()), *sys.argv[1:]]
+
+
+JOIN: Final = "SWARM_JOIN"
+"""Whom to join, for a script that names nobody."""
+LISTEN: Final = "SWARM_LISTEN"
+"""Where to listen, whatever the script says."""
+IDENTITY: Final = "SWARM_IDENTITY"
+"""The file of the first peer's key, whatever the script says."""
+ROLE: Final = "SWARM_ROLE"
+"""What to be, whatever the script says."""
+PREEMPTION: Final = "SWARM_PREEMPTION"
+"""Whose notice to heed that this machine is to go, whatever the script says."""
+NEIGHBOURS: Final = "SWARM_NEIGHBOURS"
+"""0: peers of one machine talk to each other as if they were far apart. For networks that are emulated on one."""
+_RUN: Final = "SWARM_RUN_ID"
+_RANK: Final = "SWARM_LOCAL_RANK"
+_TRAINS: Final = "SWARM_TRAINS"  # a child that reads data, too
+_LAUNCH: Final = "SWARM_LAUNCH_ID"
+
+
+def local_rank() -> int:
+    """Which of this machine's peers this process is."""
+    return int(os.environ.get(_RANK, "0"))
+
+
+def talks_to_neighbours() -> bool:
+    """Whether peers of this machine are talked to past their daemons.
+
+    Raises:
+        ConfigError: The variable says neither yes nor no.
+    """
+    told = os.environ.get(NEIGHBOURS, "1")
+    if told not in ("0", "1"):
+        raise ConfigError(f"the variable {NEIGHBOURS} must be 0 or 1, got {told!r}. Leave it out: that means 1.")
+    return told == "1"
+
+
+def tunes_malloc() -> bool:
+    """Whether somebody has told glibc what to do with freed memory, by its own variables."""
+    return any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+
+
+def launch_id() -> str:
+    """Of the peers that were started together; empty in the first of them."""
+    return os.environ.get(_LAUNCH, "")
+
+
+def for_child(rank: int, addresses: str, *, run_id: str, launch: str, trains: bool) -> dict[str, str]:
+    """The environment of another peer of this machine.
+
+    Args:
+        rank: Which one it is.
+        addresses: Of this process's peer, a space between them.
+        run_id: Of the run that it is for.
+        launch: Id of those that are started together.
+        trains: Whether it reads data, too.
+    """
+    return {
+        **os.environ,
+        JOIN: addresses,
+        _RUN: run_id,
+        _RANK: str(rank),
+        _LAUNCH: launch,
+        "LOCAL_RANK": str(rank),  # keeps Lightning's own rank-zero messages to one process
+        _TRAINS: "1" if trains else "",
+    }
+
+
+def settle(config: SwarmConfig, local_rank: int) -> SwarmConfig:
+    """A script's settings, as changed by what this process was told."""
+    peers = tuple(map(Address.parse, os.environ.get(JOIN, "").split()))
+    listen = os.environ.get(LISTEN)
+    config = replace(
+        config,
+        initial_peers=peers or config.initial_peers,
+        run_id=os.environ.get(_RUN, config.run_id),
+        role=cast(Role, os.environ.get(ROLE, config.role)),
+        listen=Place.to_listen(listen) if listen else config.listen,
+        identity_path=os.environ.get(IDENTITY, config.identity_path),
+        preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
+    )
+    if local_rank == 0:
+        return config
+    # The first peer's place and key are taken.
+    return replace(
+        config,
+        role="both" if os.environ.get(_TRAINS) else "server",
+        listen=config.listen.further(local_rank),
+        announce=tuple(place.further(local_rank) for place in config.announce),
+        identity_path=None,
+    )

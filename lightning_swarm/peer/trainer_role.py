@@ -1,0 +1,159 @@
+"""A peer's part as a trainer: opens sessions in runs, one after the other, on one set of handlers and one cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import torch
+
+from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.local_layers import Around
+from lightning_swarm.client.pipeline.microbatch_run import Replayer
+from lightning_swarm.client.pipeline.pipeline import Pipeline, PipelineConfig
+from lightning_swarm.client.pipeline.replay_buffer import Copies
+from lightning_swarm.client.pipeline.router import StageRouter
+from lightning_swarm.client.session import Session
+from lightning_swarm.client.step_client import OnRecord, StepClient
+from lightning_swarm.core.event_loop import Runtime
+from lightning_swarm.model.partition import Blocks, StageModule
+from lightning_swarm.network import Transport
+from lightning_swarm.network.role import Role
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.protocol.compression import Codecs
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.tickets import TicketStore
+
+_MICROBATCHES_PER_STAGE = 4
+"""Parts of a batch when no size is given: a pipeline of S stages is busy for M / (M + S - 1) of the time."""
+
+
+_NUMBER_BITS = 40
+"""One that is started again has its old name perhaps, and shall not be given its old places."""
+
+
+class Training:
+    """What the sessions of one peer share.
+
+    Args:
+        transport: Its network.
+        tickets: What it holds for others, and asks of them.
+        config: The user's settings.
+        events: What it sees is noted there.
+        rng: Wires pipelines.
+        connect: Makes the run's servers reachable.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        config: SwarmConfig,
+        events: EventLog,
+        rng: random.Random,
+        connect: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._transport = transport
+        self._tickets = tickets
+        self._config = config
+        self._events = events
+        self._rng = rng
+        self._connect = connect
+        self._copies = Copies(config.limits.cache_bytes)
+        self._role = Role(transport, (), {}, idle="trains in no run")  # its calls are those of one run
+
+    def open(
+        self,
+        run: RunState,
+        stages: Sequence[StageModule],
+        blocks: Blocks,
+        around: Around | None,
+        *,
+        device: torch.device,
+        runtime: Runtime,
+    ) -> Session:
+        """A session in a run that has begun.
+
+        Args:
+            run: As this trainer knows it.
+            stages: Its own copy's.
+            blocks: Of its copy of the model.
+            around: What it computes itself, if there is anything outside of the pipeline.
+            device: Where its tensors live.
+            runtime: The way to the swarm's loop, as long as the run lasts.
+        """
+        link = self._link(run)
+        config = PipelineConfig(
+            stages=[stage for stage in stages if not stage.spec.on_trainers],
+            shared=self._config.shared,
+            microbatch_size=run.manifest.microbatch_size or None,
+            num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
+            max_in_flight=self._config.limits.max_in_flight,
+            device=device,
+            codecs=Codecs.of(run.manifest.encoding),
+        )
+        pipeline = Pipeline(blocks.modules, link, runtime, config)
+        steps = self._steps(run, link)
+        link.check = steps.renew
+        is_lead = self._transport.peer_id == run.manifest.lead
+        return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
+
+    def _steps(self, run: RunState, link: Link) -> StepClient:
+        """Of this trainer. One that came later may go and come again while the run goes on without it."""
+        limits = self._config.limits
+        is_lead = self._transport.peer_id == run.manifest.lead
+        came_later = self._transport.peer_id not in run.manifest.trainers
+        return StepClient(
+            self._role,
+            run,
+            timeout=limits.call_timeout,
+            patience_s=limits.stage_timeout,
+            on_record=self._meeting_all(run, link) if came_later else link.follow,
+            events=self._events,
+            alone_s=limits.lead_timeout if is_lead or came_later else None,
+            first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
+        )
+
+    def _meeting_all(self, run: RunState, link: Link) -> OnRecord:
+        """For a trainer that may hold no stage, and pass over the records that say where newcomers are reached."""
+
+        async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
+            if {member.peer_id for roster in members for member in roster} - {*run.servers}:
+                await self._connect()
+            await link.follow(record, members)
+
+        return follow
+
+    def _link(self, run: RunState) -> Link:
+        """Routes to every stage that servers hold."""
+        limits = self._config.limits
+        routers = []
+        for roster, stage in zip(run.rosters, run.manifest.stages, strict=True):
+            if not stage.on_trainers:
+                router = StageRouter(self._rng)
+                router.set_peers(member.peer_id for member in roster)
+                routers.append(router)
+        link = Link(
+            self._role, self._tickets, routers, limits.call_timeout, self._events, self._copies, limits.stage_timeout
+        )
+        Replayer(link, run, max_in_flight=limits.max_in_flight)
+        return link
+
+    async def end(self) -> None:
+        """The run is void. What comes for it is refused, and nothing of it is kept."""
+        self._role.end()
+        await self._copies.clear()
+
+    def close(self) -> None:
+        """No session will be opened any more."""
+        self._copies.close()
+
+
+def _num_microbatches(num_servers: Sequence[int]) -> int:
+    """Into which a batch is split, from how many servers each stage has."""
+    widest = max(num_servers)
+    alone = widest == len(num_servers) == 1
+    return 1 if alone else _MICROBATCHES_PER_STAGE * max(len(num_servers), widest)

@@ -1,0 +1,242 @@
+"""How a user says that tensors travel, and what that is in the planner's terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import yaml
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.boundary_layers import Bottleneck
+from lightning_swarm.peer.config import Compression
+from lightning_swarm.planner.records import Code, Machine, Processor, Wire
+from lightning_swarm.protocol.compression import CODECS, SMALLEST
+
+_CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
+"""Seconds of a core for writing and reading a number, of millions of them. Measured: `benchmarks.codecs`."""
+
+
+@dataclass(frozen=True)
+class Travel:
+    """How tensors travel. None: nothing was said.
+
+    Args:
+        compression: By which codecs.
+        boundary_ratio: How many times fewer features cross from stage to stage.
+    """
+
+    compression: Compression | None = None
+    boundary_ratio: int | None = None
+
+    @classmethod
+    def parse(cls, compression: Any, boundary_ratio: Any) -> Travel:
+        """What a user gives.
+
+        Args:
+            compression: As `SwarmStrategy` takes it; None: nothing.
+            boundary_ratio: As `Bottleneck` takes it; None: nothing.
+
+        Raises:
+            ConfigError: It cannot be.
+        """
+        if compression is not None and not isinstance(compression, Compression | Mapping):
+            compression = str(compression)
+        return cls(
+            compression=None if compression is None else Compression.parse(compression),
+            boundary_ratio=None if boundary_ratio is None else Bottleneck(boundary_ratio).ratio,
+        )
+
+    def or_else(self, other: Travel) -> Travel:
+        """With what the other says where this one says nothing."""
+        return Travel(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
+
+    @property
+    def wire(self) -> Wire:
+        """What is left of their bytes. What is no codec counts as none, and is named."""
+        by = self.compression or Compression()
+        ways = by.activations, by.gradients, by.averaging
+        activations, gradients, averaging = map(_code, ways)
+        return Wire(
+            activations=activations,
+            gradients=gradients,
+            averaging=averaging,
+            error_feedback=bool(by.error_feedback),
+            boundary_ratio=self.boundary_ratio or 1,
+            uncounted=tuple(sorted({way for way in ways if way not in CODECS} - {"none"})),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
+
+
+NOTHING_SAID: Final = Travel()
+
+
+def _code(name: str) -> Code | None:
+    if name not in CODECS:
+        return None
+    return Code(bits=CODECS[name].bits, cpu_s=_CPU_S[name], smallest=SMALLEST)
+
+
+HERE: Final = "here"
+"""Stands for a rate that is measured on this machine."""
+
+_MBIT, _GB = 1e6 / 8, 1e9
+
+
+@dataclass(frozen=True)
+class _Key:
+    """A number of a machine.
+
+    Args:
+        unit: What it counts, in words.
+        scale: Times it, in the units of `Machine`.
+        default: None: it has to be there.
+        zero: Whether it may be 0.
+    """
+
+    unit: str
+    scale: float
+    default: float | None = None
+    zero: bool = False
+
+
+_NUMBERS: Final = {
+    "memory_gb": _Key("GB of memory where it computes", _GB),
+    "up_mbit": _Key("Mb/s that its line sends", _MBIT),
+    "down_mbit": _Key("Mb/s that its line receives", _MBIT),
+    "latency_ms": _Key("milliseconds from it to another machine, half of a round trip", 1e-3, 0.0, zero=True),
+    "host_memory_gb": _Key("GB beside a GPU's own", _GB, 0.0, zero=True),
+    "bus_gb_per_s": _Key("GB/s between GPU and host, each way", _GB, 0.0, zero=True),
+}
+_RATES: Final = ("tflops", "samples_per_s")
+_TOP: Final = ("machines", "compression", "boundary_ratio")
+_KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
+
+
+def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None) -> list[Machine]:
+    """The machines of a file, each of a `count` by itself.
+
+    Args:
+        path: Of a YAML file with a list under `machines`, or with nothing but the list. The first one starts the run.
+        flop_per_sample: Of the whole model, for those whose rate is in samples/s.
+        here_flop_per_s: Measures this machine, for those whose rate is ``here``; None: it was not asked to.
+
+    Raises:
+        ConfigError: The file is none, or says what cannot be.
+    """
+    content = _content(path)
+    listed = content.get("machines") if isinstance(content, Mapping) else content
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(
+            f"{path} must have a list of at least one machine under `machines`, got {listed!r}. Begin with\n"
+            "machines:\n  - {tflops: 10, memory_gb: 24, up_mbit: 100, down_mbit: 100}"
+        )
+    found = []
+    for place, entry in enumerate(listed):
+        where = f"machine {place + 1} of {path}"
+        machine, count = _machine(entry, where, flop_per_sample, here_flop_per_s)
+        found += [machine] * count
+    return found
+
+
+def read_travel(path: Path) -> Travel:
+    """What a file of machines says of how tensors travel.
+
+    Args:
+        path: As in `read_machines`.
+
+    Raises:
+        ConfigError: The file is none, or says what cannot be.
+    """
+    content = _content(path)
+    if not isinstance(content, Mapping):
+        return NOTHING_SAID
+    unknown = [key for key in content if key not in _TOP]
+    if unknown:
+        raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")
+    return Travel.parse(content.get("compression"), content.get("boundary_ratio"))
+
+
+def _content(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the list of machines must be a YAML file, and {path} is none: {error}. Check the path."
+        ) from error
+
+
+def _machine(
+    entry: Any, where: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
+) -> tuple[Machine, int]:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must be keys and values, got {entry!r}. Write {{tflops: 10, memory_gb: 24, ...}}.")
+    unknown = [key for key in entry if key not in _KNOWN]
+    if unknown:
+        raise ConfigError(f"{where} has the unknown key {unknown[0]!r}. Choose from {', '.join(_KNOWN)}.")
+    rate, is_here = _rate(entry, where, flop_per_sample, here_flop_per_s)
+    processor = entry.get("processor", "cpu" if is_here else "accelerator")
+    if processor not in get_args(Processor):
+        raise ConfigError(f"`processor` of {where} must be one of {', '.join(get_args(Processor))}, got {processor!r}.")
+    count = entry.get("count", 1)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
+        raise ConfigError(f"`count` of {where} must be a whole number of 1..10000, got {count!r}. Correct it.")
+    memory, up, down, latency, host, bus = (_number(entry, key, where) for key in _NUMBERS)
+    name = str(entry.get("name", where.partition(" of ")[0]))
+    return (
+        Machine(
+            name=name,
+            flop_per_s=rate,
+            memory_bytes=memory,
+            up_bytes_per_s=up,
+            down_bytes_per_s=down,
+            latency_s=latency,
+            processor=processor,
+            host_memory_bytes=host,
+            bus_bytes_per_s=bus,
+        ),
+        count,
+    )
+
+
+def _rate(
+    entry: Mapping[str, Any], where: str, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None
+) -> tuple[float, bool]:
+    given = [key for key in _RATES if key in entry]
+    if len(given) != 1:
+        raise ConfigError(
+            f"{where} must say how fast it is by one of `tflops` and `samples_per_s`, got "
+            f"{' and '.join(given) or 'none'}. Give the TFLOP/s that it computes, a third of its data sheet's, or "
+            "samples/s of the whole model."
+        )
+    [key] = given
+    if entry[key] == HERE:
+        if here_flop_per_s is None:
+            raise ConfigError(
+                f"`{key}: {HERE}` of {where} is measured on this machine. Add --measure, or give a number."
+            )
+        return here_flop_per_s(), True
+    return _checked(entry[key], key, "how fast it is", where) * (1e12 if key == "tflops" else flop_per_sample), False
+
+
+def _number(entry: Mapping[str, Any], key: str, where: str) -> float:
+    kind = _NUMBERS[key]
+    if key not in entry:
+        if kind.default is None:
+            raise ConfigError(f"{where} must have `{key}`: {kind.unit}. Add it.")
+        return kind.default
+    return _checked(entry[key], key, kind.unit, where, zero=kind.zero) * kind.scale
+
+
+def _checked(value: Any, key: str, unit: str, where: str, *, zero: bool = False) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        least = "of at least 0" if zero else "above 0"
+        raise ConfigError(f"`{key}` of {where} must be a number {least} ({unit}), got {value!r}. Correct it.")
+    return float(value)

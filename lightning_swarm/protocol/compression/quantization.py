@@ -1,0 +1,357 @@
+"""The codecs by their names."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.protocol.compression.codec import Codec, Layout, NotFinite, are_within, check_finite
+from lightning_swarm.protocol.messages.run import CodecName
+
+BLOCK: Final = 256
+
+_LOG: Final = "bitsandbytes.backends.cpu.ops"
+_MISSING: Final = "Failed to load CPU gemm_4bit_forward"
+"""How that logger begins where a package for products of 4-bit matrices is not installed. No codec computes any."""
+
+
+class Blockwise8Bit(Codec):
+    """Blocks of 256 elements, each scaled by its largest, which is exact, in the 256 values of the dynamic map.
+
+    An element's error is at most ``2**-7`` of the largest one's of its block; of normally distributed elements about a
+    hundredth of them is lost. The values are known to both sides, and are not on the wire.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, as implemented by
+    bitsandbytes.
+    """
+
+    name = "8bit"
+    bits = 8 + 32 / BLOCK
+
+    def __init__(self) -> None:
+        self._functional = _bitsandbytes()
+        self._values: dict[torch.device, Tensor] = {}
+
+    @override
+    def layout(self, numel: int) -> Layout:
+        return (torch.float32, -(-numel // BLOCK)), (torch.uint8, numel)
+
+    @override
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        blocks = flat.new_zeros(-(-len(flat) // BLOCK), BLOCK)
+        blocks.view(-1)[: len(flat)] = flat
+        lowest, highest = blocks.amin(dim=1), blocks.amax(dim=1)
+        # The map has 1, and -1 it has not. Were the largest of a block a hundredth too small wherever it is negative,
+        # gradients of a cross entropy would be biased, whose largest are.
+        signs = torch.where(highest < -lowest, -1.0, 1.0)
+        # Below this a block is zero: a scale's inverse must be a number, too.
+        is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny
+        signs = torch.where(is_zero, 0.0, signs).to(torch.float32)
+        signed = (blocks * signs[:, None]).view(-1)[: len(flat)]
+        codes, state = self._functional.quantize_blockwise(signed, code=self._map(flat.device), blocksize=BLOCK)
+        return state.absmax * signs, codes.reshape(-1)
+
+    @override
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        # Not by bitsandbytes, which rounds the tiniest numbers otherwise on GPUs.
+        scales, codes = parts
+        flat = self._map(codes.device).index_select(0, codes.int())
+        whole = len(flat) // BLOCK
+        flat[: whole * BLOCK].view(whole, BLOCK).mul_(scales[:whole, None])
+        flat[whole * BLOCK :] *= scales[whole:]
+        return flat
+
+    @override
+    def _check(self, parts: Sequence[Tensor]) -> None:
+        check_finite(self.name, parts[0])
+
+    def _map(self, device: torch.device) -> Tensor:
+        if device not in self._values:
+            self._values[device] = dynamic_map().to(device)
+        return self._values[device]
+
+
+def _bitsandbytes() -> Any:
+    """Its functions. The first import takes seconds, and would tell people to install what is not needed."""
+    log = logging.getLogger(_LOG)
+    log.addFilter(_is_needed)
+    try:
+        from bitsandbytes import functional
+    finally:
+        log.removeFilter(_is_needed)
+    return functional
+
+
+def _is_needed(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_MISSING)
+
+
+def dynamic_map() -> Tensor:
+    """The 256 values that codes stand for, ascending, in float32.
+
+    Those of bitsandbytes differ in their last bits from processor to processor, and so would what peers decode.
+    """
+    found = [0.0, 1.0]
+    for exponent in range(7):
+        for place in range(2**exponent):
+            middle = (0.1 + 0.9 * (place + 0.5) / 2**exponent) * 10.0 ** (exponent - 6)
+            found += [middle, -middle]
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+
+
+_HIGHEST: Final = 14
+"""Exponent of two that the largest elements are scaled to: float16 goes to 65504."""
+
+
+class Float16(Codec):
+    """float16 times a power of two, so that nothing leaves its range at the upper end.
+
+    An element's error is at most ``2**-11`` of it, or ``2**-38`` of the tensor's largest, whichever is more.
+    """
+
+    name = "float16"
+    bits = 16.0
+
+    @override
+    def layout(self, numel: int) -> Layout:
+        return (torch.float32, 1 if numel else 0), (torch.float16, numel)
+
+    @override
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        _, exponent = torch.frexp(flat.abs().amax())
+        # So that the scale itself, and its inverse, are ordinary numbers.
+        exponent = (exponent.to(torch.int32) - _HIGHEST).clamp(-120, 120)
+        scale = torch.ldexp(torch.ones((), dtype=torch.float32, device=flat.device), exponent)
+        return scale.reshape(1), (flat / scale).to(torch.float16)
+
+    @override
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        scale, halves = parts
+        return halves.to(torch.float32).mul_(scale)
+
+    @override
+    def _check(self, parts: Sequence[Tensor]) -> None:
+        super()._check(parts[:1])
+        check_finite(self.name, parts[1])
+
+
+class BFloat16(Codec):
+    """bfloat16, rounded to nearest.
+
+    An element's error is at most ``2**-8`` of it. What is above bfloat16's largest number becomes that one.
+    """
+
+    name = "bfloat16"
+    bits = 16.0
+
+    @override
+    def layout(self, numel: int) -> Layout:
+        return ((torch.bfloat16, numel),)
+
+    @override
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        highest = torch.finfo(torch.bfloat16).max
+        return (flat.clamp(-highest, highest).to(torch.bfloat16),)
+
+    @override
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return parts[0].to(torch.float32)
+
+    @override
+    def _check(self, parts: Sequence[Tensor]) -> None:
+        check_finite(self.name, parts[0])
+
+
+ROTATED_BLOCK: Final = 128
+_SEED: Final = 2301_11913
+_NUM_BINS: Final = 1024
+"""The nearest value is looked up: as a search it takes several times as long."""
+
+SLICE: Final = 1 << 17
+"""Elements that are rotated together: they stay in a processor's cache."""
+
+_HIGHEST_ROTATED: Final = 2.0**120
+_LOWEST: Final = 2.0**-100
+
+
+_CPU: Final = torch.device("cpu")
+
+
+class _Tables(NamedTuple):
+    signs: Tensor  # [BLOCK, 1], of the rotation
+    values: Tensor  # of each code
+    nearest: Tensor  # code, of each bin
+
+
+class Rotated(Codec):
+    """Blocks of 128 elements, rotated, each element of them as the nearest of some values times the block's scale.
+
+    The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) makes outliers of a block into
+    something like noise in all of it. Blocks below ``2**-93`` become zero, and what is above ``2**120`` is not taken.
+
+    What is like each other is best in one block. A vector's are neighbours. Of other tensors a slice of the elements is
+    read as a matrix of 128 rows, whose columns are the blocks: so one has few of a hidden state's features, at many
+    positions.
+
+    Source: Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
+
+    Attributes:
+        num_bits: Of an element.
+        positive: The values, ascending; the others are their opposites. Only their ratios matter.
+    """
+
+    num_bits: int
+    positive: Sequence[float]
+
+    def __init__(self) -> None:
+        signs = torch.randint(2, (ROTATED_BLOCK, 1), generator=torch.Generator("cpu").manual_seed(_SEED), device=_CPU)
+        both = [*(-value for value in reversed(self.positive)), *self.positive]
+        values = torch.tensor(both, dtype=torch.float32, device=_CPU) / self.positive[-1]
+        bins = torch.linspace(-1.0, 1.0, _NUM_BINS, dtype=torch.float32, device=_CPU)
+        nearest = (bins[:, None] - values).abs().argmin(dim=1).to(torch.uint8)
+        self._tables = {_CPU: _Tables(2 * signs.to(torch.float32) - 1, values, nearest)}
+
+    @abstractmethod
+    def _pack(self, codes: Tensor) -> Tensor:
+        """Bytes of as many codes as are in some blocks, in uint8."""
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor) -> Sequence[Tensor]:
+        """The way back: codes, in pieces."""
+
+    @override
+    def layout(self, numel: int) -> Layout:
+        num_blocks = -(-numel // ROTATED_BLOCK)
+        return (torch.bfloat16, num_blocks), (torch.uint8, num_blocks * ROTATED_BLOCK * self.num_bits // 8)
+
+    @override
+    def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+        if not are_within(flat, -_HIGHEST_ROTATED, _HIGHEST_ROTATED):
+            raise NotFinite(f"{self.name} takes numbers up to {_HIGHEST_ROTATED:g} only")
+        tables = self._tables_on(flat.device)
+        slices = [self._encode_slice(one, tables, is_vector=len(shape) == 1) for one in flat.split(SLICE)]
+        return torch.cat([scales for scales, _ in slices]), torch.cat([codes for _, codes in slices])
+
+    def _encode_slice(self, flat: Tensor, tables: _Tables, *, is_vector: bool) -> tuple[Tensor, Tensor]:
+        num_blocks = -(-len(flat) // ROTATED_BLOCK)
+        padded = flat.new_zeros(num_blocks * ROTATED_BLOCK)
+        padded[: len(flat)] = flat
+        blocks = (
+            padded.view(num_blocks, ROTATED_BLOCK).t().contiguous()
+            if is_vector
+            else padded.view(ROTATED_BLOCK, num_blocks)
+        )
+        # So that no sum leaves float32's range. Twice rotated, a block is 128 times what it was.
+        blocks *= tables.signs / ROTATED_BLOCK
+        _rotate(blocks)
+        largest = blocks.abs().amax(dim=0)
+        scales = torch.where(largest < _LOWEST, 0.0, largest).to(torch.bfloat16)
+        inverse = torch.where(scales > 0, 1.0 / scales.float(), 0.0)
+        blocks *= inverse * ((_NUM_BINS - 1) / 2)
+        bins = blocks.add_(_NUM_BINS / 2).clamp_(0, _NUM_BINS - 1).to(torch.int32)
+        codes = tables.nearest.index_select(0, bins.view(-1))
+        return scales, self._pack(codes)
+
+    @override
+    def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        scales, codes = parts
+        tables = self._tables_on(codes.device)
+        found = torch.empty(len(scales) * ROTATED_BLOCK, dtype=torch.float32, device=codes.device)
+        slices = scales.split(SLICE // ROTATED_BLOCK), codes.split(SLICE * self.num_bits // 8), found.split(SLICE)
+        for one in zip(*slices, strict=True):
+            self._decode_slice(*one, tables, is_vector=len(shape) == 1)
+        return found[: math.prod(shape)]
+
+    def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor, tables: _Tables, *, is_vector: bool) -> None:
+        pieces = self._unpack(packed)
+        for codes, piece in zip(pieces, into.chunk(len(pieces)), strict=True):
+            torch.index_select(tables.values, 0, codes.int(), out=piece)
+        blocks = into.view(ROTATED_BLOCK, -1)
+        blocks *= scales.float()
+        _rotate(blocks)
+        blocks *= tables.signs
+        if is_vector:
+            into.copy_(blocks.t().reshape(-1))
+
+    def _tables_on(self, device: torch.device) -> _Tables:
+        if device not in self._tables:
+            self._tables[device] = _Tables(*(table.to(device) for table in self._tables[_CPU]))
+        return self._tables[device]
+
+
+class Rotated4Bit(Rotated):
+    """16 values, which lose least where elements are normally distributed.
+
+    An element of the rotated block is off by at most an eighth of the largest one there; of the whole block about a
+    tenth is lost, whatever its distribution.
+
+    Source: J. Max, 1960, Quantizing for Minimum Distortion, for the values.
+    """
+
+    name = "4bit"
+    num_bits = 4
+    bits = num_bits + 16 / ROTATED_BLOCK
+    positive = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
+
+    @override
+    def _pack(self, codes: Tensor) -> Tensor:
+        low, high = codes.chunk(2)
+        return low | high << 4
+
+    @override
+    def _unpack(self, packed: Tensor) -> Sequence[Tensor]:
+        return packed & 15, packed >> 4
+
+
+class Rotated6Bit(Rotated):
+    """64 values, all as far from each other: others would lose no less up to the largest element of so small a block.
+
+    An element of the rotated block is off by at most a fiftieth of the largest one there; of the whole block about a
+    fortieth is lost, whatever its distribution.
+    """
+
+    name = "6bit"
+    num_bits = 6
+    bits = num_bits + 16 / ROTATED_BLOCK
+    positive = range(1, 64, 2)
+
+    @override
+    def _pack(self, codes: Tensor) -> Tensor:
+        a, b, c, d = codes.chunk(4)
+        return torch.cat((a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2))
+
+    @override
+    def _unpack(self, packed: Tensor) -> Sequence[Tensor]:
+        one, two, three = packed.chunk(3)
+        return one & 63, (one >> 6 | two << 2) & 63, (two >> 4 | three << 4) & 63, three >> 2
+
+
+def _rotate(blocks: Tensor) -> None:
+    """Walsh-Hadamard of columns, in place, without its factor: in sums of two, whose order is the same everywhere."""
+    distance = 1
+    while distance < ROTATED_BLOCK:
+        pairs = blocks.view(ROTATED_BLOCK // (2 * distance), 2, -1)
+        ones, others = pairs[:, 0], pairs[:, 1]
+        differences = ones - others
+        ones += others
+        others.copy_(differences)
+        distance *= 2
+
+
+CODECS: Final[dict[str, type[Codec]]] = {
+    kind.name: kind for kind in (Float16, BFloat16, Blockwise8Bit, Rotated6Bit, Rotated4Bit)
+}
+
+
+@cache
+def codec(name: CodecName) -> Codec | None:
+    """The codec of that name; None: tensors travel as they are."""
+    return None if name == "none" else CODECS[name]()

@@ -1,0 +1,100 @@
+"""Peers introduce themselves: what they run, and what time it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.reports import Greeting
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
+
+HELLO: Final = "peer.hello"
+
+_PACKAGES: Final = ("torch", "lightning", "hivemind")
+_NUM_TRIES: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What came of asking a peer who it is.
+
+    Args:
+        greeting: Its answer.
+        round_trip_s: Until the answer was here.
+        ahead_s: By how much its clock is ahead of the one here, known to half a round trip.
+    """
+
+    greeting: Greeting
+    round_trip_s: float
+    ahead_s: float
+
+
+def own_greeting(now_s: float) -> Greeting:
+    """What this process says of itself.
+
+    Args:
+        now_s: Its clock, in Unix time.
+    """
+    return Greeting(protocol_version=PROTOCOL_VERSION, versions=_versions(), unix_time_s=now_s)
+
+
+def answer(transport: Transport, *, now: Callable[[], float] = time.time) -> None:
+    """Tell whoever asks.
+
+    Args:
+        transport: Where the questions come in.
+        now: This peer's clock, in Unix time.
+    """
+
+    async def handle(caller: PeerId, body: bytes) -> bytes:
+        if body:
+            raise ProtocolError(f"{HELLO} takes no arguments, got {len(body)} bytes")
+        return encode(own_greeting(now()))
+
+    transport.handle_call(HELLO, handle)
+
+
+async def meet(transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time) -> Meeting:
+    """Ask a peer a few times, and keep the quickest answer: it tells the clocks apart best.
+
+    Args:
+        transport: Connected to the peer.
+        peer: Whom to ask.
+        timeout: Seconds for each question.
+        now: The clock here, in Unix time.
+
+    Raises:
+        PeerError: It does not answer.
+        ProtocolError: It answers as no peer of this package does.
+    """
+    loop = asyncio.get_running_loop()
+    meetings = []
+    for _ in range(_NUM_TRIES):
+        sent_s, begin_s = now(), loop.time()
+        greeting = decode(await transport.call(peer, HELLO, b"", timeout=timeout), Greeting)
+        round_trip_s = loop.time() - begin_s
+        ahead_s = greeting.unix_time_s - (sent_s + round_trip_s / 2)
+        meetings.append(Meeting(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))
+    return min(meetings, key=lambda meeting: meeting.round_trip_s)
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, which is not imported."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _versions() -> dict[str, str]:
+    installed = {name: installed_version(name) for name in _PACKAGES}
+    return {"Python": platform.python_version(), **{name: version for name, version in installed.items() if version}}

@@ -1,0 +1,78 @@
+"""How records travel: frozen msgspec structs.
+
+Decoding checks every field's type, an unknown or missing field is a `ProtocolError`, and nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import reduce
+from operator import or_
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from lightning_swarm.core.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+SmallCount = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+NumSamples = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+Seconds = NotNegative
+Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]
+"""Full addresses of one peer."""
+ShortText = Annotated[str, msgspec.Meta(max_length=100)]
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that travels in the body of a message."""
+
+
+_T = TypeVar("_T")
+
+
+def encode(record: Wire) -> bytes:
+    """The record as bytes."""
+    return msgspec.msgpack.encode(record)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """The record that `body` holds.
+
+    Raises:
+        ProtocolError: `body` is no `kind`.
+    """
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"a message must hold one {kind.__name__}, got {len(body)} other bytes: {error}") from error
+
+
+def to_bitmap(bits: Iterable[bool]) -> bytes:
+    """Eight flags a byte, the first one in the lowest bit."""
+    flags = list(bits)
+    packed = bytearray((len(flags) + 7) // 8)
+    for i, flag in enumerate(flags):
+        if flag:
+            packed[i // 8] |= 1 << (i % 8)
+    return bytes(packed)
+
+
+def from_bitmap(packed: bytes, length: int) -> list[bool]:
+    """The first `length` flags.
+
+    Raises:
+        ProtocolError: `packed` has another length.
+    """
+    if len(packed) != (length + 7) // 8:
+        raise ProtocolError(f"a bitmap of {length} flags must have {(length + 7) // 8} bytes, got {len(packed)}")
+    return [bool(packed[i // 8] >> (i % 8) & 1) for i in range(length)]
+
+
+def union(bitmaps: Iterable[bytes]) -> bytes:
+    """The flags that any of these bitmaps has; they are of equal length."""
+    return bytes(reduce(or_, values) for values in zip(*bitmaps, strict=True))

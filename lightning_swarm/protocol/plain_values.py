@@ -1,0 +1,209 @@
+"""Values that loops and callbacks keep, as a message: no pickle, so what they are made of is a list that ends.
+
+=================================  =======================================================
+a value                            in the structure
+=================================  =======================================================
+None, bool, int, float, str        itself
+bytes                              itself
+a tensor, on whatever device       ``["tensor", index]``
+an array of numpy                  ``["array", index]``
+a number of numpy                  ``["number", index]``
+an integer of more than 64 bits    ``["integer", digits]``
+list, tuple, set, `torch.Size`     ``[kind, *children]``
+dict, `OrderedDict`, `Counter`     ``[kind, key, value, key, value, ...]``
+`torch.dtype`, `torch.device`      ``[kind, name]``
+a path                             ``["path", text]``
+`datetime.timedelta`               ``["seconds", number]``
+`Awaited`                          ``["awaited", name]``
+=================================  =======================================================
+
+The structure travels as bytes beside the tensors, for it may be larger than the body of a call.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ProtocolError, SwarmError
+
+MAX_DEPTH: Final = 64
+MAX_STRUCTURE_BYTES: Final = 8 << 20
+"""Without tensors. Python needs many times as much memory for it."""
+
+_CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})
+_MAX_DIGITS: Final = 4096
+_SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
+_DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_OF_NUMPY: Final = frozenset("?bBhHiIlLqQefd")
+_DTYPES: Final = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+class NotPlain(SwarmError):
+    """A value holds something that cannot travel. Says what, and where."""
+
+
+class Awaited:
+    """In the place of what somebody else has: a tensor by its name, or the optimizer's state.
+
+    Args:
+        name: Of the tensor; None: it is the optimizer's state.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        self.name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
+        return self
+
+
+def pack(value: Any) -> list[Tensor]:
+    """What travels of a value: its structure as bytes, then its tensors.
+
+    Raises:
+        NotPlain: It holds something else than what is listed above.
+    """
+    tensors: list[Tensor] = []
+    structure = msgspec.msgpack.encode(_packed(value, tensors, "value", 0))
+    if len(structure) > MAX_STRUCTURE_BYTES:
+        raise NotPlain(f"it has {len(structure)} bytes without its tensors, more than {MAX_STRUCTURE_BYTES}")
+    return [torch.frombuffer(bytearray(structure), dtype=torch.uint8), *tensors]
+
+
+def unpack(tensors: Sequence[Tensor]) -> Any:
+    """The value, which may come from a stranger.
+
+    Raises:
+        ProtocolError: These are none that `pack` made.
+    """
+    if not tensors or tensors[0].dtype != torch.uint8 or tensors[0].dim() != 1:
+        raise ProtocolError("a value must begin with the bytes of its structure, got others")
+    if tensors[0].nbytes > MAX_STRUCTURE_BYTES:
+        raise ProtocolError(
+            f"a value may have {MAX_STRUCTURE_BYTES} bytes without its tensors, got {tensors[0].nbytes}"
+        )
+    parts = list(tensors[1:])
+    missing = set(range(len(parts)))
+    try:
+        structure = msgspec.msgpack.decode(tensors[0].numpy().tobytes())
+        value = _Unpacking(parts, missing).value(structure, 0)
+    except (msgspec.DecodeError, UnicodeError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ProtocolError(f"a value must be made of what can travel, got something else: {error}") from error
+    if missing:
+        raise ProtocolError(f"a value must name each of its {len(parts)} tensors once; {len(missing)} are not named")
+    return value
+
+
+def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
+    kind = type(value)
+    if kind in _CONSTANTS:
+        return value
+    if depth > MAX_DEPTH:
+        raise NotPlain(f"{where} is nested more than {MAX_DEPTH} deep")
+    if kind in _SEQUENCES:
+        return [_SEQUENCES[kind], *(_packed(one, tensors, f"{where}[{i}]", depth + 1) for i, one in enumerate(value))]
+    if kind in _DICTS:
+        pairs = [part for key, one in value.items() for part in ((key, where), (one, f"{where}[{key!r}]"))]
+        return [_DICTS[kind], *(_packed(one, tensors, place, depth + 1) for one, place in pairs)]
+    return _packed_leaf(value, tensors, where)
+
+
+def _packed_leaf(value: Any, tensors: list[Tensor], where: str) -> Any:
+    def put(tag: str, tensor: Tensor) -> list[Any]:
+        tensors.append(tensor)
+        return [tag, len(tensors) - 1]
+
+    if type(value) is int:
+        return value if -(2**63) <= value < 2**64 else ["integer", str(value)]
+    if isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_meta or value.is_quantized):
+        return put("tensor", value.detach().cpu())
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.char in _OF_NUMPY:
+        tag = "array" if isinstance(value, np.ndarray) else "number"
+        return put(tag, torch.from_numpy(np.array(value, order="C")))
+    if isinstance(value, (torch.dtype, torch.device)):
+        return [type(value).__name__, str(value)]
+    if isinstance(value, PurePath):
+        return ["path", str(value)]
+    if type(value) is dt.timedelta:
+        return ["seconds", value.total_seconds()]
+    if isinstance(value, Awaited):
+        return ["awaited", value.name]
+    raise NotPlain(f"{where} is a {type(value).__module__}.{type(value).__qualname__}")
+
+
+class _Unpacking:
+    def __init__(self, tensors: Sequence[Tensor], missing: set[int]) -> None:
+        self._tensors = tensors
+        self._missing = missing
+
+    def value(self, structure: Any, depth: int) -> Any:
+        kind = type(structure)
+        if kind in _CONSTANTS or kind is int:
+            return structure
+        if kind is not list or not structure or type(structure[0]) is not str or depth > MAX_DEPTH:
+            raise ProtocolError(f"a node of a value must be a constant or a tagged list, got {kind.__name__}")
+        tag, *children = structure
+        if tag in _LEAVES and len(children) == 1:
+            return _LEAVES[tag](children[0])
+        if tag in ("tensor", "array", "number"):
+            return self._tensor(tag, children)
+        values = [self.value(child, depth + 1) for child in children]
+        if tag in _FROM_SEQUENCE:
+            return _FROM_SEQUENCE[tag](values)
+        if tag in _FROM_DICT and len(values) % 2 == 0:
+            return _FROM_DICT[tag](dict(zip(values[::2], values[1::2], strict=True)))
+        raise ProtocolError(f"a value has no part of the kind {tag[:40]!r} with {len(children)} parts")
+
+    def _tensor(self, tag: str, children: Sequence[Any]) -> Any:
+        if len(children) != 1 or type(children[0]) is not int or children[0] not in self._missing:
+            raise ProtocolError("a value must name each of its tensors once, by its index")
+        self._missing.remove(children[0])
+        tensor = self._tensors[children[0]]
+        if tag == "tensor":
+            return tensor
+        array = tensor.numpy()
+        return array if tag == "array" else array[()]
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ProtocolError(f"a name in a value must be a string, got {type(value).__name__}")
+    return value
+
+
+def _integer(digits: Any) -> int:
+    if len(_text(digits)) > _MAX_DIGITS:
+        raise ProtocolError(f"an integer in a value may have {_MAX_DIGITS} digits, got {len(digits)}")
+    return int(digits)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if _text(name) not in _DTYPES:
+        raise ProtocolError(f"torch has no dtype {name[:40]!r}")
+    return _DTYPES[name]
+
+
+def _seconds(number: Any) -> dt.timedelta:
+    if type(number) is not float:
+        raise ProtocolError(f"a time in a value must be a number, got {type(number).__name__}")
+    return dt.timedelta(seconds=number)
+
+
+_LEAVES: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "integer": _integer,
+    "dtype": _dtype,
+    "device": lambda name: torch.device(_text(name)),
+    "path": lambda text: Path(_text(text)),
+    "seconds": _seconds,
+    "awaited": lambda name: Awaited(None if name is None else _text(name)),
+}
+_FROM_SEQUENCE: Final[Mapping[str, Callable[[list[Any]], Any]]] = {tag: kind for kind, tag in _SEQUENCES.items()}
+_FROM_DICT: Final[Mapping[str, Callable[[dict[Any, Any]], Any]]] = {tag: kind for kind, tag in _DICTS.items()}

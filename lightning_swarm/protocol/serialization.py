@@ -1,0 +1,246 @@
+"""Nested values as a flat list of tensors and a structure that can travel.
+
+A *tree* is what a stage takes and returns: nested tuples, lists and dicts with string keys, whose leaves
+are tensors, `None`, booleans, numbers and strings. Its *structure* is the same nesting in plain builtins,
+with each tensor replaced by its place in the flat list:
+
+=================  =========================================
+in the tree        in the structure
+=================  =========================================
+a constant         itself
+a tensor           ``["tensor", index]``
+an encoded tensor  ``["encoded", codec, dtype, shape, *places of its parts]``
+a tuple            ``["tuple", *children]``
+a list             ``["list", *children]``
+a dict             a dict of its children
+=================  =========================================
+
+Only lists and dicts are used, because msgpack does not tell a tuple from a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import msgspec
+from torch import Tensor
+
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.network.tensors import TensorSpec, parse_spec
+
+
+def named(names: Sequence[str], values: Any) -> dict[str, Any]:
+    """Values by their names, of which there must be as many, all different."""
+    if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
+        raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
+    return dict(zip(names, values, strict=True))
+
+
+Tree: TypeAlias = Any
+"""Nested tuples, lists and dicts of tensors and constants."""
+
+Structure: TypeAlias = Any
+"""The nesting of a tree in builtins that msgpack can encode."""
+
+MAX_DEPTH: Final = 32
+"""Containers within containers. Deeper structures overflow decoders written in C."""
+
+MAX_PARTS: Final = 8
+"""Of an encoded tensor."""
+
+_MAX_CODEC_CHARS: Final = 32
+_CONSTANTS: Final = frozenset({type(None), bool, int, float, str})
+_MIN_INT: Final = -(2**63)
+_MAX_INT: Final = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tensor as a codec wrote it. In a tree it stands where the tensor would.
+
+    Args:
+        codec: Its name.
+        spec: Dtype and shape of the tensor.
+        parts: What the codec made of it.
+    """
+
+    codec: str
+    spec: TensorSpec
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+        return self.spec.shape
+
+    @property
+    def ndim(self) -> int:
+        """Likewise."""
+        return len(self.spec.shape)
+
+
+def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
+    """Take the tensors out of a tree.
+
+    Args:
+        tree: Nested tuples, lists and dicts with string keys, at most `MAX_DEPTH` deep.
+
+    Returns:
+        The structure, and the tensors in the order in which the tree holds them. A tensor that the tree
+        holds twice is listed twice.
+
+    Raises:
+        ConfigError: The tree holds something that cannot travel, or is too deep.
+    """
+    tensors: list[Tensor] = []
+    return _flatten(tree, tensors, "value", 0), tensors
+
+
+def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
+    """Put tensors back into a structure, which may come from a stranger.
+
+    Args:
+        structure: What `flatten` returned, or what came over the wire in its place.
+        tensors: As many as the structure names, in its order.
+
+    Raises:
+        ProtocolError: The structure is malformed, too deep, or does not name each tensor exactly once.
+    """
+    missing = set(range(len(tensors)))
+    tree = _unflatten(structure, tensors, missing, 0)
+    if missing:
+        raise ProtocolError(
+            f"a structure must name each of its tensors once, but {len(missing)} of {len(tensors)} are not named "
+            f"(the first is {min(missing)}). The message was refused."
+        )
+    return tree
+
+
+def leaves(tree: Tree) -> list[Tensor | Encoded]:
+    """The tensors of a tree, in its order."""
+    found: list[Tensor | Encoded] = []
+
+    def note(leaf: Tensor | Encoded) -> Tensor | Encoded:
+        found.append(leaf)
+        return leaf
+
+    transform(tree, note)
+    return found
+
+
+def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]) -> Tree:
+    """The same tree with what `change` makes of its tensors. It holds nothing but what `flatten` takes."""
+    if isinstance(tree, (Tensor, Encoded)):
+        return change(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(transform(child, change) for child in tree)
+    if isinstance(tree, dict):
+        return {key: transform(child, change) for key, child in tree.items()}
+    return tree
+
+
+def is_differentiable(leaf: Tensor | Encoded) -> bool:
+    """Whether a leaf of its dtype can require a gradient. Codecs take real numbers only."""
+    return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
+
+
+def _flatten(tree: Tree, tensors: list[Tensor], where: str, depth: int) -> Structure:
+    if isinstance(tree, Tensor):
+        tensors.append(tree)
+        return ["tensor", len(tensors) - 1]
+    if isinstance(tree, Encoded):
+        tensors.extend(tree.parts)
+        places = range(len(tensors) - len(tree.parts), len(tensors))
+        return ["encoded", tree.codec, tree.spec.dtype, list(tree.spec.shape), *places]
+    # Exact types: a namedtuple or an enum would come back as something else.
+    kind = type(tree)
+    if kind in _CONSTANTS:
+        if kind is int and not _MIN_INT <= tree <= _MAX_INT:
+            raise ConfigError(
+                f"an integer between stages must fit in 64 bits, got {tree} at {where}. Pass it as a string."
+            )
+        return tree
+    if kind not in (tuple, list, dict):
+        raise _unknown(tree, where)
+    if depth == MAX_DEPTH:
+        raise ConfigError(
+            f"values between stages may be nested {MAX_DEPTH} deep, got more at {where}. "
+            "Flatten them, and look for a container that holds itself."
+        )
+    if kind is not dict:
+        return [kind.__name__, *(_flatten(c, tensors, f"{where}[{i}]", depth + 1) for i, c in enumerate(tree))]
+    for key in tree:
+        if type(key) is not str:
+            raise ConfigError(
+                f"keys of a dict between stages must be strings, got {key!r} ({type(key).__name__}) at {where}. "
+                "Use strings, or pass a list."
+            )
+    return {key: _flatten(child, tensors, f"{where}[{key!r}]", depth + 1) for key, child in tree.items()}
+
+
+def _unknown(leaf: object, where: str) -> ConfigError:
+    kind = type(leaf)
+    return ConfigError(
+        "values between stages must be tensors, None, bool, int, float or str, in plain tuples, lists and dicts, "
+        f"got {kind.__module__}.{kind.__qualname__} at {where}. "
+        "Convert it in the block that makes it, and back in the block that takes it (a named tuple or dataclass "
+        "to a tuple or dict, an array to a tensor)."
+    )
+
+
+def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int], depth: int) -> Tree:
+    kind = type(structure)
+    if kind in _CONSTANTS:
+        return structure
+    if depth > MAX_DEPTH:
+        raise ProtocolError(f"a structure may be nested {MAX_DEPTH} deep, got more. The message was refused.")
+    if kind is dict:
+        if not all(type(key) is str for key in structure):
+            raise ProtocolError("keys in a structure must be strings, got others. The message was refused.")
+        return {key: _unflatten(child, tensors, missing, depth + 1) for key, child in structure.items()}
+    if kind is not list or not structure:
+        raise ProtocolError(
+            f"a node of a structure must be a constant, a dict or a tagged list, got {kind.__name__}. "
+            "The message was refused."
+        )
+    tag, *children = structure
+    if tag == "tensor":
+        return _tensor_at(children, tensors, missing)
+    if tag == "encoded":
+        return _encoded(children, tensors, missing)
+    if tag not in ("tuple", "list"):
+        # The tag is a stranger's: no more of it than fits in a line goes into a log.
+        raise ProtocolError(
+            f"a tag in a structure must be tensor, tuple or list, got {str(tag)[:40]!r}. The message was refused."
+            if type(tag) is str
+            else f"a tag in a structure must be a string, got {type(tag).__name__}. The message was refused."
+        )
+    values = [_unflatten(child, tensors, missing, depth + 1) for child in children]
+    return tuple(values) if tag == "tuple" else values
+
+
+def _tensor_at(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Tensor:
+    if len(children) != 1 or type(children[0]) is not int or children[0] not in missing:
+        raise ProtocolError(
+            f"a structure must name each of its {len(tensors)} tensors once, by its index, "
+            "got an index that is out of range, repeated or no integer. The message was refused."
+        )
+    missing.remove(children[0])
+    return tensors[children[0]]
+
+
+def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Encoded:
+    codec, dtype, shape, *places = children if len(children) > 3 else ("", "", [])
+    if type(codec) is not str or len(codec) > _MAX_CODEC_CHARS or not 0 < len(places) <= MAX_PARTS:
+        raise ProtocolError(
+            f"an encoded tensor in a structure must name its codec and at most {MAX_PARTS} parts, got {len(places)}. "
+            "The message was refused."
+        )
+    try:
+        spec = msgspec.convert([dtype, shape], TensorSpec)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"an encoded tensor must have a dtype and a shape: {error}") from error
+    parse_spec(spec)
+    return Encoded(codec, spec, tuple(_tensor_at([place], tensors, missing) for place in places))

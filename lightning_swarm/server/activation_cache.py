@@ -1,0 +1,74 @@
+"""What a server keeps of forwards whose backward is still to come, within a budget of bytes.
+
+A pipeline's backward runs in the order of its forward, so the oldest entries are needed soonest: what no longer
+fits is therefore not kept, rather than pushing out what is there. A lost entry is computed again, never missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swarm.protocol.messages.calls import Mode
+from lightning_swarm.server.compute import Graph
+
+
+@dataclass
+class Kept:
+    """One forward's leavings."""
+
+    inputs: tuple[Any, ...]
+    extras: dict[str, Any]
+    wants_grad: Sequence[bool]
+    mode: Mode
+    seed: int
+    busy_s: float = 0.0
+    graph: Graph | None = None
+    graph_bytes: int = 0
+    input_bytes: int = 0
+
+
+class Cache:
+    """Forwards by their ticket names."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._kept: dict[str, Kept] = {}
+        self.used_bytes = 0
+        self.num_dropped_graphs = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether finished outputs should go as soon as they were fetched."""
+        return self.used_bytes >= self._max_bytes
+
+    def keep(self, name: str, kept: Kept) -> None:
+        """Keep what fits: the inputs, and the graph if there is room for it too."""
+        self.take(name)
+        if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
+            self.num_dropped_graphs += 1
+            kept.graph, kept.graph_bytes = None, 0
+        if self.used_bytes + kept.input_bytes > self._max_bytes:
+            return
+        self._kept[name] = kept
+        self.used_bytes += kept.input_bytes + kept.graph_bytes
+
+    def take(self, name: str) -> Kept | None:
+        """Remove and return an entry."""
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self.used_bytes -= kept.input_bytes + kept.graph_bytes
+        return kept
+
+    def drop(self, prefix: str) -> None:
+        """Remove all entries whose names begin with `prefix`."""
+        for name in [name for name in self._kept if name.startswith(prefix)]:
+            self.take(name)
+
+
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the tensors' elements."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,307 @@
+"""A butterfly all-reduce over tickets: each peer reduces one part and hands the same bytes to all.
+
+The roster is known, so there is no matchmaking. A round is complete or it raises: there are no partial results.
+Only the sums are read; the mean goes into memory of its own. Parts may travel encoded, once each way: what a peer
+reduced it decodes itself, too, so that all have the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.framing import Recycled
+from lightning_swarm.network.tensors import parse_spec, spec_of
+from lightning_swarm.protocol.compression import Codec, decoded, encoded, from_message, to_message
+from lightning_swarm.protocol.messages.calls import Ticket
+from lightning_swarm.protocol.serialization import Encoded
+from lightning_swarm.protocol.tickets import TicketStore
+
+_BLOCK: Final = 1 << 14
+"""Elements whose squares torch adds up at once.
+
+So few that it does so in one thread, so in one order; and that its copy of them in float64 is no memory that Linux has
+to clear first.
+"""
+
+
+def squared_norm(vector: Tensor) -> float:
+    """In float64, and the same on machines that have another number of threads."""
+    # A GPU adds up in one order by itself, and a launch for each block would take longer than the sum.
+    blocks = vector.split(_BLOCK) if vector.device.type == "cpu" else [vector]
+    norms = torch.stack([torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks])
+    try:
+        return math.fsum(norm * norm for norm in norms.tolist())
+    except OverflowError:  # where floats would become infinite
+        return math.inf
+
+
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one averaging round.
+
+    Args:
+        codec: None: they travel as they are.
+        compute: Runs what takes long elsewhere than on the loop. None: nothing does, without a codec.
+    """
+
+    codec: Codec | None
+    compute: Compute | None
+
+    async def to_message(self, part: Tensor) -> Message:
+        """What travels of a part."""
+        if self.codec is None or self.compute is None:
+            return to_message(part)
+        codec = self.codec
+        message: Message = await self.compute(lambda: to_message(encoded(part, codec)))
+        return message
+
+    async def from_message(self, message: Message, *, like: Tensor, length: int) -> Tensor:
+        """What a part is when it has travelled; the same bits for each who gets the message.
+
+        Args:
+            message: Whoever's.
+            like: Of the part's dtype, on the device where it is wanted.
+            length: Of the part.
+
+        Raises:
+            ProtocolError: It is none of that length and dtype.
+        """
+        tree: Any = from_message(message)[0]
+        found = tree.spec if isinstance(tree, Encoded) else spec_of(tree) if isinstance(tree, Tensor) else None
+        if found is None or parse_spec(found) != (like.dtype, (length,)):
+            raise ProtocolError(f"{found} came for a part of shape {(length,)} and {like.dtype}")
+        if self.codec is None or self.compute is None:
+            whole: Tensor = tree
+            return whole
+        part: Tensor = await self.compute(lambda: decoded(tree, self.codec, like.device))
+        return part
+
+
+AS_THEY_ARE: Final = Parts(None, None)
+
+
+_T = TypeVar("_T")
+
+_MEANS: Final = Recycled(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
+_SLICE: Final = 1 << 20
+"""Elements that are added before anything else may happen on the loop: a millisecond's work."""
+
+
+class RoundFailed(PeerError):
+    """A part did not come. Nobody may use the round.
+
+    Attributes:
+        missed: Whose, if the peer itself is to blame; None: it has not got all parts itself.
+    """
+
+    def __init__(self, text: str, missed: PeerId | None) -> None:
+        super().__init__(text)
+        self.missed = missed
+
+
+@dataclass(frozen=True)
+class Group:
+    """Who averages with whom.
+
+    Args:
+        roster: The peers of the stage, the same list on each.
+        prefix: Names the round; unique to generation, step, attempt, round and stage.
+        tickets: Carries the parts.
+        timeout: Seconds for each exchange.
+    """
+
+    roster: Sequence[PeerId]
+    prefix: str
+    tickets: TicketStore
+    timeout: float
+
+    def bounds(self, length: int) -> list[slice]:
+        """Of the parts of a vector; each peer reduces one."""
+        bounds = [length * i // len(self.roster) for i in range(len(self.roster) + 1)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+class Mean(NamedTuple):
+    """What a round ends with.
+
+    Attributes:
+        mean: ``[n]``, the same bits on every peer.
+        squared_norm: Of the part that this peer reduced.
+        lost: ``[n]``, what a codec lost of the mean, in what this peer sent. None: it was not asked for.
+    """
+
+    mean: Tensor
+    squared_norm: float
+    lost: Tensor | None = None
+
+
+async def average(
+    vector: Tensor,
+    total_weight: float,
+    group: Group,
+    place: int,
+    *,
+    parts: Parts = AS_THEY_ARE,
+    carried: Tensor | None = None,
+) -> Mean:
+    """Sum `vector` over the roster, in roster order, and divide once.
+
+    Args:
+        vector: ``[n]``, this peer's weighted sum. Must not change until the round's record is applied.
+        total_weight: Of the step, all peers together.
+        group: Whose sums.
+        place: This peer's index in the roster.
+        parts: How they travel.
+        carried: ``[n]``, what an earlier round lost, to be added to this one; then what this one loses is found. None:
+            nothing of that.
+
+    Raises:
+        RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
+    """
+    roster, prefix, tickets = group.roster, group.prefix, group.tickets
+    bounds = group.bounds(len(vector))
+    lost = None if carried is None else torch.zeros_like(vector)
+    others = [i for i in range(len(roster)) if i != place]
+
+    async def take(i: int, name: str, part: slice) -> Tensor:
+        return await taken(group, i, name, like=vector, length=part.stop - part.start, parts=parts)
+
+    async def send(name: str, part: Tensor, lost: Tensor | None) -> Tensor:
+        """Returns what the others make of it, and notes the difference."""
+        message = await parts.to_message(part)
+        tickets.offer(f"{prefix}/{name}", message)
+        if parts.codec is None:
+            return part
+        received = await parts.from_message(message, like=vector, length=len(part))
+        if lost is not None:
+            torch.sub(part, received, out=lost)
+        return received
+
+    for i in others:
+        part, left_over = vector[bounds[i]], None
+        if carried is not None and lost is not None:
+            part, left_over = torch.add(part, carried[bounds[i]], alpha=total_weight), lost[bounds[i]]
+        await send(f"part{i}", part, left_over)
+    if lost is not None:
+        lost /= total_weight
+    pieces = dict(zip(others, await gather(take(i, f"part{place}", bounds[place]) for i in others), strict=True))
+    pieces[place] = vector[bounds[place]]
+    mean = _new(vector)
+    reduced = mean[bounds[place]]
+    norm = await _reduce(reduced, [pieces.pop(i) for i in range(len(roster))], total_weight)
+    if carried is not None:
+        reduced += carried[bounds[place]]
+    received = await send(f"reduced{place}", reduced, None if lost is None else lost[bounds[place]])
+    if received is not reduced:
+        reduced.copy_(received)
+        norm = squared_norm(reduced)
+
+    for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
+        mean[bounds[i]] = part
+    return Mean(mean, norm, lost)
+
+
+async def taken(
+    group: Group, place: int, name: str, *, like: Tensor, length: int, parts: Parts = AS_THEY_ARE
+) -> Tensor:
+    """What another peer has to give in a round.
+
+    Args:
+        group: Whose round.
+        place: The peer's index in the roster.
+        name: Of what it gives.
+        like: Of its dtype, on the device where it is wanted.
+        length: Of it.
+        parts: How it travels.
+
+    Raises:
+        RoundFailed: It did not come.
+    """
+
+    async def read(message: Message) -> Tensor:
+        return await parts.from_message(message, like=like, length=length)
+
+    return await fetched(group, place, name, read)
+
+
+async def fetched(group: Group, place: int, name: str, read: Callable[[Message], Awaitable[_T]]) -> _T:
+    """The same, read by the caller."""
+    peer = group.roster[place]
+    ticket = Ticket(peer_id=peer, name=f"{group.prefix}/{name}")
+    try:
+        return await read(await group.tickets.fetch(ticket, timeout=group.timeout))
+    except SwarmError as error:
+        # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
+        blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
+        missed = None if blameless else peer
+        raise RoundFailed(f"{ticket.name} did not come from {peer}: {error}", missed) from error
+
+
+def refuse(group: Group, place: int, reason: str) -> None:
+    """Give nothing more in a round, so that nobody waits for it, and takes this peer for one that is gone.
+
+    Arguments are those of `average`. What it has given stays.
+    """
+    withhold(group, [f"part{i}" if i != place else f"reduced{place}" for i in range(len(group.roster))], reason)
+
+
+def withhold(group: Group, names: Iterable[str], reason: str) -> None:
+    """Give nothing by these names, unless it was given by now."""
+    for name in names:
+        group.tickets.promise(f"{group.prefix}/{name}")
+        group.tickets.fail(f"{group.prefix}/{name}", TicketGone(reason))
+
+
+async def collect(like: Tensor, group: Group, *, parts: Parts = AS_THEY_ARE) -> Tensor:
+    """The mean of a round that this peer has no part in, as every member of the roster has it.
+
+    Args:
+        like: ``[n]``, of the dtype and on the device of the members' sums.
+        group: Whose sums.
+        parts: How they travel.
+    """
+
+    async def take(i: int, part: slice) -> Tensor:
+        ticket = Ticket(peer_id=group.roster[i], name=f"{group.prefix}/reduced{i}")
+        message = await group.tickets.fetch(ticket, timeout=group.timeout)
+        return await parts.from_message(message, like=like, length=part.stop - part.start)
+
+    mean = _new(like)
+    bounds = group.bounds(len(like))
+    for part, found in zip(bounds, await gather(take(i, part) for i, part in enumerate(bounds)), strict=True):
+        mean[part] = found
+    return mean
+
+
+async def _reduce(into: Tensor, pieces: Sequence[Tensor], total_weight: float) -> float:
+    """Add the pieces in their order, and divide once; returns the squared norm of what came of it."""
+    total_norm = 0.0
+    for begin in range(0, len(into), _SLICE):
+        reduced = into[begin : begin + _SLICE]
+        total, *others = (piece[begin : begin + _SLICE].to(into.device) for piece in pieces)
+        for other in others:
+            total = torch.add(total, other, out=reduced)
+        torch.div(total, total_weight, out=reduced)
+        total_norm += squared_norm(reduced)
+        await asyncio.sleep(0)  # others want to be heard meanwhile
+    return total_norm
+
+
+def _new(like: Tensor) -> Tensor:
+    if like.device.type != "cpu":
+        return torch.empty_like(like)
+    return _MEANS.new_bytes(like.nbytes).view(like.dtype)

@@ -1,0 +1,202 @@
+"""Ways to average the gradients of a stage: whole, or as products of thin matrices (PowerSGD)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.server.averaging import all_reduce
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, Parts, squared_norm
+from lightning_swarm.server.averaging.powersgd import LowRank
+
+
+class Carried(NamedTuple):
+    """What a peer takes from one step to the next; all of it counts with the step's record, or not at all.
+
+    Attributes:
+        lost: ``[n]``, what was lost here of the mean, to be added to the next one. None: nothing.
+        basis: ``[right_length]`` of `LowRank`. None: none is known yet, or none is used.
+    """
+
+    lost: Tensor | None = None
+    basis: Tensor | None = None
+
+    def times(self, factor: float) -> Carried:
+        """Of gradients so many times as large."""
+        return self if self.lost is None or factor == 1.0 else self._replace(lost=self.lost * factor)
+
+
+class Averaged(NamedTuple):
+    """What a round ends with.
+
+    Attributes:
+        mean: ``[n]``, the same bits on every peer.
+        squared_norm: Of this peer's part of it.
+        carried: To the next step.
+    """
+
+    mean: Tensor
+    squared_norm: float
+    carried: Carried
+
+
+class Averager(ABC):
+    """Averages vectors within a group. Where a peer is alone nothing travels, and nothing is lost."""
+
+    async def average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
+    ) -> Averaged:
+        """The sum of all peers' vectors, and of what was carried, divided once.
+
+        Args:
+            vector: ``[n]``, this peer's weighted sum. Must not change until the round's record is applied.
+            total_weight: Of the step, all peers together.
+            group: Whose sums.
+            place: This peer's index in the roster.
+            carried: By this peer, from an earlier step.
+
+        Raises:
+            RoundFailed: Some peer left or was slow. Now this one has to `refuse`, as after any other end than a return.
+        """
+        if len(group.roster) > 1:
+            return await self._average(vector, total_weight, group, place, carried)
+        return await self._alone(vector, total_weight, group, carried)
+
+    async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+        """The mean of a round that this peer has no part in, as every member of the roster has it.
+
+        Args:
+            like: ``[n]``, of the dtype and on the device of the members' sums.
+            group: Whose sums.
+
+        Returns:
+            The mean, and what such a peer carries to its first round.
+        """
+        if len(group.roster) > 1:
+            return await self._collect(like, group)
+        return await all_reduce.collect(like, group), Carried()
+
+    async def _alone(self, vector: Tensor, total_weight: float, group: Group, carried: Carried) -> Averaged:
+        """`average` where nobody else is."""
+        own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
+        found = await all_reduce.average(own, total_weight, group, 0)
+        return Averaged(found.mean, found.squared_norm, carried._replace(lost=None))
+
+    @abstractmethod
+    async def _average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
+    ) -> Averaged:
+        """`average` among several."""
+
+    @abstractmethod
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+        """`collect` from several."""
+
+
+@dataclass(frozen=True)
+class Butterfly(Averager):
+    """All numbers travel, as a codec writes them or as they are.
+
+    Args:
+        parts: How they travel.
+        error_feedback: Carry what the codec loses.
+    """
+
+    parts: Parts
+    error_feedback: bool
+
+    @override
+    async def _average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
+    ) -> Averaged:
+        lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
+        found = await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
+        return Averaged(found.mean, found.squared_norm, Carried(found.lost))
+
+    @override
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+        return await all_reduce.collect(like, group, parts=self.parts), Carried()
+
+
+@dataclass(frozen=True)
+class PowerSGD(Averager):
+    """Two rounds of thin matrices: the left ones, then the right ones that belong to the left ones' mean.
+
+    What a peer carries is what the product lacks of its own gradients, not of their mean: nothing more has to travel
+    for it, and of a peer that dies no more is lost than it held.
+
+    Source: Vogels, Karimireddy, Jaggi: PowerSGD, arXiv:1905.13727, algorithm 2.
+
+    Args:
+        low_rank: How matrices are cut.
+        error_feedback: Carry what the products lack.
+        compute: Runs what takes long elsewhere than on the loop.
+    """
+
+    low_rank: LowRank
+    error_feedback: bool
+    compute: Compute
+
+    @override
+    async def _average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
+    ) -> Averaged:
+        low_rank, left_group, right_group = self.low_rank, *_both(group)
+        before = low_rank.begin(vector) if carried.basis is None else carried.basis
+
+        def begin() -> tuple[Tensor, Tensor]:
+            own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
+            return own, low_rank.left(own, before)
+
+        own, left_sum = await self.compute(begin)
+        left_mean = (await all_reduce.average(left_sum, total_weight, left_group, place)).mean
+
+        def go_on() -> tuple[Tensor, Tensor]:
+            left = low_rank.orthonormal(left_mean)
+            return left, low_rank.right(own, left)
+
+        left, right_sum = await self.compute(go_on)
+        right_mean = (await all_reduce.average(right_sum, total_weight, right_group, place)).mean
+
+        def end() -> Averaged:
+            mean = low_rank.product(left, right_mean)
+            part = mean[group.bounds(len(mean))[place]]
+            lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
+            return Averaged(mean, squared_norm(part), Carried(lost, low_rank.basis(right_mean, before)))
+
+        averaged: Averaged = await self.compute(end)
+        return averaged
+
+    @override
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+        low_rank, left_group, right_group = self.low_rank, *_both(group)
+        left_mean = await all_reduce.collect(like.new_empty(low_rank.left_length), left_group)
+        right_mean = await all_reduce.collect(like.new_empty(low_rank.right_length), right_group)
+
+        def end() -> tuple[Tensor, Carried]:
+            mean = low_rank.product(low_rank.orthonormal(left_mean), right_mean)
+            return mean, Carried(basis=low_rank.basis(right_mean, low_rank.begin(like)))
+
+        found: tuple[Tensor, Carried] = await self.compute(end)
+        return found
+
+
+def refuse(group: Group, place: int, reason: str) -> None:
+    """Give nothing more in a round, of whatever kind, so that nobody waits for it, and takes this peer for one gone.
+
+    Args:
+        group: Whose round.
+        place: This peer's index in the roster.
+        reason: For whoever asks.
+    """
+    for one in (group, *_both(group)):
+        all_reduce.refuse(one, place, reason)
+
+
+def _both(group: Group) -> tuple[Group, Group]:
+    return replace(group, prefix=f"{group.prefix}/left"), replace(group, prefix=f"{group.prefix}/right")

@@ -1,0 +1,74 @@
+"""What each member of a stage saw of its microbatches, brought to all of them: small vectors, not averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import Message
+from lightning_swarm.protocol.compression import from_message, to_message
+from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.server.averaging.all_reduce import Group, fetched, withhold
+
+_NAME: Final = "seen"
+
+_PATIENCE: Final = 2.0
+"""Times that of an exchange: others may come to the round a little later."""
+
+
+def give(own: Mapping[Receipt, Tensor], length: int, group: Group) -> None:
+    """Have what this peer saw of microbatches, a vector ``[length]`` of each, for whoever asks."""
+    keys = torch.tensor(list(own), dtype=torch.int64).view(-1, 3)
+    values = torch.stack(list(own.values())) if own else torch.zeros(0, length, dtype=torch.float64)
+    group.tickets.offer(f"{group.prefix}/{_NAME}", to_message((keys, values)))
+
+
+async def collect(own: Mapping[Receipt, Tensor], length: int, group: Group, place: int | None) -> dict[Receipt, Tensor]:
+    """What all members saw.
+
+    Args:
+        own: What this peer did.
+        length: Of the vectors.
+        group: Who averages.
+        place: This peer's index in the roster; None: it has no part in the round.
+
+    Raises:
+        RoundFailed: Somebody's did not come.
+        ProtocolError: Two saw the same microbatch.
+    """
+
+    async def read(message: Message) -> dict[Receipt, Tensor]:
+        return _read(message, length)
+
+    patient = replace(group, timeout=_PATIENCE * group.timeout)
+    others = [i for i in range(len(group.roster)) if i != place]
+    found = [dict(own), *(await gather(fetched(patient, i, _NAME, read) for i in others))]
+    every = {receipt: values for one in found for receipt, values in one.items()}
+    if len(every) < sum(map(len, found)):
+        raise ProtocolError("members of a stage have seen the same microbatch, where each has one holder")
+    return every
+
+
+def refuse(group: Group, reason: str) -> None:
+    """Give nothing in this round, unless it was given by now."""
+    withhold(group, [_NAME], reason)
+
+
+def _read(message: Message, length: int) -> dict[Receipt, Tensor]:
+    tree = from_message(message)[0]
+    keys, values = tree if isinstance(tree, tuple) and len(tree) == 2 else (None, None)
+    if (
+        not isinstance(keys, Tensor)
+        or not isinstance(values, Tensor)
+        or (keys.dtype, values.dtype) != (torch.int64, torch.float64)
+        or (*keys.shape, *values.shape) != (len(values), 3, len(values), length)
+    ):
+        raise ProtocolError(f"what a member saw must be vectors of {length} numbers, each with its microbatch's name")
+    receipts = [(int(first), int(index), int(call)) for first, index, call in keys.tolist()]
+    return dict(zip(receipts, values, strict=True))

@@ -1,0 +1,160 @@
+"""A butterfly of sums in fixed point: the mean has the same bits whoever added up what, and however many did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import Message
+from lightning_swarm.protocol.compression import from_message, to_message
+from lightning_swarm.server.averaging import all_reduce
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, fetched, squared_norm, taken
+from lightning_swarm.server.averaging.averager import Averaged, Averager, Carried
+
+FINE: Final = 2.0**-56
+COARSE: Final = 2.0**-14
+
+LIMIT: Final = 2.0**28
+"""Of what is added, once. It is 2**42 coarse units, and what is left below one of them 2**41 fine ones."""
+
+MAX_ADDED: Final = 1 << 20
+
+_FIXED_POINT_SLICE: Final = 1 << 17
+"""Elements that are added at once: what they are made into takes memory several times."""
+
+
+def nothing(length: int, device: torch.device) -> Tensor:
+    """``[2, length + 1]``, the sum of no vector."""
+    return torch.zeros(2, length + 1, dtype=torch.int64, device=device)
+
+
+def fit(vectors: Sequence[Tensor], weight: float) -> bool:
+    """Whether all elements are numbers, and times `weight` below `LIMIT`."""
+    filled = [vector for vector in vectors if vector.numel()]
+    if not filled:
+        return True
+    highest = torch.stack([one.to(torch.float64) for one in torch._foreach_norm(filled, float("inf"))])
+    return bool((highest * weight < LIMIT).all())  # not so of NaN
+
+
+def add(into: Tensor, vector: Tensor, weight: float) -> None:
+    """Add a vector that fits, times `weight`.
+
+    Args:
+        into: ``[2, n]``, columns of a sum.
+        vector: ``[n]``, floats.
+        weight: Of it.
+    """
+    for begin in range(0, len(vector), _FIXED_POINT_SLICE):
+        # In units. But for the weight, and the fine ones that are no whole number, nothing of this rounds.
+        weighted = vector[begin : begin + _FIXED_POINT_SLICE].to(torch.float64, copy=True).mul_(weight).div_(COARSE)
+        coarse = weighted.round()
+        fine = weighted.sub_(coarse).mul_(COARSE / FINE).round_()
+        sums = into[:, begin : begin + _FIXED_POINT_SLICE]
+        sums[0] += coarse.to(torch.int64)
+        sums[1] += fine.to(torch.int64)
+
+
+def note(total: Tensor, *, fits: bool) -> None:
+    """Count a vector that was added to a sum; or one that was not, because it does not fit."""
+    total[0 if fits else 1, -1] += 1
+
+
+def is_whole(counts: Tensor) -> bool:
+    """Whether a sum, of which this is the last column, is what was to be added up."""
+    added, unfit = map(int, counts.tolist())
+    return unfit == 0 and 0 <= added <= MAX_ADDED
+
+
+def quotient(sums: Tensor, divisor: float) -> Tensor:
+    """``[n]`` float64: columns of a sum, divided."""
+    return (sums[0].to(torch.float64) * COARSE).add_(sums[1].to(torch.float64) * FINE).div_(divisor)
+
+
+_SLICE: Final = 1 << 18
+"""Elements that are added before anything else may happen on the loop."""
+
+
+@dataclass(frozen=True)
+class Exact(Averager):
+    """All numbers travel as they are: sums as whole numbers, means as floats.
+
+    Its squared norm is that of all parts with the first of a roster, and 0 with all others: norms of parts, added up,
+    depend on how many there are.
+
+    Args:
+        like: ``[n]``, of the dtype and on the device of the mean.
+        compute: Runs what takes long elsewhere than on the loop.
+    """
+
+    like: Tensor
+    compute: Compute
+
+    @override
+    async def _alone(self, vector: Tensor, total_weight: float, group: Group, carried: Carried) -> Averaged:
+        return await self._average(vector, total_weight, group, 0, carried)
+
+    @override
+    async def _average(
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
+    ) -> Averaged:
+        bounds, counts = group.bounds(len(self.like)), vector[:, -1]
+        others = [i for i in range(len(group.roster)) if i != place]
+        for i in others:
+            coarse, fine = vector[:, bounds[i]]
+            group.tickets.offer(f"{group.prefix}/part{i}", to_message((coarse, fine, counts)))
+        own = vector[:, bounds[place]]
+
+        async def read(message: Message) -> tuple[Tensor, Tensor, Tensor]:
+            return _read(message, own.shape[1])
+
+        found = await gather(fetched(group, i, f"part{place}", read) for i in others)
+        mean = torch.empty(len(self.like), dtype=self.like.dtype, device=self.like.device)
+        total = counts.cpu() + sum(one[2] for one in found)
+        await _reduce(mean[bounds[place]], [own, *(one[:2] for one in found)], total, total_weight)
+        group.tickets.offer(f"{group.prefix}/reduced{place}", to_message(mean[bounds[place]]))
+        reduced = await gather(
+            taken(group, i, f"reduced{i}", like=mean, length=bounds[i].stop - bounds[i].start) for i in others
+        )
+        for i, part in zip(others, reduced, strict=True):
+            mean[bounds[i]] = part
+        norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
+        return Averaged(mean, norm, Carried())
+
+    @override
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+        return await all_reduce.collect(like, group), Carried()
+
+
+async def _reduce(
+    into: Tensor, pieces: list[Tensor | tuple[Tensor, Tensor]], counts: Tensor, total_weight: float
+) -> None:
+    """Add the pieces, and divide once; if something is not in them, there is no mean, and none is a number."""
+    if not is_whole(counts):
+        into.fill_(float("nan"))
+        return
+    for begin in range(0, len(into), _SLICE):
+        reduced = into[begin : begin + _SLICE]
+        sums = nothing(len(reduced) - 1, into.device)
+        for coarse, fine in pieces:
+            sums[0] += coarse[begin : begin + _SLICE].to(into.device)
+            sums[1] += fine[begin : begin + _SLICE].to(into.device)
+        reduced.copy_(quotient(sums, total_weight))
+        await asyncio.sleep(0)  # others want to be heard meanwhile
+
+
+def _read(message: Message, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    tree = from_message(message)[0]
+    parts = [one for one in tree if isinstance(one, Tensor)] if isinstance(tree, tuple) else []
+    found = [(one.dtype, tuple(one.shape)) for one in parts]
+    if found != [(torch.int64, (length,))] * 2 + [(torch.int64, (2,))]:
+        raise ProtocolError(f"a part of a sum must be {length} whole numbers twice, and two that count; got {found}")
+    return parts[0], parts[1], parts[2]

@@ -1,0 +1,254 @@
+"""A server's part in averaging rounds: means of frozen sums, held until a record says which round counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.core.tasks import gather
+from lightning_swarm.network import PeerId, Transport
+from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.run import Member, Ties, trained_names
+from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import AVERAGE
+from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.averaging import batch_norm
+from lightning_swarm.server.averaging.all_reduce import Group, Parts, RoundFailed
+from lightning_swarm.server.averaging.averager import Averaged, Averager, Butterfly, Carried, PowerSGD, refuse
+from lightning_swarm.server.averaging.deterministic import Exact
+from lightning_swarm.server.averaging.powersgd import LowRank
+from lightning_swarm.server.averaging.tied import TiedMeans
+from lightning_swarm.server.executor import FIRST, Executor
+from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.pending_work import Lull
+from lightning_swarm.server.stage import Stage
+
+
+@dataclass(frozen=True)
+class _Held:
+    closing: Closing
+    gradients: Mapping[int, Tensor]  # by stage
+    carried: Mapping[int, Carried]  # likewise
+
+
+class Rounds:
+    """Averages the sums of a server's stages with their other replicas.
+
+    Args:
+        transport: Its network.
+        tickets: Where parts of gradients wait for the other replicas.
+        executor: Computes.
+        sums: Of the server.
+        boot_id: Of this process's life.
+        timeout: Seconds for one exchange of a round.
+
+    Attributes:
+        lull: What averaging waits for if it is late.
+    """
+
+    lull: Lull
+
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        executor: Executor,
+        sums: GradientSums,
+        *,
+        boot_id: int,
+        timeout: float,
+    ) -> None:
+        self._tickets = tickets
+        self._executor = executor
+        self._sums = sums
+        self._me = Member(peer_id=transport.peer_id, boot_id=boot_id)
+        self._timeout = timeout
+        self._held: _Held | None = None
+        transport.handle_call(AVERAGE, self._handle_average)
+
+    def forget(self) -> None:
+        """The round's record is applied, or it will have none."""
+        self._held = None
+
+    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, Carried]) -> None:
+        """Keep a round's mean gradients until its record is decided, or those of a later round come.
+
+        Args:
+            closing: Of the round.
+            gradients: By stage.
+            carried: By stage, to the next step.
+        """
+        before = self._held
+        if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
+            return  # a coordinator that was replaced had it averaged
+        self._held = _Held(closing, gradients, carried)
+
+    def holds(self, closing: Closing) -> bool:
+        """Whether the round's mean gradients are held here."""
+        return self._held is not None and self._held.closing == closing
+
+    def counted(self, record: Record) -> Mapping[int, Tensor]:
+        """The mean gradients that a record counts, by stage.
+
+        Raises:
+            ProtocolError: Another round's are held, or none.
+        """
+        if self._held is None or self._held.closing != record.closing:
+            raise ProtocolError(f"no round of this peer averaged what record {record.step} counts")
+        return self._held.gradients
+
+    def carry(self, record: Record) -> None:
+        """The record is applied: what its round carries to the next step is the stage's from now on.
+
+        Of a step that is skipped nothing is: its gradients were no numbers. What was carried to it waits for the next.
+        """
+        held = self._held
+        if held is not None and held.closing == record.closing and record.outcome == "apply":
+            for index, carried in held.carried.items():
+                self._sums.stages[index].carried = carried
+
+    async def collect(
+        self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
+    ) -> tuple[Tensor, Carried]:
+        """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
+        group = self._group(closing, stage.index, rosters[stage.index])
+        mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).like, group)
+        mean.div_(closing.gradient_scale)
+        tied = self._tied(self._sums.run.ties, closing, rosters, stage)
+        mean = await tied.collected(stage.index, mean, self._me.boot_id)
+        return await self._with_statistics(stage, closing, group, None, mean), carried
+
+    async def _handle_average(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, AverageRequest)
+        closing = request.closing
+        sums = self._sums
+        sums.check(caller, closing.generation, closing.step, closing.attempt)
+        run = sums.run
+        rosters = run.present(closing.absent)
+        try:
+            if request.late:
+                await self.lull.wait()
+                sums.check(caller, closing.generation, closing.step, closing.attempt)  # it may have changed meanwhile
+            begin_s = now_s()
+            places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters))
+            found = await self._averaged(closing, run.ties, rosters, places)
+            self.lull.note(now_s() - begin_s)
+        except BaseException as error:  # a cancellation, too
+            self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
+            if not isinstance(error, RoundFailed):
+                raise
+            missed = [error.missed] if error.missed is not None else []
+            return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
+        finally:
+            if (sums.version, closing.generation) != (closing.step, run.manifest.generation):
+                self._tickets.drop(round_name(closing))  # asked twice: the record came while this round went on
+        sums.run.check_generation(closing.generation)
+        sums.check_frozen(closing)
+        carried = {index: one.carried for index, one in found.items()}
+        self.hold(closing, {index: one.mean for index, one in found.items()}, carried)
+        norms = [PartNorm(stage_index=index, squared_norm=one.squared_norm) for index, one in found.items()]
+        return encode(AverageReply(parts=norms))
+
+    async def _averaged(
+        self, closing: Closing, ties: Ties, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
+    ) -> dict[int, Averaged]:
+        """By stage, with what tied parameters get from other stages, and with what norms have seen."""
+        for index in places:
+            self._show(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
+        averages = await gather(self._average(closing, index, rosters[index], place) for index, place in places.items())
+        found = dict(zip(places, averages, strict=True))
+        if ties:
+            found = await self._tied(ties, closing, rosters, *self._sums.stages.values()).averaged(found, places)
+        for index, one in found.items():
+            group = self._group(closing, index, rosters[index])
+            mean = await self._with_statistics(self._sums.stages[index], closing, group, places[index], one.mean)
+            found[index] = one._replace(mean=mean)
+        return found
+
+    def _refuse(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
+        own = [index for index, members in enumerate(rosters) if self._me in members]
+        for index in own:
+            group = self._group(closing, index, rosters[index])
+            refuse(group, rosters[index].index(self._me), reason)
+            if index in self._sums.stages and self._sums.stages[index].statistics:
+                batch_norm.refuse(group, reason)
+        if ties:
+            self._tied(ties, closing, rosters).refuse(own, reason)
+
+    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> Averaged:
+        stage = self._sums.stages[index]
+        # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
+        scale = closing.gradient_scale
+        found = await self._averager(stage).average(
+            stage.sum_of(closing.step).values,
+            closing.total_weight,
+            self._group(closing, index, roster),
+            place,
+            stage.carried.times(scale),
+        )
+        if scale == 1.0:
+            return found
+        # Not in place: it may be on its way to others still.
+        return Averaged(found.mean / scale, found.squared_norm / scale / scale, found.carried.times(1.0 / scale))
+
+    def _group(self, closing: Closing, index: int, roster: Sequence[Member]) -> Group:
+        return Group(
+            roster=[member.peer_id for member in roster],
+            prefix=round_name(closing, index),
+            tickets=self._tickets,
+            timeout=self._timeout,
+        )
+
+    def _show(self, closing: Closing, stage: Stage, group: Group) -> None:
+        """Have what the stage's norms saw here for the others."""
+        if stage.statistics:
+            batch_norm.give(self._seen(closing, stage), stage.statistics.length, group)
+
+    def _seen(self, closing: Closing, stage: Stage) -> dict[Receipt, Tensor]:
+        return stage.statistics.seen(closing.step, self._sums.ledgers[stage.index].held)
+
+    async def _with_statistics(
+        self, stage: Stage, closing: Closing, group: Group, place: int | None, mean: Tensor
+    ) -> Tensor:
+        """A stage's mean, and behind it what the running statistics of its norms are after the step, if it has any."""
+        if not stage.statistics:
+            return mean
+        own = self._seen(closing, stage) if place is not None else {}
+        every = await batch_norm.collect(own, stage.statistics.length, group, place)
+        after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
+        return after
+
+    def _tied(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage) -> TiedMeans:
+        """What several stages hold; `stages` are of this server, any of which knows what trains."""
+        selections = [stage.selection for stage in stages if stage.selection is not None]
+        return TiedMeans(
+            ties,
+            trained_names(selections[0]) if selections else (),
+            lambda index: self._group(closing, index, rosters[index]),
+            self._compute,
+            exact=self._sums.run.manifest.deterministic,
+        )
+
+    def _averager(self, stage: Stage) -> Averager:
+        codecs = stage.codecs
+        if stage.exact:
+            return Exact(stage.next_sum.like, self._compute)
+        if codecs.rank is None:
+            return Butterfly(Parts(codecs.averaging, self._compute), codecs.error_feedback)
+        shapes = [parameter.shape for parameter in stage.trainable]
+        return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
+
+    async def _compute(self, run: Callable[[], Any]) -> Any:
+        return (await self._executor.submit(FIRST, run))[0]
+
+
+def round_name(closing: Closing, stage_index: int | None = None) -> str:
+    """What the tickets of a stage's averaging begin with; without a stage, of all."""
+    round_ = f"g{closing.generation}.s{closing.step}.a{closing.attempt}.r{closing.round}/average/"
+    return round_ if stage_index is None else f"{round_}{stage_index}"

@@ -1,0 +1,148 @@
+"""Running statistics of a stage's batch norms: written by records only, of each microbatch that counts, once.
+
+A microbatch's forward leaves them as they are and says what it saw. With the gradients, what all microbatches of a step
+saw goes to each of the stage's servers, which enter it in the microbatches' order: as one machine would that computed
+them one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.protocol.messages.calls import CallKey, Receipt
+
+
+class Seen:
+    """What the norms saw of a microbatch.
+
+    Attributes:
+        values: ``[length]`` float64; None: there are no norms, or nothing has gone through them.
+    """
+
+    values: Tensor | None = None
+
+
+class RunningStatistics:
+    """Of the batch norms in a module that have some.
+
+    What a microbatch shows of them, and what they are, is one vector each, float64: how often each norm was used, then
+    the means of all channels, then their variances.
+
+    Args:
+        module: Of a stage.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._norms = [
+            one for one in module.modules() if isinstance(one, _BatchNorm) and isinstance(one.running_mean, Tensor)
+        ]
+        self._sizes = [_mean(one).numel() for one in self._norms]
+        self._seen: dict[int, dict[Receipt, Tensor]] = {}  # by step
+        self.length = len(self._norms) + 2 * sum(self._sizes)
+
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All of them."""
+        return [buffer for norm in self._norms for buffer in norm.buffers(recurse=False)]
+
+    # ------------------------------------------------------------------ a microbatch
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[Seen]:
+        """Inside, in train mode, norms write what they see elsewhere; afterwards it is in what was yielded."""
+        seen = Seen()
+        if not self._norms:
+            yield seen
+            return
+        own = [(buffer, buffer.data) for buffer in self.buffers]
+        momenta = [norm.momentum for norm in self._norms]
+        for buffer, data in own:
+            buffer.data = torch.zeros_like(data)
+        for norm in self._norms:
+            norm.momentum = 1.0  # what they write is what they see
+        try:
+            yield seen
+            seen.values = self._read()
+        finally:
+            for buffer, data in own:
+                buffer.data = data
+            for norm, momentum in zip(self._norms, momenta, strict=True):
+                norm.momentum = momentum
+        if int(seen.values[: len(self._norms)].max()) > 1:
+            raise ConfigError(
+                "a `BatchNorm` in a block must be used once for each sample, got one that is used several times in one "
+                "forward. Give each place a norm of its own."
+            )
+
+    def note(self, key: CallKey, values: Tensor | None) -> None:
+        """What was seen of a microbatch whose gradient was added."""
+        if values is not None:
+            self._seen.setdefault(key.step, {})[key.receipt] = values
+
+    # ------------------------------------------------------------------ a step
+
+    def seen(self, step: int, counted: Collection[Receipt]) -> dict[Receipt, Tensor]:
+        """What this server saw of microbatches that count in a step."""
+        here = self._seen.get(step, {})
+        return {receipt: here[receipt] for receipt in sorted(counted) if receipt in here}
+
+    def after(self, seen: Mapping[Receipt, Tensor]) -> Tensor:
+        """What the statistics are when all of this was entered, in the order of one machine; ``[length]``."""
+        state = self._read()
+        num = len(self._norms)
+        owners = torch.arange(num).repeat(2).repeat_interleave(torch.tensor(self._sizes * 2)).to(state.device)
+        fixed = state.new_tensor([-1.0 if norm.momentum is None else norm.momentum for norm in self._norms])
+        for _, values in sorted(seen.items(), key=lambda item: _order(item[0])):
+            values = values.to(state)  # noqa: PLW2901
+            state[:num] += values[:num]
+            factors = torch.where(fixed < 0.0, 1.0 / state[:num].clamp(min=1.0), fixed) * values[:num]
+            factor = factors[owners]
+            state[num:] = (1.0 - factor) * state[num:] + factor * values[num:]
+        return state
+
+    def enter(self, state: Tensor, step: int) -> None:
+        """Be what `after` gave. What was seen until this step is needed no more."""
+        num, parts = len(self._norms), state[len(self._norms) :].split(self._sizes * 2)
+        for norm, count, mean, var in zip(self._norms, state[:num], parts[:num], parts[num:], strict=True):
+            # Not of the tensors themselves: a graph that waits for its backward would take them for changed.
+            assert norm.running_var is not None
+            _mean(norm).data.copy_(mean)
+            norm.running_var.data.copy_(var)
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.data.copy_(count)
+        self._seen = {later: seen for later, seen in self._seen.items() if later > step}
+
+    def forget(self) -> None:
+        """The run goes back."""
+        self._seen = {}
+
+    def _read(self) -> Tensor:
+        counts = [norm.num_batches_tracked for norm in self._norms]
+        device = _mean(self._norms[0]).device
+        numbers = [torch.zeros((), device=device) if count is None else count for count in counts]
+        parts = [
+            torch.stack([number.to(torch.float64) for number in numbers]),
+            *(_mean(norm).to(torch.float64) for norm in self._norms),
+            *(norm.running_var.to(torch.float64) for norm in self._norms if norm.running_var is not None),
+        ]
+        return torch.cat([part.detach() for part in parts])
+
+
+def _mean(norm: _BatchNorm) -> Tensor:
+    assert norm.running_mean is not None
+    return norm.running_mean
+
+
+def _order(receipt: Receipt) -> tuple[int, int, int]:
+    """One machine makes the calls of a batch one after the other, and cuts each of them."""
+    first, index, call = receipt
+    return first, call, index

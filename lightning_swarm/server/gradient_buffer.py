@@ -1,0 +1,162 @@
+"""The sum of the gradients that a stage was given in one step: in floats, or in fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_swarm.core.errors import LeaseRevoked
+from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.server.averaging import deterministic
+
+
+class Ledger:
+    """Receipts of one stage for one attempt of one step."""
+
+    def __init__(self, step: int, attempt: int = 0) -> None:
+        self.step = step
+        self.attempt = attempt
+        self._receipts: set[Receipt] = set()
+        self._named: frozenset[Receipt] | None = None
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the step is closing."""
+        return self._named is not None
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more may be added."""
+        return self._named is not None and not self._named - self._receipts
+
+    @property
+    def begun(self) -> bool:
+        """Whether it holds a receipt, or the step is closing."""
+        return self.frozen or bool(self._receipts)
+
+    def holds(self, receipt: Receipt) -> bool:
+        """Whether the microbatch's gradient is in the sum."""
+        return receipt in self._receipts
+
+    def add(self, receipt: Receipt) -> bool:
+        """Enter a receipt; False when it is there already (then nothing may be added to the sum).
+
+        Raises:
+            LeaseRevoked: The step is closing and its closing does not name the receipt. Either it does not count the
+                batch, which was struck, or was granted by a peer that does not coordinate any more; or another
+                server's sum has the microbatch, or shall have it.
+        """
+        if receipt in self._receipts:
+            return False
+        if self._named is not None and receipt not in self._named:
+            raise LeaseRevoked(f"step {self.step} is closed, and its closing does not name microbatch {receipt} here")
+        self._receipts.add(receipt)
+        return True
+
+    def freeze(self, named: Iterable[Receipt]) -> None:
+        """From now on add only what `named` holds: nothing while ledgers are read, then what is this server's."""
+        self._named = frozenset(named)
+
+    def thaw(self) -> None:
+        """The step takes batches again: add whatever comes."""
+        self._named = None
+
+    def goes_beyond(self, named: Iterable[Receipt]) -> bool:
+        """Whether the sum holds a gradient that `named` does not."""
+        return not self._receipts.issubset(named)
+
+    def lacks(self, named: Iterable[Receipt]) -> list[Receipt]:
+        """What `named` holds and the sum does not, in order."""
+        return sorted(set(named) - self._receipts)
+
+    @property
+    def held(self) -> frozenset[Receipt]:
+        """All that is in the sum."""
+        return frozenset(self._receipts)
+
+    def holds_any(self, batches: Collection[int]) -> bool:
+        """Whether a microbatch of these batches, by their places, is in the sum."""
+        return any(first in batches for first, _, _ in self._receipts)
+
+
+class GradientSum:
+    """Of some parameters.
+
+    Args:
+        parameters: Whose gradients are added up.
+        device: Where.
+
+    Attributes:
+        like: ``[elements of the parameters]``, float32 or float64: of the dtype and on the device of the mean. Its
+            values mean nothing.
+        values: The sum; of the same kind.
+        touched: For each parameter, whether it was given a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        dtypes = [parameter.dtype for parameter in parameters]
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self._shapes = [parameter.shape for parameter in parameters]
+        length = sum(map(torch.Size.numel, self._shapes))
+        self.like = torch.empty((), dtype=dtype, device=device).expand(length)
+        self.values = self._nothing(length, dtype, device)
+        self.touched = [False] * len(self._shapes)
+
+    @staticmethod
+    def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As `values` are at first."""
+        return torch.zeros(length, dtype=dtype, device=device)
+
+    def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
+        """Add one microbatch's gradients, times `weight`."""
+        sums, added = [], []
+        for i, (view, gradient) in enumerate(zip(self.views(self.values), gradients, strict=True)):
+            if gradient is not None:
+                self.touched[i] = True
+                sums.append(view)
+                added.append(gradient.to(self.values.dtype))
+        if sums:
+            torch._foreach_add_(sums, added, alpha=weight)
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.values.zero_()
+        self.touched = [False] * len(self._shapes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """A tensor like `values`, seen as one for each parameter."""
+        parts = flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class ExactSum(GradientSum):
+    """The same in fixed point: its bits do not depend on the order in which microbatches come, nor on where they come.
+
+    What does not fit is not added but counted: then the sum has no mean.
+
+    Attributes:
+        values: As in `averaging.fixed_point`.
+    """
+
+    @staticmethod
+    @override
+    def _nothing(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return deterministic.nothing(length, device)
+
+    @override
+    def add(self, gradients: Sequence[Tensor | None], weight: float) -> None:
+        given = [gradient for gradient in gradients if gradient is not None]
+        self.touched = [had or one is not None for had, one in zip(self.touched, gradients, strict=True)]
+        fits = deterministic.fit(given, weight)
+        deterministic.note(self.values, fits=fits)
+        if not fits:
+            return
+        begin = 0
+        for shape, gradient in zip(self._shapes, gradients, strict=True):
+            end = begin + shape.numel()
+            if gradient is not None:
+                deterministic.add(self.values[:, begin:end], gradient.reshape(-1), weight)
+            begin = end

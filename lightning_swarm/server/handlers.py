@@ -1,0 +1,395 @@
+"""A stage's forward and backward calls: from the request to the ticket that holds its result."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_swarm.core.errors import (
+    Busy,
+    GradientGone,
+    GradientMissing,
+    InputMissing,
+    LeaseRevoked,
+    NotMember,
+    ProtocolError,
+    StageError,
+    SwarmError,
+    TicketGone,
+)
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.random import key_seed
+from lightning_swarm.network import Message, PeerId, Transport
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.compression import from_message, to_message
+from lightning_swarm.protocol.messages.calls import (
+    PLACES,
+    BackwardRequest,
+    CallKey,
+    CallReport,
+    CancelReply,
+    CancelRequest,
+    ForwardRequest,
+    StageReport,
+    Ticket,
+)
+from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsRequest, StageReceipts
+from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
+from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
+from lightning_swarm.protocol.tickets import TicketStore
+from lightning_swarm.server.activation_cache import Cache, Kept, num_bytes
+from lightning_swarm.server.admission import Admission
+from lightning_swarm.server.compute import Forwarded, Graph
+from lightning_swarm.server.executor import FIRST, Executor, priority_of
+from lightning_swarm.server.gradients import GradientSums
+from lightning_swarm.server.pending_work import UnderWay
+from lightning_swarm.server.stage import Stage
+from lightning_swarm.server.step_handlers import Stepping
+
+_T = TypeVar("_T")
+_Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extras
+
+
+class Calls:
+    """Answers the calls of the data plane.
+
+    Args:
+        transport: The server's network.
+        tickets: Where its results wait to be fetched.
+        executor: Computes, one job at a time.
+        admission: Knows the run.
+        stepping: The server's stages.
+        spawn: Runs work in a task that has an owner.
+        limits: Bounds.
+
+    Attributes:
+        cache: What backward needs of forwards.
+        num_forwards: Computed so far.
+        num_samples: Likewise, in all stages together.
+        under_way: Calls that were taken, and whose tensors are not there yet.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        tickets: TicketStore,
+        executor: Executor,
+        admission: Admission,
+        stepping: Stepping,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        limits: Limits,
+    ) -> None:
+        self._transport = transport
+        self._tickets = tickets
+        self._executor = executor
+        self._admission = admission
+        self._stepping = stepping
+        self._limits = limits
+        self._closed = False
+        self.cache = Cache(limits.cache_bytes)
+        self.num_forwards = 0
+        self.num_samples = 0
+        self.under_way = UnderWay(tickets, spawn)
+        transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
+        transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
+        transport.handle_call(FORWARD, self._handle_forward_call)
+        transport.handle_call(BACKWARD, self._handle_backward_call)
+        transport.handle_call(CANCEL, self._handle_cancel)
+        transport.handle_call(RECEIPTS, self._handle_receipts)
+
+    def close(self) -> None:
+        """Refuse what comes from now on."""
+        self._closed = True
+
+    async def end(self) -> None:
+        """Give up all that is under way."""
+        await self.under_way.end()
+
+    def give_up(self, prefix: str) -> None:
+        """A batch was struck: its trainer, if it is still there, is told where it waits."""
+        self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
+        self.forget(prefix)
+
+    def forget(self, prefix: str) -> None:
+        """Nobody wants results whose names begin so any more, nor what was kept for them."""
+        self._tickets.drop(prefix)
+        self.cache.drop(prefix)
+
+    @property
+    def _sums(self) -> GradientSums:
+        return self._stepping.sums
+
+    # ------------------------------------------------------------------ forward
+
+    async def _handle_forward_call(self, caller: PeerId, body: bytes) -> bytes:
+        return (await self._handle_forward(caller, Message(body))).body
+
+    async def _handle_forward(self, caller: PeerId, message: Message) -> Message:
+        self._admission.run.check_trainer(caller)
+        request = decode(message.body, ForwardRequest)
+        stage = self._checked_stage(request.key, request.stage_index)
+        inputs, extras = _input_tree(request.structure, message.tensors, request.source)
+        name = request.key.name(stage.index, "forward")
+        tasks = self.under_way.tasks
+        if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
+            raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
+        self.under_way.begin(name, lambda: self._forward(name, stage, request, inputs, extras))
+        return Message()
+
+    async def _forward(
+        self, name: str, stage: Stage, request: ForwardRequest, inputs: Any, extras: dict[str, Any]
+    ) -> None:
+        mode = request.mode
+        key = request.key
+        inputs, wants_grad, before = await self._inputs(request.source, inputs, mode.input_grad)
+        version = self._computes_on(key)
+        await self._stepping.reached(version)
+        seed = self._seed(key, stage)
+
+        def compute() -> Forwarded:
+            if not key.evaluation:
+                self._sums.check_counts(stage, key)
+            with stage.at(version), stage.holding(key.weights):
+                return stage.computation.forward(inputs, extras, wants_grad, mode, seed)
+
+        result, busy_s = await self._compute(stage, priority_of(key, "forward"), compute)
+        self.num_forwards += 1
+        self.num_samples += _num_samples(inputs)
+        if not any(result.requires_grad) and not key.evaluation:  # no backward comes
+            stage.load.note(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
+        keep = mode.grad and request.keep
+        if keep:
+            kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
+            self._keep(name, kept, result)
+        report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
+        # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
+        once = self.cache.full or not keep
+        message = to_message(result.output, result.requires_grad)
+        self._tickets.fulfil(name, message, encode(report), once=once)
+
+    def _keep(self, name: str, kept: Kept, result: Forwarded) -> None:
+        kept.graph = result.graph
+        kept.input_bytes = num_bytes(serialization.flatten((kept.inputs, kept.extras))[1])
+        kept.graph_bytes = result.graph_bytes
+        self.cache.keep(name, kept)
+
+    async def _inputs(
+        self, source: Ticket | None, inputs: Any, input_grad: bool
+    ) -> tuple[tuple[Any, ...], Sequence[bool], tuple[StageReport, ...]]:
+        """The positional inputs of a stage, which of their tensors want a gradient, and the reports they came with."""
+        if source is None:
+            return (
+                inputs,
+                [input_grad and serialization.is_differentiable(leaf) for leaf in serialization.leaves(inputs)],
+                (),
+            )
+        message, report = await self._fetch(source)
+        output, flags = from_message(message)
+        return (output,), flags, _reports(report)
+
+    # ------------------------------------------------------------------ backward
+
+    async def _handle_backward_call(self, caller: PeerId, body: bytes) -> bytes:
+        return (await self._handle_backward(caller, Message(body))).body
+
+    async def _handle_backward(self, caller: PeerId, message: Message) -> Message:
+        self._admission.run.check_trainer(caller)
+        request = decode(message.body, BackwardRequest)
+        stage = self._checked_stage(request.key, request.stage_index)
+        if request.key.evaluation or request.key.step not in self._sums.open_steps or not request.mode.grad:
+            raise ProtocolError(
+                f"a backward must belong to a forward with gradients of a step that is open, "
+                f"one of {[*self._sums.open_steps]}: {request.key}"
+            )
+        gradients, again = _gradient_tree(request, message.tensors)
+        name = request.key.name(stage.index, "backward")
+        self.under_way.begin(name, lambda: self._backward(name, stage, request, gradients, again))
+        return Message()
+
+    async def _backward(
+        self, name: str, stage: Stage, request: BackwardRequest, gradients: serialization.Tree, again: _Inputs | None
+    ) -> None:
+        key, mode = request.key, request.mode
+        kept = await self._kept(stage, request, again)  # before the gradient, which can be fetched only once
+        after: tuple[StageReport, ...] = ()
+        if request.source is not None:
+            gradients, after = await self._gradients(request.source, stage, key, kept)
+        receipt, version = False, self._computes_on(key)
+
+        def compute() -> serialization.Tree:
+            nonlocal receipt
+            self._sums.check_counts(stage, key)
+            with stage.at(version):
+                graph = kept.graph or _graph(stage, kept)
+                input_gradients, parameter_gradients = stage.computation.backward(graph, gradients, mode)
+            if request.accumulate:
+                receipt = self._sums.add(stage, key, parameter_gradients, request.weight, graph.seen)
+            return input_gradients
+
+        found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
+        own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
+        stage.load.note(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
+        self._tickets.fulfil(name, to_message(found), encode(own), once=True)
+
+    async def _gradients(
+        self, source: Ticket, stage: Stage, key: CallKey, kept: Kept
+    ) -> tuple[serialization.Tree, tuple[StageReport, ...]]:
+        """What a backward begins with, and the reports that it came with; without it `kept` goes back to the cache."""
+        try:
+            message, report = await self._fetch(source, gradient=True)
+        except BaseException:
+            if self._sums.may_count(key):
+                self.cache.keep(key.name(stage.index, "forward"), kept)  # for when another peer has the gradient
+            raise
+        return from_message(message)[0], _reports(report)
+
+    async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> Kept:
+        """What this peer kept of the forward, or what the request brings instead."""
+        key = request.key
+        forward_name = key.name(stage.index, "forward")
+        kept = self.cache.take(forward_name)
+        if kept is not None:
+            return kept
+        if again is None:
+            raise TicketGone(f"nothing is kept of {forward_name}; send its input along")
+        inputs, extras = again
+        inputs, wants_grad, _ = await self._inputs(request.inputs, inputs, request.mode.input_grad)
+        seed = self._seed(key, stage)
+        return Kept(inputs, extras, wants_grad, request.mode, seed)
+
+    # ------------------------------------------------------------------ cancelling
+
+    async def _handle_cancel(self, caller: PeerId, body: bytes) -> bytes:
+        self._admission.run.check_trainer(caller)
+        request = decode(body, CancelRequest)
+        stage = self._checked_stage(request.key, request.stage_index)
+        name = request.key.name(stage.index, request.direction)
+        await self.under_way.cancel(name)
+        if request.direction == "forward":
+            return encode(CancelReply(added=False))
+        # On the compute thread: a job that runs there is not interrupted, and may be about to add.
+        added, _ = await self._executor.submit(FIRST, lambda: self._sums.holds(stage.index, request.key))
+        return encode(CancelReply(added=added))
+
+    # ------------------------------------------------------------------ what a trainer left behind
+
+    async def _handle_receipts(self, caller: PeerId, body: bytes) -> bytes:
+        request = decode(body, ReceiptsRequest)
+        self._sums.check(caller, request.generation, request.step, request.attempt)
+        keys = [CallKey.of(request, receipt) for receipt in request.receipts]
+        # First, for what is under way may be added meanwhile.
+        pending = {
+            index: [key.name(index, "backward") in self.under_way.tasks for key in keys]
+            for index in self._stepping.stages
+        }
+
+        def look() -> list[StageReceipts]:
+            return [
+                StageReceipts(
+                    stage_index=index,
+                    held=to_bitmap(self._sums.holds(index, key) for key in keys),
+                    pending=to_bitmap(flags),
+                )
+                for index, flags in pending.items()
+            ]
+
+        stages, _ = await self._executor.submit(FIRST, look)
+        return encode(ReceiptsReply(stages=stages))
+
+    # ------------------------------------------------------------------ parts
+
+    def _checked_stage(self, key: CallKey, stage_index: int) -> Stage:
+        if self._closed:
+            raise NotMember("this peer has left")
+        self._admission.run.check_generation(key.generation)
+        if not key.evaluation and key.attempt != self._sums.attempt:
+            raise ProtocolError(f"attempt {self._sums.attempt} of the step is open, got a call of {key.attempt}")
+        stage = self._stepping.stage(stage_index)
+        if stage.on_trainers:
+            raise ProtocolError(f"stage {stage_index} is what trainers compute themselves; no microbatch goes there")
+        self._admission.run.check_holds(self._admission.me, stage_index)
+        if key.weights and not key.evaluation:
+            raise ProtocolError(f"only evaluations may mean lent weights, got {key}")
+        stage.check_borrowed(key.weights)
+        if stage_index not in self._admission.loaded:
+            raise NotMember(f"stage {stage_index} has no weights yet")
+        if not key.evaluation:
+            self._sums.check_counts(stage, key)
+        if key.step < stage.version:
+            raise ProtocolError(f"stage {stage_index} is at version {stage.version}, got a call of step {key.step}")
+        return stage
+
+    def _computes_on(self, key: CallKey) -> int:
+        """The version of the weights that are meant."""
+        return key.step if key.evaluation else self._admission.run.computes_on(key.step)
+
+    def _seed(self, key: CallKey, stage: Stage) -> int:
+        """Of all random draws of a call."""
+        seed = self._admission.run.manifest.seed
+        return key_seed(seed, key.step, key.first % PLACES, key.index, key.call, stage.index, int(key.evaluation))
+
+    async def _fetch(self, source: Ticket, *, gradient: bool = False) -> tuple[Message, bytes]:
+        try:
+            return await self._tickets.fetch_reported(source, timeout=self._limits.call_timeout)
+        except StageError:
+            raise  # the model's own error: the trainer wants to see that one
+        except TicketGone as error:  # nobody is to blame: it is computed again
+            gone = GradientGone if gradient else TicketGone
+            raise gone(f"{source.name} is not at {source.peer_id} any more: {error}") from error
+        except SwarmError as error:
+            missing = GradientMissing if gradient else InputMissing
+            raise missing(f"{source.name} did not come from {source.peer_id}: {error}") from error
+
+    async def _compute(self, stage: Stage, priority: tuple[int, ...], run: Callable[[], _T]) -> tuple[_T, float]:
+        try:
+            return await self._executor.submit(priority, run)
+        except SwarmError:
+            raise
+        except Exception as error:  # the model's code may raise anything; it goes to the trainer as text
+            raise StageError(
+                f"stage {stage.index} raised {type(error).__name__} on peer {self._transport.peer_id}: {error}\n"
+                + "".join(traceback.format_exception(error))
+            ) from error
+
+
+def _graph(stage: Stage, kept: Kept) -> Graph:
+    graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
+    assert graph is not None
+    return graph
+
+
+def _input_tree(structure: Any, tensors: Sequence[Tensor], source: Ticket | None) -> _Inputs:
+    return _checked_inputs(serialization.unflatten(structure, list(tensors)), source)
+
+
+def _checked_inputs(tree: serialization.Tree, source: Ticket | None) -> _Inputs:
+    if not isinstance(tree, tuple) or len(tree) != 2 or not isinstance(tree[1], dict):
+        raise ProtocolError("a call must bring a pair of inputs and extras")
+    if isinstance(tree[0], tuple) != (source is None) or (source is not None and tree[0] is not None):
+        raise ProtocolError("a call must bring a tuple of inputs, or say where its input is, and not both")
+    return tree
+
+
+def _gradient_tree(request: BackwardRequest, tensors: Sequence[Tensor]) -> tuple[serialization.Tree, _Inputs | None]:
+    tree = serialization.unflatten(request.structure, list(tensors))
+    if not isinstance(tree, tuple) or len(tree) != 2 or isinstance(tree[0], list) != (request.source is None):
+        raise ProtocolError("a backward must bring the output's gradients, or say where they are, and not both")
+    if tree[1] is None and request.inputs is not None:
+        raise ProtocolError("a backward that says where its input is must bring the extras")
+    return tree[0], None if tree[1] is None else _checked_inputs(tree[1], request.inputs)
+
+
+def _reports(report: bytes) -> tuple[StageReport, ...]:
+    """Of a call, and of those that its own input came with."""
+    first = decode(report, CallReport)
+    return (StageReport(busy_s=first.busy_s, queued=first.queued, receipt=first.receipt), *first.others)
+
+
+def _num_samples(inputs: tuple[Any, ...]) -> int:
+    """How many samples a microbatch has: it was cut along the first dimension."""
+    return next((leaf.shape[0] for leaf in serialization.leaves(inputs) if leaf.ndim), 0)

@@ -1,0 +1,218 @@
+"""What steps a stage's parameters: the user's optimizer, cut down to them. Its state is with them, or on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_swarm.model.optimizer_state import GROUP, as_saved, set_hyperparameters
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.run import Selection
+
+
+def place_overrides(optimizer: Optimizer) -> None:
+    """Have overrides by place be those of this optimizer's parameters, where they stand now; before each step."""
+    manager = _manager(optimizer)
+    if manager is not None:
+        manager.index2config.clear()
+        manager.register_parameters(optimizer.param_groups)
+
+
+def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Let copies of parameters be optimized as these are.
+
+    Args:
+        optimizer: Which still has the parameters themselves.
+        pairs: Of a parameter and its copy.
+    """
+    manager = _manager(optimizer)
+    if manager is not None:
+        optimizer.check_overrides()  # type: ignore[attr-defined]  # only now are those that a module named found
+        configs = manager.pid2config
+        configs.update({id(copied): configs[id(own)] for own, copied in pairs if id(own) in configs})
+
+
+def _manager(optimizer: Optimizer) -> Any:
+    """Told by what it has: bitsandbytes is slow to import, and few use its optimizers."""
+    manager = getattr(optimizer, "mng", None)
+    return manager if hasattr(manager, "index2config") else None
+
+
+class Stepper:
+    """The optimizer of one stage.
+
+    Args:
+        optimizer: The user's, over the whole model; its parameter groups are cut down by `select`. None: nothing is
+            going to train.
+        parameters: Of the stage, by name.
+        clip_value: Each element of a gradient is clamped to its range; None: not clipped.
+        offload: Step copies of the parameters on the CPU, where state is then, too.
+        apart: Step other objects than the parameters, which share their memory: a graph of autograd refuses its
+            backward where a parameter itself was stepped since.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        clip_value: float | None = None,
+        offload: bool = False,
+        apart: bool = False,
+    ) -> None:
+        self.optimizer = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
+        self._own = dict(parameters)
+        copied = _on_cpu if offload else _beside
+        self._stepped = {name: copied(one) for name, one in parameters.items()} if offload or apart else self._own
+        self._offloads = offload
+        self._clip_value = clip_value
+        self._written: list[dict[str, Any]] = [{} for _ in self.optimizer.param_groups]  # by the optimizer itself
+        if self._stepped is not self._own:
+            copy_overrides(self.optimizer, zip(self._own.values(), self._stepped.values(), strict=True))
+        before = dict(self.optimizer.state)  # some optimizers have state before their first step, of all parameters
+        self.optimizer.state.clear()
+        self.load_state({name: before[one] for name, one in self._own.items() if one in before})
+
+    def select(self, selection: Selection) -> None:
+        """Have the parameter groups that `selection` says. What is known of a parameter stays with it."""
+        groups = self.optimizer.param_groups
+        del groups[selection.num_groups :]
+        while len(groups) < selection.num_groups:  # its own hyperparameters come with the record
+            groups.append(copy.deepcopy(self.optimizer.defaults))
+        self._written = [*self._written[: len(groups)], *({} for _ in groups[len(self._written) :])]
+        for index, group in enumerate(groups):  # empty groups stay: records address groups by place
+            group["params"] = [one for name, one in self._stepped.items() if selection.groups.get(name) == index]
+
+    def unfit(self, hyperparameters: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Names of what cannot take the place of the hyperparameters here, of the first group that has any."""
+        for group, values in zip(self.optimizer.param_groups, hyperparameters, strict=False):
+            wrong = [key for key, value in values.items() if key == "params" or not _fits(group.get(key), value)]
+            if wrong:
+                return sorted(wrong)
+        return []
+
+    def step(
+        self, gradients: Mapping[str, Tensor | None], factor: float, hyperparameters: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Take a step.
+
+        Args:
+            gradients: For each parameter that trains; None: the optimizer passes over it.
+            factor: That they are multiplied by.
+            hyperparameters: Of each parameter group.
+        """
+        stepped = [self._stepped[name] for name in gradients]
+        self._fetch(gradients)
+        for parameter, gradient in zip(stepped, gradients.values(), strict=True):
+            scaled = gradient.to(parameter.device) * factor if gradient is not None else None
+            parameter.grad = scaled.to(parameter.dtype) if scaled is not None else None
+        if self._clip_value is not None:
+            torch.nn.utils.clip_grad_value_(stepped, self._clip_value)
+        groups = self.optimizer.param_groups
+        for group, values, written in zip(groups, hyperparameters, self._written, strict=True):
+            set_hyperparameters(group, {**values, **written})
+        before = [dict(group) for group in groups]
+        place_overrides(self.optimizer)
+        self.optimizer.step()
+        for group, old, written in zip(groups, before, self._written, strict=True):
+            written.update({key: new for key, new in group.items() if _is_written(key, new) and old.get(key) != new})
+        for parameter in stepped:
+            parameter.grad = None
+        for name in gradients if self._stepped is not self._own else ():
+            if self._offloads:
+                self._own[name].data.copy_(self._stepped[name])
+            else:
+                self._own[name].data = self._stepped[name].data  # some optimizers give parameters other memory
+
+    @torch.no_grad()
+    def _fetch(self, names: Iterable[str]) -> None:
+        """Begin with the parameters' values, at each step, so that nobody else who sets weights need know of copies."""
+        if self._offloads:
+            for name in names:
+                self._stepped[name].copy_(self._own[name])
+        elif self._stepped is not self._own:
+            for name in names:
+                self._stepped[name].data = self._own[name].data
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """For each parameter that has some, its state: a tree of tensors and numbers. Shared memory, not copies."""
+        found = self.optimizer.state
+        groups = zip(self.optimizer.param_groups, self._written, strict=True)
+        written = {id(one): {GROUP: dict(values)} for group, values in groups if values for one in group["params"]}
+        both = {name: {**found.get(one, {}), **written.get(id(one), {})} for name, one in self._stepped.items()}
+        return {name: state for name, state in both.items() if state or self._stepped[name] in found}
+
+    def saved_state(self) -> dict[str, dict[str, Any]]:
+        """The same as the optimizer saves it: some do not save what they have."""
+        return as_saved(self.optimizer, {id(one): name for name, one in self._stepped.items()}, self.state())
+
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the state of parameters of this stage, to the bit; what there was before is gone."""
+        groups = {
+            id(parameter): (group, written)
+            for group, written in zip(self.optimizer.param_groups, self._written, strict=True)
+            for parameter in group["params"]
+        }
+        # Not by `load_state_dict`: it casts what an optimizer keeps in another dtype than its parameter's, which
+        # replicas that have gone on without loading do not, and it knows no parameter that is in no group any more.
+        for name, parameter in self._stepped.items():
+            self.optimizer.state.pop(parameter, None)
+            group, written = groups.get(id(parameter), ({}, {}))
+            own = dict(state.get(name, {}))
+            written.update({key: value for key, value in own.pop(GROUP, {}).items() if _is_written(key, value)})
+            if own or (name in state and GROUP not in state[name]):
+                self.optimizer.state[parameter] = _placed(own, parameter, group)
+
+    def share(self, other: Stepper) -> None:
+        """Of parameters that both have, which `other` has stepped, have its state: the same one, not a copy."""
+        for name, parameter in self._own.items():
+            if other._own.get(name) is parameter and other._stepped[name] in other.optimizer.state:
+                self.optimizer.state[self._stepped[name]] = other.optimizer.state[other._stepped[name]]
+
+    def forget(self) -> None:
+        """Have no state."""
+        self.optimizer.state.clear()
+        self._written = [{} for _ in self.optimizer.param_groups]
+
+
+def _is_written(key: str, value: object) -> bool:
+    """Whether an optimizer may have written it into a parameter group: numbers only."""
+    return key != "params" and isinstance(value, (int, float))
+
+
+def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
+
+
+def _beside(parameter: nn.Parameter) -> nn.Parameter:
+    # Not `detach`: what that gives shares the count of changes, too.
+    return nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+
+
+def _placed(state: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's optimizer state where the optimizer wants it: with the parameter, but steps are counted on CPU."""
+    counts_there = group.get("capturable") or group.get("fused")
+    placed = {}
+    for key, value in state.items():
+        structure, tensors = serialization.flatten(value)
+        device = parameter.device if key != "step" or counts_there else torch.device("cpu")
+        placed[key] = serialization.unflatten(structure, [tensor.to(device) for tensor in tensors])
+    return placed
+
+
+def _fits(own: object, new: object) -> bool:
+    """Whether `new` can take the place of a hyperparameter. The wire knows neither tuples nor tensors."""
+    if isinstance(own, (list, tuple)):
+        if not isinstance(new, list) or len(new) != len(own):
+            return False
+        return all(_fits(one, other) for one, other in zip(own, new, strict=True))
+    if isinstance(own, (bool, str)):
+        return type(new) is type(own)
+    if isinstance(own, (int, float, Tensor)):
+        return isinstance(new, (int, float)) and not isinstance(new, bool)
+    return True

@@ -1,0 +1,234 @@
+"""The model as one peer holds it: cut into stages, of which it builds those it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from msgspec import UNSET
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model import partition
+from lightning_swarm.model.boundary_layers import adopt, unhook
+from lightning_swarm.model.optimizer_state import kind_of
+from lightning_swarm.model.partition import Blocks, StageModule
+from lightning_swarm.protocol.compression import Codecs
+from lightning_swarm.protocol.messages.run import Manifest, Member, StageManifest, check_selection, ranges_of
+from lightning_swarm.server import optimizer as optimizer_module
+from lightning_swarm.server.batch_norm import RunningStatistics
+from lightning_swarm.server.optimizer import Stepper
+from lightning_swarm.server.stage import Stage
+
+
+class Model:
+    """A peer's own copy of the model.
+
+    Args:
+        module: The LightningModule (or any module), after `configure_model`.
+        blocks: Where it is cut.
+        optimizer: Builds the user's optimizer over `module`'s parameters; gets the run's number of steps, if known.
+        device: Where this peer computes.
+        keep: Leave parameters of stages that are not served as they are, instead of freeing their memory.
+        compiler: Compiles the stages' forwards; see `StageModule.compile_by`.
+        offload: Have optimizers and their state on the CPU, if the device is another one.
+        origin: Says what a stage's parameters and buffers are at first, at a run's starter.
+
+    Attributes:
+        offloads: Whether they are there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Blocks,
+        optimizer: Callable[[int | None], Optimizer],
+        device: torch.device,
+        *,
+        keep: bool,
+        compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        offload: bool = False,
+        origin: Callable[[StageModule], Mapping[str, Tensor]] = StageModule.named_stage_tensors,
+    ) -> None:
+        self._module = module
+        unhook(module)  # a stage computes the layers at its ends in part
+        self.blocks = blocks
+        self._optimizer = optimizer
+        self.device = device
+        self._keep = keep
+        self._compiler = compiler
+        self.offloads = offload and device.type != "cpu"
+        self.origin = origin
+
+    def cut(self, ranges: Sequence[range]) -> tuple[StageModule, ...]:
+        """The stages that begin and end as `ranges` of blocks say."""
+        return partition.cut(self._module, self.blocks, ranges)
+
+    def describe(self, ranges: Sequence[range], rosters: Sequence[list[Member]]) -> list[StageManifest]:
+        """What the manifest says of the stages.
+
+        Args:
+            ranges: The blocks of each stage.
+            rosters: Of these stages, then of the one on the trainers, whether the model needs it or not.
+        """
+        return [
+            StageManifest(
+                first_block=blocks.start,
+                end_block=blocks.stop,
+                parameters=[(one.name, list(one.shape), one.dtype) for one in stage.spec.parameters],
+                roster=roster,
+                on_trainers=stage.spec.on_trainers,
+                statistics=RunningStatistics(stage).length or UNSET,
+            )
+            for blocks, stage, roster in zip([*ranges, range(0)], self.cut(ranges), rosters, strict=False)
+        ]
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a run of another model. Boundary layers are the run's: they come and go with it.
+
+        Raises:
+            ConfigError: This peer's model is not the run's; names the first field that differs.
+        """
+        adopt(self._module, {name: shape for stage in manifest.stages for name, shape, _ in stage.parameters})
+        unhook(self._module)
+        num_blocks = len(self.blocks.modules)
+        if any(stage.end_block > num_blocks for stage in manifest.stages):
+            raise ConfigError(
+                f"every peer must build the model of the run; this one has {num_blocks} blocks, the run's stages end "
+                f"at {[stage.end_block for stage in manifest.stages][:5]}. Start all peers with the same script."
+            )
+        mine = self.describe(ranges_of(manifest.stages), [[] for _ in manifest.stages])
+        kinds = [[stage.on_trainers for stage in stages] for stages in (mine, manifest.stages)]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                "every peer must build the model of the run; which of its stages are on the trainers is "
+                f"{kinds[0]} here and {kinds[1]} there. Start all peers with the same script."
+            )
+        for index, (own, theirs) in enumerate(zip(mine, manifest.stages, strict=True)):
+            if own.statistics != theirs.statistics:
+                raise ConfigError(
+                    f"every peer must build the model of the run; the batch norms of stage {index} keep "
+                    f"{own.statistics or 0} numbers here and {theirs.statistics or 0} there. Start all peers with the "
+                    "same script, versions and settings."
+                )
+            if own.parameters != theirs.parameters:
+                differing = sorted({name for name, *_ in set(_hashable(own)) ^ set(_hashable(theirs))})
+                raise ConfigError(
+                    f"every peer must build the model of the run; stage {index} differs in {differing[:5]}. "
+                    "Start all peers with the same script, versions and settings."
+                )
+
+    def build(self, manifest: Manifest, served: Collection[int]) -> dict[int, Stage]:
+        """The stages that this peer serves, ready to compute once their weights are loaded. Raises as `check` does."""
+        self.check(manifest)
+        modules = self.cut(ranges_of(manifest.stages))
+        if manifest.selection is not None:
+            check_selection(manifest.selection, manifest.stages)
+            self._freeze(set(manifest.selection.frozen))
+        if not self._keep:
+            self._free_all_but(modules, served)
+            self._make_room([module for module in modules if module.spec.index in served])
+        # One optimizer for each stage: stages move apart, and their parameter groups with them.
+        return {index: self._stage(modules[index], manifest) for index in sorted(served)}
+
+    def keep_only(self, manifest: Manifest, served: Collection[int]) -> None:
+        """Free the memory of the stages that are not served any more. On the compute thread."""
+        if not self._keep:
+            self._free_all_but(self.cut(ranges_of(manifest.stages)), served)
+
+    def make_whole(self) -> None:
+        """Give all that was freed memory again: its values come from a checkpoint."""
+        owners = self._module.modules()
+        held = {id(one): one for owner in owners for one in (*owner._parameters.values(), *owner._buffers.values())}
+        self._fill(set(held))
+
+    def _stage(self, module: StageModule, manifest: Manifest) -> Stage:
+        optimizer = self._optimizer(manifest.total_steps) if manifest.selection is not None else None
+        if optimizer is not None and manifest.optimizer is not None and kind_of(optimizer) != manifest.optimizer:
+            raise ConfigError(
+                f"every peer must build the optimizer of the run, which is {manifest.optimizer}; this one builds "
+                f"{kind_of(optimizer)}. Start all peers with the same script, versions and settings."
+            )
+        if module.spec.on_trainers:
+            own, module = module, module.copied()  # the trainer goes on computing with its own
+            if optimizer is not None:
+                _move_state(optimizer, own, module)
+        elif self._compiler is not None:
+            module.compile_by(self._compiler)
+        parameters = dict(module.named_stage_parameters())
+        clip_value, delays = manifest.gradient_clip_value, manifest.delay_optimizer_step
+        return Stage(
+            module,
+            Stepper(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
+            self.device,
+            version=manifest.first_step,
+            selection=manifest.selection,
+            codecs=Codecs.of(manifest.encoding),
+            keeps_before=delays,
+            exact=manifest.deterministic,
+        )
+
+    def _freeze(self, frozen: Collection[str]) -> None:
+        """Only the lead ran the callbacks that freeze; `configure_optimizers` shall find here what it did there."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad == (name in frozen):
+                parameter.requires_grad_(name not in frozen)
+
+    def _free_all_but(self, stages: Sequence[StageModule], served: Collection[int]) -> None:
+        """Move the other stages' parameters to meta; the user's `configure_optimizers` still finds them."""
+        own, others = (
+            {
+                id(one)
+                for stage in stages
+                if (stage.spec.index in served) == here
+                for _, one in stage.named_stage_parameters()
+            }
+            for here in (True, False)
+        )
+        foreign = others - own
+        replaced: dict[int, nn.Parameter] = {}
+        for module in self._module.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) in foreign:
+                    if id(parameter) not in replaced:
+                        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                        replaced[id(parameter)] = meta
+                    module._parameters[name] = replaced[id(parameter)]
+
+    def _make_room(self, served: Sequence[StageModule]) -> None:
+        """Give what is on meta memory: freed for an earlier run, or never made. Its values come with the run."""
+        self._fill({id(tensor) for stage in served for tensor in stage.named_stage_tensors().values()})
+
+    def _fill(self, own: Collection[int]) -> None:
+        """Of what is on meta, with these ids."""
+        replaced: dict[int, Tensor] = {}
+
+        def real(tensor: Tensor) -> Tensor:
+            if id(tensor) not in replaced:
+                nothing = float("nan") if tensor.is_floating_point() else 0
+                replaced[id(tensor)] = torch.full_like(tensor, nothing, device=self.device)
+                if isinstance(tensor, nn.Parameter):
+                    replaced[id(tensor)] = nn.Parameter(replaced[id(tensor)], requires_grad=tensor.requires_grad)
+            return replaced[id(tensor)]
+
+        for module in self._module.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in list(tensors.items()):
+                    if tensor is not None and tensor.is_meta and id(tensor) in own:
+                        tensors[name] = real(tensor)  # type: ignore[assignment]  # as it was: a parameter or not
+
+
+def _move_state(optimizer: Optimizer, own: StageModule, copies: StageModule) -> None:
+    """Some optimizers have state before their first step, or know parameters by their ids."""
+    own_parameters, copied = (dict(one.named_stage_parameters()).values() for one in (own, copies))
+    pairs = list(zip(own_parameters, copied, strict=True))
+    optimizer_module.copy_overrides(optimizer, pairs)
+    for parameter, copy in pairs:
+        if parameter in optimizer.state:
+            optimizer.state[copy] = optimizer.state.pop(parameter)
+
+
+def _hashable(stage: StageManifest) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(shape), dtype) for name, shape, dtype in stage.parameters]

@@ -1,0 +1,59 @@
+"""What cannot work, or not yet, is refused before anything starts: the rule, what was found, what to do.
+
+`trainer.py` reads the Trainer and its module, `callbacks.py` and `imports.py` what is handed to it, `model.py` where a
+model's weights are; `checkpoints.py` and `optimizers.py` check those, `several.py` what several trainers do together.
+"""
+
+from lightning_swarm.strategy.checks.model import (
+    ONE_OPTIMIZER,
+    check_ckpt_path,
+    check_folder,
+    check_in_memory,
+    check_new_layers,
+    check_on_meta,
+    check_optimizers,
+    find_folder,
+    hyperparameters,
+)
+from lightning_swarm.strategy.checks.multi_trainer import (
+    check_alone,
+    check_brought_callbacks,
+    check_servers,
+    check_trainers,
+    may_be_shared,
+    refuse_collective,
+)
+from lightning_swarm.strategy.checks.trainer import (
+    check_compiling,
+    check_data,
+    check_data_module,
+    check_interactive,
+    check_strategy,
+    check_trainer,
+    makes_trials,
+)
+
+__all__ = [
+    "ONE_OPTIMIZER",
+    "check_alone",
+    "check_brought_callbacks",
+    "check_ckpt_path",
+    "check_compiling",
+    "check_data",
+    "check_data_module",
+    "check_folder",
+    "check_in_memory",
+    "check_interactive",
+    "check_new_layers",
+    "check_on_meta",
+    "check_optimizers",
+    "check_servers",
+    "check_strategy",
+    "check_trainer",
+    "check_trainers",
+    "find_folder",
+    "hyperparameters",
+    "makes_trials",
+    "may_be_shared",
+    "refuse_collective",
+]

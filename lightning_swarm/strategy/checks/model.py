@@ -1,0 +1,175 @@
+"""What needs a model whose weights are all here, or that is as it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.deferred_init import is_on_meta
+from lightning_swarm.model.sharded_format import Folder, is_folder
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.strategy.checks.trainer import of_tuner
+from lightning_swarm.strategy.framework import callbacks_named
+
+_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
+
+
+def check_ckpt_path(path: object) -> None:
+    """Refuse a checkpoint that is not there. What Lightning looks up itself passes: a name, the registry, a URL.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    if path is None or "://" in str(path) or str(path).partition(":")[0] in _NAMED_CHECKPOINTS:
+        return
+    if not Path(str(path)).exists():
+        raise ConfigError(
+            f"`ckpt_path` must be a checkpoint's path, 'best' or 'last', got {str(path)!r}, which is not there. "
+            f"Correct it, seen from {Path.cwd()}, or leave it out."
+        )
+
+
+def check_folder(path: object, storage_options: object) -> None:
+    """Refuse to write a sharded checkpoint where, or how, it cannot be.
+
+    Raises:
+        ConfigError: It is no folder of this machine, or options of a `CheckpointIO` are given.
+    """
+    if "://" in str(path):
+        raise ConfigError(
+            f"with `state_dict_type='sharded'` servers write into a folder, got {str(path)!r}. Name one that this "
+            "machine sees as a path, or use `state_dict_type='full'`."
+        )
+    if storage_options is not None:
+        raise ConfigError(
+            "`storage_options` are for a `CheckpointIO`, which writes no sharded checkpoints; got "
+            f"{storage_options!r}. Leave them out, or use `state_dict_type='full'`."
+        )
+
+
+def find_folder(path: object) -> Folder | None:
+    """The sharded checkpoint that is there; None: it is an ordinary one.
+
+    Raises:
+        ConfigError: It is a folder and no checkpoint, or not all of one.
+    """
+    if "://" in str(path) or not Path(str(path)).is_dir():
+        return None
+    folder = Path(str(path))
+    if not is_folder(folder):
+        raise ConfigError(
+            f"a checkpoint must be a file, or a folder that was written with `state_dict_type='sharded'`; {folder} is "
+            "a folder without an index `.metadata`. Name the checkpoint in it."
+        )
+    return Folder(folder)
+
+
+ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer:
+    """The only optimizer.
+
+    Raises:
+        ConfigError: There is none, more than one, or one that needs a closure or sparse gradients.
+    """
+    if len(optimizers) != 1:
+        raise ConfigError(ONE_OPTIMIZER.format(len(optimizers)))
+    optimizer = optimizers[0]
+    if not any(group["params"] for group in optimizer.param_groups):  # what Lightning makes of None
+        raise ConfigError("`configure_optimizers` must return an optimizer with parameters, got none. Return one.")
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
+        raise ConfigError(
+            f"the optimizer must step from one dense gradient, got {type(optimizer).__name__}. Use SGD or AdamW, say."
+        )
+    hyperparameters(optimizer)
+    return optimizer
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, object]]:
+    """All that a parameter group says beside its parameters, as plain numbers.
+
+    Raises:
+        ConfigError: A value is none.
+    """
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(name: str, value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, one) for one in value]
+    raise ConfigError(
+        f"hyperparameters of a parameter group must be numbers, text or lists of them: `{name}` is a "
+        f"{type(value).__name__}. Keep it outside the optimizer."
+    )
+
+
+# They read weights, or put others into the module.
+_OF_WHOLE_MODULES = ("BaseFinetuning", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
+
+
+def check_new_layers(trainer: Trainer, *, restored: bool) -> None:
+    """Refuse to put layers into a model of which a callback has made a copy by now, or which a checkpoint has not.
+
+    Args:
+        trainer: Whose.
+        restored: Whether its model comes from a checkpoint.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if restored:
+        raise ConfigError(
+            "a run goes on with the boundary layers of its checkpoint, got `boundary` and a checkpoint without any. "
+            "Leave `boundary` out; or load the weights into the module and begin without `ckpt_path`: the optimizer's "
+            "state would not fit."
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        if isinstance(callback, callbacks_named("StochasticWeightAveraging", "WeightAveraging")):
+            raise ConfigError(
+                "boundary layers must be in the model before callbacks copy it, and `boundary` puts them in later: got "
+                f"{type(callback).__name__}. Call `insert_boundary(self, ...)` in the LightningModule's `__init__`."
+            )
+
+
+def check_in_memory(module: LightningModule, what: str) -> None:
+    """Refuse what needs all of a module's weights in this process.
+
+    Args:
+        module: Which.
+        what: In words.
+
+    Raises:
+        ConfigError: Some of them are on meta.
+    """
+    if is_on_meta(module):
+        raise ConfigError(
+            f"a module on torch's meta device has its weights on the servers only, got {type(module).__name__} where "
+            f"{what}. Build it without `torch.device('meta')`, if this machine has room for all of it."
+        )
+
+
+def check_on_meta(trainer: Trainer, module: LightningModule, config: SwarmConfig) -> None:
+    """Refuse what a module cannot be used for whose weights are on meta.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    if config.split == "time":
+        check_in_memory(module, "`split='time'` is to measure its blocks")
+    for callback in trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else ():  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks_named(*_OF_WHOLE_MODULES)):
+            check_in_memory(module, f"{type(callback).__name__}{of_tuner(callback)} works with all of them")

@@ -1,0 +1,21 @@
+"""The data of a run that several trainers may bring: one order of all batches, whoever reads them.
+
+All trainers list the same samplers with the same random numbers, which the lead's plan of an epoch brings with a digest
+of what it listed: `listing.py`, `random_numbers.py`. So a number names a batch, and no index travels. Each reads a lane
+of the epoch ahead, with the workers that its DataLoader has (`loader.py`); who coordinates says which batch is whose
+(`steps.places`), and a trainer that waits for others reads one besides. `sharing.py` is what a trainer knows of it all.
+An iterable dataset has no numbers: `part.py`.
+"""
+
+from lightning_swarm.strategy.data.loader import SharedLoader, own_generators, part_of
+from lightning_swarm.strategy.data.shared import STATE, SharedData, at_position, can_share
+
+__all__ = [
+    "STATE",
+    "SharedData",
+    "SharedLoader",
+    "at_position",
+    "can_share",
+    "own_generators",
+    "part_of",
+]

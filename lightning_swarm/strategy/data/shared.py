@@ -1,0 +1,412 @@
+"""What a trainer knows of the data that all trainers of its run bring together."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import cache
+from itertools import groupby, islice
+from typing import Any, Final
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from msgspec.structs import replace as replaced
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from typing_extensions import TypeIs
+
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import ConfigError, RunOver
+from lightning_swarm.protocol.messages.run import MAX_RUNS, BatchNumber, EpochPlan
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.run_state import next_in_lane
+from lightning_swarm.strategy.data import loader as loader_module
+from lightning_swarm.strategy.data.loader import LaneSampler, SharedLoader
+from lightning_swarm.strategy.framework import framework_of
+
+
+class Listing:
+    """What a batch sampler gives in an epoch.
+
+    Args:
+        batches: Of the sampler.
+        num_batches: How many of them.
+        ends: Whether the sampler is asked for one more, as by loaders with workers.
+
+    Raises:
+        ConfigError: They are nothing that an epoch can be shared by.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]], num_batches: int, *, ends: bool = False) -> None:
+        drawn = iter(batches)
+        listed = [list(batch) for batch in islice(drawn, num_batches)]
+        if ends:
+            next(drawn, None)
+        lengths = [len(batch) for batch in listed]
+        if not all(lengths):
+            raise ConfigError(f"a batch must have at least one sample, and number {lengths.index(0)} has none.")
+        self.sizes = [(size, len(list(group))) for size, group in groupby(lengths)]
+        if len(self.sizes) > MAX_RUNS:
+            raise ConfigError(
+                f"the sizes of an epoch's batches may change {MAX_RUNS} times, they do {len(self.sizes)} times. Sort "
+                "batches by size, or share the data yourself with `use_distributed_sampler=False`."
+            )
+        flat = [index for batch in listed for index in batch]
+        plain = all(type(index) is int for index in flat)
+        # Whatever else samplers give is kept, and compared, as it is written.
+        numbers = np.array(flat, dtype="<i8") if plain else None
+        self._flat: Any = flat if numbers is None else numbers
+        self._starts = np.cumsum([0, *lengths])
+        content = repr(flat).encode() if numbers is None else numbers.tobytes()
+        self.digest = hashlib.sha256(repr(self.sizes).encode() + b"\0" + content).digest()
+
+    def __len__(self) -> int:
+        """Of batches."""
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> list[Any]:
+        """The indices of a batch."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = self._flat[self._starts[index] : self._starts[index + 1]]
+        return part.tolist() if isinstance(part, np.ndarray) else list(part)
+
+
+STATE: Final = "swarm_data"
+"""Under which a fit loop's state has the place in the data."""
+
+
+class SharedData:
+    """One trainer's, in one run. Without a loader that is shared it does nothing.
+
+    Args:
+        trainer: Whose.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._session: Session | None = None
+        self._origin: DataLoader[Any] | None = None
+        self._loader: SharedLoader | None = None
+        self._plans: dict[int, EpochPlan] = {}
+        self._listings: dict[int, Listing] = {}
+        self._start: BatchNumber | None = None  # of this generation of the run
+        self._restored: dict[int, EpochPlan] = {}
+        self._restored_position: BatchNumber | None = None
+        self.number: BatchNumber | None = None  # of the batch in hand
+        self._num_left = 0  # batches of the lane after it
+
+    # ------------------------------------------------------------------ a run begins and ends
+
+    def share(self, loader: DataLoader[Any], alone: Callable[[], DataLoader[Any]]) -> SharedLoader:
+        """What takes the loader's place.
+
+        Args:
+            loader: The user's.
+            alone: Makes what is read where it turns out that it is one of several loaders.
+        """
+        self._origin = loader
+        lane = LaneSampler(loader.batch_sampler, self._lane, self._lane_length)
+        # Made anew it would need its class's own arguments, and its user's batch sampler would be another one.
+        made = copy.copy(loader)
+        vars(made).update(batch_sampler=lane, _iterator=None)
+        alone = cache(alone)
+        self._loader = SharedLoader(made, self._given, lambda: alone() if self._is_one_of_several else None)
+        return self._loader
+
+    def open(self, session: Session) -> None:
+        """The run has begun; its loop's state is still to be restored."""
+        self._session = session
+        fit_loop = self._trainer.fit_loop
+        self._save, self._load = fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint
+        self._begin = fit_loop.epoch_loop.on_run_start
+        fit_loop.on_save_checkpoint = self._saved  # type: ignore[method-assign]
+        fit_loop.on_load_checkpoint = self._loaded  # type: ignore[method-assign]
+        fit_loop.epoch_loop.on_run_start = self._epoch_begins  # type: ignore[method-assign]
+        self._reset = fit_loop.epoch_loop.reset
+        fit_loop.epoch_loop.reset = self._quietly_reset  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Leave the loop as it was."""
+        fit_loop = self._trainer.fit_loop
+        for loop in (fit_loop, fit_loop.epoch_loop):
+            for name in ("on_save_checkpoint", "on_load_checkpoint", "on_run_start", "reset"):
+                vars(loop).pop(name, None)
+
+    @property
+    def shares(self) -> bool:
+        """Whether batches have numbers."""
+        return self._loader is not None and not self._is_one_of_several
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        combined = self._trainer.fit_loop._combined_loader
+        return combined is not None and len(combined.flattened) > 1
+
+    # ------------------------------------------------------------------ the batch in hand, and others
+
+    def size(self, number: BatchNumber) -> int:
+        """Samples of a batch: the indices that its sampler gives."""
+        return len(self._indices(number))
+
+    @property
+    def end(self) -> BatchNumber | None:
+        """The end of the epoch, if the batch in hand is the last one of this trainer's lane."""
+        if self.number is None or self._num_left:
+            return None
+        epoch, _ = self.number
+        return epoch, self._plans[epoch].num_batches
+
+    def read(self, number: BatchNumber) -> Any:
+        """A batch that no loader here has read, as Lightning would hand it to `training_step`."""
+        assert self._loader is not None
+        trainer, module = self._trainer, self._trainer.lightning_module
+        batch = self._loader.fetch(self._indices(number))
+        combined = trainer.fit_loop._combined_loader
+        assert combined is not None
+        batch = tree_unflatten([batch], combined._spec)
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return framework_of(trainer).call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+    def _indices(self, number: BatchNumber) -> list[Any]:
+        epoch, index = number
+        self._planned(epoch)
+        return self._listings[epoch][index]
+
+    # ------------------------------------------------------------------ the lane
+
+    def _lane(self) -> Iterator[tuple[BatchNumber, list[Any], int]]:
+        """This trainer's part of the epoch, and how much follows each batch. What comes next is settled one ahead."""
+        epoch = self._trainer.current_epoch
+        plan = self._planned(epoch)
+        assert self._session is not None
+        upcoming = None if plan is None else self._after(plan, plan.begin - 1)
+        while plan is not None and upcoming is not None and upcoming < plan.num_batches:
+            index, upcoming = upcoming, self._after(plan, upcoming)
+            num_left = len(range(upcoming, plan.num_batches, len(self._session.lanes)))
+            yield (epoch, index), self._listings[epoch][index], num_left
+
+    def _after(self, plan: EpochPlan, index: int) -> int:
+        """The next batch of the lane, whoever trains by now, and without those that count already."""
+        assert self._session is not None
+        position = self._session.run.position or (0, 0)
+        begin = max(index + 1, position[1] if position[0] == plan.epoch else 0)
+        if position[0] > plan.epoch:
+            begin = plan.num_batches
+        return next_in_lane(plan.begin, begin, self._session.lanes, self._session.own)
+
+    def _lane_length(self) -> int:
+        """Of a whole epoch, which Lightning limits by itself where the limit is a share."""
+        assert self._origin is not None
+        limit = self._trainer.limit_train_batches
+        length = len(self._origin) if isinstance(limit, float) else self._num_batches()
+        return max(1, -(-length // (len(self._session.lanes) if self._session is not None else 1)))
+
+    def _num_batches(self) -> int:
+        """Of an epoch of all trainers."""
+        assert self._origin is not None
+        length, limit = len(self._origin), self._trainer.limit_train_batches
+        return int(length * limit) if isinstance(limit, float) else min(length, limit)
+
+    def _given(self, number: BatchNumber, num_left: int) -> None:
+        """A batch is in hand: by what follows it Lightning knows its epoch's last one."""
+        self.number, self._num_left = number, num_left
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
+        fit_loop.max_batches = fit_loop.epoch_loop.batch_progress.current.ready + 1 + num_left
+        if trainer.val_check_batch is not None and trainer.check_val_every_n_epoch is not None:
+            # At the end of the epoch at the latest, however few of its batches are left to this trainer.
+            wanted, most = trainer.val_check_interval, fit_loop.max_batches
+            trainer.val_check_batch = max(1, int(most * wanted) if isinstance(wanted, float) else min(wanted, most))
+        if fit_loop._data_fetcher is not None:
+            fit_loop._data_fetcher.length = fit_loop._data_fetcher.fetched + 1 + num_left
+
+    def _quietly_reset(self) -> None:
+        with warnings.catch_warnings():
+            if self.shares:  # that this loader cannot go on in the middle of an epoch: but the run's data can
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            self._reset()
+
+    def _epoch_begins(self, data_fetcher: Any) -> None:
+        """One that goes on may have as many batches behind it as this trainer would read of a whole one."""
+        if self.shares and self._trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            self._trainer.fit_loop.max_batches = float("inf")  # known with the first batch
+        self._begin(data_fetcher)
+
+    # ------------------------------------------------------------------ plans
+
+    def _planned(self, epoch: int) -> EpochPlan | None:
+        """The order of an epoch, listed here. None: all of it is through."""
+        if epoch not in self._plans:
+            assert self._session is not None
+            if self._session.is_lead:
+                self._draw(epoch)
+            else:
+                try:
+                    plan = self._session.take_plan(epoch)
+                except RunOver:
+                    self._trainer.should_stop = True
+                    return None
+                if plan is None:
+                    return None
+                self._take(plan)
+        return self._plans[epoch]
+
+    def _draw(self, epoch: int) -> None:
+        """At the lead: list an epoch that begins or goes on, and tell the others."""
+        if self._start is None:
+            self._start = self._first_position(epoch)
+            older = sorted(one for one in self._restored if one < epoch)
+            for one in older:  # where one ended, the generator of the next one's order goes on
+                plan = self._again(one)
+                if one >= self._start[0]:  # its rest is in no update of the weights that are gone on from
+                    self._tell(plan)
+            if older and epoch not in self._restored:
+                self._seed_workers()
+        self._tell(self._again(epoch) if epoch in self._restored else self._listed(epoch))
+
+    def _seed_workers(self) -> None:
+        """Draw what a loader draws where an epoch begins; this one did so before the older ones were listed again."""
+        origin = self._origin
+        assert origin is not None
+        stays = origin.persistent_workers and origin.num_workers > 0
+        if origin.generator is not None and not stays:
+            torch.empty((), dtype=torch.int64).random_(generator=origin.generator)
+
+    def _first_position(self, epoch: int) -> BatchNumber:
+        """With which batch this generation of the run begins."""
+        if self._restored_position is not None:
+            at, index = self._restored_position
+            if index >= self._restored[at].num_batches:
+                at, index = at + 1, 0
+            return at, index
+        progress: Any = self._trainer.fit_loop.epoch_progress.current
+        if self._trainer.fit_loop.restarting and progress.ready > progress.processed:
+            return epoch, min(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, self._num_batches())
+        return epoch, 0
+
+    def _listed(self, epoch: int) -> EpochPlan:
+        """As a DataLoader would draw it now."""
+        assert self._origin is not None
+        random = loader_module.take(loader_module.own_generators(self._origin))
+        listing = self._listings[epoch] = self._list(epoch)
+        return EpochPlan(
+            epoch=epoch,
+            begin=self._begin_of(epoch, len(listing)),
+            sizes=listing.sizes,
+            digest=listing.digest,
+            random=random,
+            last=self._is_last(epoch),
+        )
+
+    def _again(self, epoch: int) -> EpochPlan:
+        """As it was drawn before the checkpoint."""
+        plan = self._restored[epoch]
+        self._take(plan, "those that were listed before the checkpoint was written")
+        return replaced(plan, begin=self._begin_of(epoch, plan.num_batches), last=self._is_last(epoch))
+
+    def _is_last(self, epoch: int) -> bool:
+        max_epochs = self._trainer.fit_loop.max_epochs
+        return max_epochs not in (None, -1) and epoch + 1 >= max_epochs
+
+    def _begin_of(self, epoch: int, num_batches: int) -> int:
+        assert self._start is not None
+        at, index = self._start
+        return index if at == epoch else num_batches if at > epoch else 0
+
+    def _tell(self, plan: EpochPlan) -> None:
+        assert self._session is not None
+        assert self._start is not None
+        self._plans[plan.epoch] = plan
+        self._session.plan(plan, self._start)
+        self._forget()
+
+    def _take(self, plan: EpochPlan, others: str = "those of the lead") -> None:
+        """List what somebody else drew.
+
+        Raises:
+            ConfigError: It comes to something else here.
+        """
+        assert self._origin is not None
+        own = loader_module.own_generators(self._origin)
+        listing = None
+        if len(own) == len(plan.random.own):
+            with loader_module.drawing_from(plan.random, own):
+                listing = self._list(plan.epoch)
+        if listing is None or (listing.digest, listing.sizes) != (plan.digest, plan.sizes):
+            sampler = getattr(self._origin.batch_sampler, "sampler", self._origin.batch_sampler)
+            what = f"{len(own)} generators" if listing is None else f"{len(listing)} batches"
+            theirs = len(plan.random.own) if listing is None else plan.num_batches
+            raise ConfigError(
+                "trainers bring the batches of one order, which each lists with the same random numbers: the "
+                f"{what} of {type(sampler).__name__} in epoch {plan.epoch} are not {others}, of which there are "
+                f"{theirs}. Use the same dataset, batch size and sampler, and let the sampler draw from the generators "
+                "of torch, numpy or random; or set `use_distributed_sampler=False` in all trainers."
+            )
+        self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
+        self._forget()
+
+    def _list(self, epoch: int) -> Listing:
+        assert self._origin is not None
+        batches: Any = self._origin.batch_sampler
+        for sampler in {id(one): one for one in (batches, getattr(batches, "sampler", None))}.values():
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+        num_batches = self._num_batches()
+        return Listing(batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin))
+
+    def _forget(self) -> None:
+        """What no batch is of any more."""
+        position = self.position
+        first = self._trainer.current_epoch if position is None else min(position[0], self._trainer.current_epoch)
+        over = [epoch for epoch in self._plans if epoch < first]
+        for epoch in over:
+            del self._plans[epoch], self._listings[epoch]
+
+    # ------------------------------------------------------------------ the place in the data
+
+    @property
+    def position(self) -> BatchNumber | None:
+        """The first batch that the weights of this version know nothing of."""
+        assert self._session is not None
+        return self._session.run.position or self._start
+
+    def _saved(self) -> dict[str, Any]:
+        state = self._save()
+        if self.shares and self.position is not None:
+            plans = [torch.frombuffer(bytearray(encode(one)), dtype=torch.uint8) for one in self._plans.values()]
+            state[STATE] = {"plans": plans, "position": list(self.position)}
+        return state
+
+    def _loaded(self, state_dict: dict[str, Any]) -> None:
+        found = state_dict.get(STATE)
+        if found is not None:
+            plans = [decode(one.numpy().tobytes(), EpochPlan) for one in found["plans"]]
+            epoch, index = found["position"]
+            self._restored = {one.epoch: one for one in plans}
+            self._restored_position = (epoch, index) if epoch in self._restored else None
+        self._load(state_dict)
+
+
+def at_position(checkpoint: Mapping[str, Any], position: BatchNumber | None) -> None:
+    """Have a checkpoint's run go on with another batch than the one that was next when it was taken."""
+    found = checkpoint["loops"]["fit_loop"]["state_dict"].get(STATE)
+    if found is not None and position is not None:
+        found["position"] = list(position)
+
+
+def can_share(loader: object, trainer: Trainer) -> TypeIs[DataLoader[Any]]:
+    """Whether batches can be numbered: those of a map-style dataset, whose sampler says how many there are."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return (
+        loader.batch_sampler is not None
+        and isinstance(loader.batch_sampler, Sized)
+        and not isinstance(loader.sampler, DistributedSampler)
+        and bool(trainer._accelerator_connector.use_distributed_sampler)
+        and "dataloader_iter" not in inspect.signature(trainer.lightning_module.training_step).parameters
+    )

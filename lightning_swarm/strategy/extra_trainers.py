@@ -1,0 +1,144 @@
+"""Several trainers of one run, in Lightning's terms: the lead's loop decides, the others bring batches."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from lightning_swarm.strategy.data import part_of
+from lightning_swarm.strategy.framework import callbacks_named, framework_of
+
+# They decide when the run ends or what is kept of it, from what only the lead knows.
+_OF_THE_LEAD = ("Checkpoint", "EarlyStopping", "Timer")
+
+
+def follow(trainer: Trainer) -> Callable[[], None]:
+    """Leave validation, files and decisions to the lead. Loggers and progress bars are off beyond rank zero anyway.
+
+    Returns:
+        What puts all of it back: this trainer is to lead.
+    """
+    own: Any = trainer  # whose attributes Lightning sets in its connectors
+    fit_loop, bar = trainer.fit_loop, own.progress_bar_callback
+    limits = own.limit_val_batches, own.num_sanity_val_steps
+    least = fit_loop.min_epochs, fit_loop.epoch_loop.min_steps
+    callbacks = list(own.callbacks)
+    # By which a bar knows whether it shows: a user's own need not have a method that has it show again.
+    switches = {name: value for name, value in vars(bar).items() if isinstance(value, bool)} if bar else {}
+    own.limit_val_batches, own.num_sanity_val_steps = 0, 0
+    leave_decisions(trainer)
+
+    def put_back() -> None:
+        own.limit_val_batches, own.num_sanity_val_steps = limits
+        fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = least
+        own.callbacks[:] = [*callbacks, *(one for one in own.callbacks if one not in callbacks)]
+        if bar is not None:
+            vars(bar).update(switches)
+
+    return put_back
+
+
+def leave_decisions(trainer: Trainer) -> None:
+    """Leave callbacks that decide to the lead. Those that a module brings come anew with each fit."""
+    own: Any = trainer
+    own.callbacks[:] = [one for one in own.callbacks if not isinstance(one, callbacks_named(*_OF_THE_LEAD))]
+
+
+def follow_schedule(trainer: Trainer) -> None:
+    """Let the lead end the run, and keep only the schedulers that count its steps: records bring the rest."""
+    fit_loop = trainer.fit_loop
+    fit_loop.min_epochs, fit_loop.epoch_loop.min_steps = 0, None
+    trainer.strategy.lr_scheduler_configs = [
+        one for one in trainer.strategy.lr_scheduler_configs if one.interval == "step" and not one.reduce_on_plateau
+    ]
+
+
+def begin_at(trainer: Trainer, *, step: int, epoch: int) -> None:
+    """Have a fit that is about to begin count on where the run is, schedulers of its steps included.
+
+    Its own optimizer never steps; the records bring what it steps with elsewhere.
+    """
+    fit_loop = trainer.fit_loop
+    for progress in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
+        vars(progress).update(dict.fromkeys(("ready", "started", "processed", "completed"), epoch))
+    epoch_loop = fit_loop.epoch_loop
+    optimizer_step = epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    optimizer_step.total.ready = optimizer_step.total.completed = step
+    epoch_loop._batches_that_stepped = step
+    for optimizer in trainer.optimizers:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask; it did, elsewhere
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            for _ in range(step // config.frequency):
+                config.scheduler.step()  # type: ignore[call-arg]  # which is none on a plateau
+
+
+def reseed(rank: int) -> None:
+    """Other random numbers than those of the trainers that were started with the same seed."""
+    seed = (torch.initial_seed() + rank) % (1 << 63)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - what users draw from
+    torch.manual_seed(seed)
+
+
+def settle_dtype(precision: Precision) -> Callable[[], None]:
+    """Keep the default dtype of `precision` until what is returned is called.
+
+    It belongs to the process. A server's thread and the trainer's own would each set it for a while and put back what
+    they found, which was the other's.
+    """
+    before = torch.get_default_dtype()
+    with precision.forward_context():
+        wanted = torch.get_default_dtype()
+    torch.set_default_dtype(wanted)
+    return lambda: torch.set_default_dtype(before)
+
+
+def share(trainer: Trainer, dataloader: Any, *, num_trainers: int, comes: bool = False) -> Any:
+    """The part of its data that this trainer reads: what Lightning gives the process of that rank in `ddp`.
+
+    Of an iterable dataset each takes every n-th sample, of its own iteration. What is no DataLoader, and any dataset
+    with `use_distributed_sampler=False`, is read whole by every trainer. Then they must draw at random, and a warning
+    says so if they are not seen to. One that `comes` to a run under way reads all of it, too, whatever it is.
+    """
+    if num_trainers == 1 and not comes:
+        return dataloader
+    parts = not comes and trainer._accelerator_connector.use_distributed_sampler
+    iterable = not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset)
+    if iterable and isinstance(dataloader, DataLoader) and parts:
+        return part_of(dataloader, trainer.global_rank, num_trainers)
+    if iterable:
+        remedy = "Let it begin elsewhere for each `trainer.global_rank`, or draw at random"
+    elif isinstance(dataloader.sampler, DistributedSampler):
+        return dataloader
+    elif parts:
+        framework = framework_of(trainer)
+        sampler = framework.distributed_sampler(
+            dataloader,
+            framework.is_shuffled(dataloader),
+            trainer.overfit_batches,  # type: ignore[attr-defined]  # Lightning sets it in its connector
+            num_replicas=num_trainers,
+            rank=trainer.global_rank,
+        )
+        return framework.with_sampler(dataloader, sampler)
+    elif isinstance(dataloader.sampler, SequentialSampler):
+        remedy = "Shuffle" if comes else "Leave `use_distributed_sampler` out, or shuffle"
+    else:
+        return dataloader
+    who = "This trainer, which comes to a run under way," if comes else "Every trainer of the run"
+    warn = warnings.warn if comes else rank_zero_warn  # its rank is never zero
+    warn(
+        f"{who} reads all of its {type(dataloader).__name__}, and as far as can be seen in the same order as the "
+        f"others: then each sample counts once for every trainer. {remedy}.",
+        stacklevel=2,
+    )
+    return dataloader

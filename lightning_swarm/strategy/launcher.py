@@ -1,0 +1,334 @@
+"""One process for each peer of this machine: the same script, run again, serves instead of training.
+
+Children hold a pipe to their parent. When it closes, however the parent died, they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError, SwarmError, Unreachable
+from lightning_swarm.core.process import follow_environment, leaving_on_signals
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer import process
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.peer import Peer, hivemind_peer
+from lightning_swarm.strategy.checks import check_data_module
+from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
+from lightning_swarm.strategy.restart import Repeated, arguments_of, lead_on, on_from, run_beside, run_through
+
+_log = logging.getLogger(__name__)
+
+
+class Launched(Repeated, Protocol):
+    """What the launcher needs of a strategy."""
+
+    config: SwarmConfig
+    peer: Peer | None
+
+    @property
+    def num_trainers(self) -> int:
+        """That are started together, on this machine."""
+
+    def serve(
+        self, trainer: Trainer, datamodule: LightningDataModule | None, handed: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Be a server until the run is over; or until this peer is to lead, from the checkpoint that it returns."""
+
+    def follow(self, trainer: Trainer) -> None:
+        """Become a trainer beside the lead."""
+
+    def enter(self, trainer: Trainer) -> bool:
+        """Whether this process trains in a run that is under way. It begins one otherwise."""
+
+
+class SwarmLauncher(_Launcher):
+    """Starts this machine's other peers, and ends them. Serves both import trees: Lightning never asks for its class.
+
+    Args:
+        strategy: Whose peers they are.
+        num_peers: On this machine, this process included.
+
+    Attributes:
+        local_rank: Which of this machine's peers this process is.
+        launch_id: Of the peers that were started together last. The run's id may be that of an earlier run.
+    """
+
+    launched: ClassVar[bool] = False
+    """Whether a swarm was asked for in this process."""
+
+    _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
+
+    def __init__(self, strategy: Launched, num_peers: int) -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._num_peers = num_peers
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._num_threads: int | None = None  # torch's, before this run shared the cores
+        self.local_rank = process.local_rank()
+        self.launch_id = process.launch_id()
+        self._leaves = False  # this server was told to
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self._num_peers == 1  # there is no script to run again for others
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Train here, or serve if this process is a child or joins. A child never returns from it."""
+        if trainer is None:
+            raise ConfigError("SwarmStrategy needs the Trainer that it works for; call `Trainer.fit`.")
+        SwarmLauncher.launched = True
+        follow_environment()
+        self._strategy.config = process.settle(self._strategy.config, self.local_rank)
+        handed = arguments_of(function, args, kwargs)
+        if self._strategy.config.only_serves:
+            path = self._serve(trainer, (*args, *kwargs.values()), handed)
+            return lead_on(self._strategy, trainer, function, args, kwargs, path=path)
+        datamodule = _datamodule((*args, *kwargs.values()))
+        if datamodule is not None:
+            check_data_module(trainer, datamodule)
+        self._check_module(trainer.lightning_module)
+        self._strategy.check(trainer, handed)
+        given: tuple[Sequence[Any], Mapping[str, Any]] = args, kwargs
+        if self.local_rank:
+            path = self._follow(lambda: self._start_peers(trainer), trainer, function, *given)
+            given = on_from(path, function, *given)
+        elif self._start_peers(trainer):
+            if handed.get("ckpt_path") is not None:
+                _log.warning("`ckpt_path` is left aside: the run is under way, and has its own weights and steps.")
+                given = on_from(None, function, *given)
+            path = self._follow(lambda: None, trainer, function, *given)
+            given = on_from(path, function, *given)
+            self._invite()  # beside the lead it said nothing, and the address that others knew may be the dead one's
+        # Whatever happens in it, Lightning tears the strategy down.
+        return run_through(self._strategy, trainer, function, *given)
+
+    def _check_module(self, module: LightningModule) -> None:
+        """Refuse a module that the children would not build: they run the script up to its first `fit`."""
+        first = SwarmLauncher._first_module
+        if first is None:
+            SwarmLauncher._first_module = weakref.ref(module)
+        elif first() is not module and self._num_peers > 1:
+            raise ConfigError(
+                "`devices` above 1 starts this script again for every peer, which serves the module of the script's "
+                f"first `fit`; this {type(module).__name__} is another one. Train each module in a run of the script "
+                "of its own, or with `devices=1`."
+            )
+
+    def _serve(self, trainer: Trainer, given: Iterable[Any], handed: Mapping[str, Any]) -> str:
+        """Serve, and end the process then; unless this peer is to lead, from the checkpoint that this returns."""
+
+        def serve() -> str | None:
+            self._start_peers(trainer)
+            with leaving_on_signals(self._leave):
+                return self._strategy.serve(trainer, _datamodule(given), handed)
+
+        return self._end_with(serve)
+
+    def _follow(
+        self,
+        start: Callable[[], object],
+        trainer: Trainer,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> str:
+        """Train beside the lead, and end the process then: what comes after `fit` in the script is for the lead.
+
+        Returns:
+            The checkpoint from which this peer is to lead, if it comes to that.
+        """
+
+        def follow() -> str | None:
+            start()
+            self._strategy.follow(trainer)
+            try:
+                return run_beside(self._strategy, trainer, function, args, kwargs)
+            except BaseException as error:
+                framework_of(trainer).call._interrupt(trainer, error)
+                trainer._teardown()
+                raise
+
+        return self._end_with(follow)
+
+    def _end_with(self, work: Callable[[], str | None]) -> str:
+        """Do it, then end the process, unless it returns something."""
+        code = 0
+        try:
+            result = work()
+            if result is not None:
+                return result
+        except KeyboardInterrupt:
+            code = 130  # as a shell has it
+        except SystemExit as told:  # by a second signal
+            code = told.code if isinstance(told.code, int) else int(told.code is not None)
+        except SwarmError as error:
+            # In the place of the interpreter's own last word, which no configuration of logs can silence either.
+            print(f"lightning_swarm: {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+            code = 1
+        except BaseException:  # noqa: BLE001 - nothing above may go on as if this process were the trainer
+            traceback.print_exc()
+            code = 1
+        self._end_children_in_order(code)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: Lightning would take it for a failed fit and have callbacks and loggers act on it.
+        os._exit(code)
+
+    def _leave(self, reason: str) -> None:
+        """At a server: leave the run, and have this machine's other servers leave it."""
+        _log.warning("%s: leaving. Once more, and it ends at once.", reason)
+        self.let_children_leave()
+        if self._strategy.peer is not None:
+            self._strategy.peer.leave()
+
+    def let_children_leave(self) -> None:
+        """Have this machine's other servers leave the run, which goes on."""
+        self._leaves = True
+        for child in self._children:
+            child.terminate()
+
+    def _heed(self, reason: str) -> None:
+        """A cloud says that this machine is to go."""
+        if self._strategy.config.only_serves:
+            self._leave(reason)
+            return
+        _log.warning("%s. What trains here ends.", reason)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # Lightning's: it ends the loop in order
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _end_children_in_order(self, code: int) -> None:
+        limits = self._strategy.config.limits
+        # Those that leave may have to wait for a record of their own.
+        timeout = limits.leave_timeout + (limits.drain_timeout if self._leaves else 0.0)
+        self.end_children(timeout, dismissed=code == 0 or (self._leaves and code < 128))
+
+    @override
+    def kill(self, signum: int) -> None:
+        """Lightning passes signals on here. The children are asked to leave in `Strategy.teardown` instead."""
+
+    @property
+    def processes(self) -> list[int]:
+        """Of the other peers that this one started."""
+        return [child.pid for child in self._children]
+
+    def check_children(self) -> None:
+        """Raise if a child has ended."""
+        for number, child in enumerate(self._children, start=1):
+            if child.poll() is not None:
+                raise Unreachable(
+                    f"local peer {number} (process {child.pid}) ended with exit code {child.returncode} before the "
+                    "run began. Its own error is above. Peers run this script again: it must reach `fit` without "
+                    "input and without depending on what an earlier run left behind."
+                )
+
+    @property
+    def num_ended(self) -> int:
+        """How many children have ended."""
+        return sum(child.poll() is not None for child in self._children)
+
+    def forget_ended(self) -> None:
+        """Go on without the children that have ended."""
+        self._children = [child for child in self._children if child.poll() is None]
+
+    def end_children(self, timeout: float, *, dismissed: bool) -> None:
+        """End the children.
+
+        Args:
+            timeout: Seconds that they may take, once they were dismissed.
+            dismissed: They were told of the run's end and go by themselves. Else their run never began.
+        """
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+            self._num_threads = None
+        deadline = time.monotonic() + (timeout if dismissed else 0.0)
+        children, self._children = self._children, []
+        for child in children:
+            try:
+                child.wait(max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                if dismissed:
+                    _log.warning("Local peer %d did not end in %g s and was killed.", child.pid, timeout)
+                child.kill()
+                child.wait()
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+
+    def _start_peers(self, trainer: Trainer) -> bool:
+        """This process's peer and, if it is the machine's first, the others. Whether it is to train beside a lead."""
+        first, enters = self.local_rank == 0, False
+        command = process.of_child() if first and self._num_peers > 1 else []
+        if self._num_peers > 1:
+            self._num_threads = _share_cores(self._num_peers)
+        peer = self._strategy.peer = hivemind_peer(self._strategy.config)
+        if first:
+            if self._strategy.config.only_serves:
+                peer.check_run_id()
+            addresses = peer.runtime.run(peer.transport.addresses())
+            enters = self._strategy.enter(trainer)
+            # What only evaluates lets nobody in.
+            if self._strategy.config.only_serves or trainer.state.fn == TrainerFn.FITTING:
+                self._invite()
+            self._start_children(command, addresses)
+        if self._strategy.config.preemption is not None:
+            peer.watch_for_notice(self._strategy.config.preemption, self._heed)
+        return enters
+
+    def _invite(self) -> None:
+        """Say how others come to the run."""
+        peer = self._strategy.peer
+        assert peer is not None
+        addresses = [Address.parse(text) for text in peer.runtime.run(peer.transport.addresses())]
+        rank_zero_info(process.invitation(self._strategy.config, addresses))
+
+    def _start_children(self, command: Sequence[str], addresses: Sequence[str]) -> None:
+        self.launch_id = secrets.token_hex(8)
+        for rank in range(1, self._num_peers):
+            told = process.for_child(
+                rank,
+                " ".join(addresses),
+                run_id=self._strategy.config.run_id,
+                launch=self.launch_id,
+                trains=self._strategy.num_trainers > 1,
+            )
+            self._children.append(
+                # Its own session: Ctrl-C at the terminal goes to the trainer, which ends its peers in order.
+                subprocess.Popen(command, env=told, stdin=subprocess.PIPE, start_new_session=True)
+            )
+
+
+def _share_cores(num_peers: int) -> int | None:
+    """Peers of one machine share its cores, unless the user decided otherwise. Returns the number of threads before."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_peers))
+    return before
+
+
+def _datamodule(handed: Iterable[Any]) -> LightningDataModule | None:
+    """The data module among what the Trainer was called with."""
+    kinds = tuple(framework.data_module for framework in FRAMEWORKS)
+    return next((one for one in handed if isinstance(one, kinds)), None)

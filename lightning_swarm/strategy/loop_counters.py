@@ -1,0 +1,228 @@
+"""Where a step ends by Lightning's own counters, as far as one trainer can say."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Optimizer
+
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.protocol.messages.run import BatchNumber
+from lightning_swarm.strategy.data import SharedData
+
+
+class Schedulers:
+    """Of one Trainer, from `take_over` on."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._num_moved = 0  # how often they were moved for records that are not counted yet
+
+    def take_over(self) -> None:
+        """Have Lightning's loop not move them once more where they were moved for a record that is still to come."""
+        self._update = partial(type(self._epoch_loop).update_lr_schedulers, self._epoch_loop)
+        self._epoch_loop.update_lr_schedulers = self._update_after_batch  # type: ignore[method-assign]
+
+    def go_back(self) -> None:
+        """The run goes on from other weights."""
+        self._num_moved = 0
+
+    def move(self, optimizer: Optimizer, num_records: int) -> None:
+        """Have them be where so many records that are not counted yet bring them."""
+        while self._num_moved < num_records:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # they ask whether it stepped; it did, elsewhere
+            self._epoch_loop._update_learning_rates(interval="step", update_plateau_schedulers=False)
+            self._num_moved += 1
+
+    def count(self, optimizer: Optimizer, *, is_first: bool) -> None:
+        """A record is counted; for the first one in a batch Lightning moves them."""
+        if not is_first:
+            self.move(optimizer, 1)
+            self._num_moved -= 1
+
+    def _update_after_batch(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """What Lightning calls after a batch."""
+        if interval == "step" and not update_plateau_schedulers and self._num_moved:
+            self._num_moved -= 1
+        else:
+            self._update(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One that Lightning's loop, or another trainer's absence, has brought."""
+
+    idx: int
+    kwargs: OrderedDict[str, Any]
+    num_samples: int
+    number: BatchNumber | None = None  # where trainers share the data
+
+
+class Through:
+    """Of one trainer.
+
+    Attributes:
+        lost: By their leases: they were through, count nowhere all the same, and are to run again.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, list[int]] = {}  # by step
+        self._batches: dict[int, tuple[int, Batch, int]] = {}  # by lease: the step, the batch, its epoch
+        self.lost: dict[int, Batch] = {}
+
+    def add(self, lease: int, batch: Batch, *, step: int, epoch: int) -> None:
+        """One more is through."""
+        self._batches[lease] = step, batch, epoch
+        self._sizes.setdefault(step, []).append(batch.num_samples)
+
+    def num_samples(self, step: int) -> int:
+        """Of those in a step."""
+        return sum(self._sizes.get(step, ()))
+
+    def num_batches(self, epoch: int) -> int:
+        """Of an epoch."""
+        return sum(of == epoch for _, _, of in self._batches.values())
+
+    def lose(self, lease: int) -> None:
+        """It counts nowhere, as its step's record or who coordinates says.
+
+        Raises:
+            StepError: It is not kept any more.
+        """
+        step, batch, _ = self._batches.pop(lease, (0, None, 0))
+        if batch is None:
+            raise StepError(
+                "a batch before the one in hand was struck from the open step, for what servers had added of it was "
+                "lost and could not be computed again. Start again from a checkpoint."
+            )
+        self.lost[lease] = batch
+        if step in self._sizes:
+            self._sizes[step].remove(batch.num_samples)
+
+    def keep_no_batches(self) -> None:
+        """None of those that are through will run again."""
+        self._batches.clear()
+
+    def count(self, step: int) -> None:
+        """The record of a step was counted."""
+        self._sizes = {of: sizes for of, sizes in self._sizes.items() if of > step}
+        self._batches = {lease: one for lease, one in self._batches.items() if one[0] > step}
+
+    def recall(self, lost: Mapping[int, Any]) -> None:
+        """Have these run again, as the loop of another run would have had."""
+        self.lost = dict(lost)
+
+
+class LossScale:
+    """What the lead's losses are multiplied by, so that small gradients stay in the range of float16.
+
+    Lightning's precision plugin multiplies; the servers divide the mean. The scaler sees no gradient of the model.
+
+    Args:
+        scaler: Of the plugin; None: it never scales.
+    """
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+
+    @property
+    def adapts(self) -> bool:
+        """Whether it changes with the steps."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
+    @property
+    def value(self) -> float:
+        """The scale of the next loss.
+
+        Raises:
+            StepError: It has come down to nothing.
+        """
+        value = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+        if not 0.0 < value < math.inf:
+            raise StepError(
+                f"the scale of the loss must be positive and finite, it has become {value:g}: gradients were not "
+                "finite at any scale. Look for what makes them so with `Trainer(detect_anomaly=True)`, or use "
+                "`bf16-mixed`."
+            )
+        return value
+
+    def update(self, *, skipped: bool) -> None:
+        """Let the scaler grow or back off after a step, as it does on one machine."""
+        if self._scaler is None:
+            return
+        # It looks for what is not finite in an optimizer's gradients, and those are on the servers: one stands in.
+        stand_in = torch.nn.Parameter(torch.zeros(()))
+        stand_in.grad = torch.full((), math.inf if skipped else 0.0)
+        self._scaler.unscale_(SGD([stand_in], lr=0.0))
+        self._scaler.update()
+
+
+class Counters:
+    """Of one trainer's loop.
+
+    Args:
+        trainer: Lightning's.
+        data: That trainers share, if they do.
+        target_batch_size: Samples of a step; None: Lightning's own arithmetic.
+        is_lead: Whether the run follows this loop.
+    """
+
+    def __init__(self, trainer: Trainer, data: SharedData, target_batch_size: int | None, *, is_lead: bool) -> None:
+        self._trainer = trainer
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._data = data
+        self._target_batch_size = target_batch_size
+        self._is_lead = is_lead
+
+    @property
+    def by_windows(self) -> bool:
+        """Whether a step is a window of accumulation."""
+        return self._target_batch_size is None
+
+    @property
+    def total_weight(self) -> float | None:
+        """Of a step: a full window's, of batches that weigh equally; None: it adds up."""
+        return 1.0 if self.by_windows else None
+
+    def begins_window(self, batch_idx: int) -> bool:
+        """Whether Lightning's accumulation begins with this batch."""
+        return batch_idx % self._trainer.accumulate_grad_batches == 0
+
+    def is_full(self, num_samples: int) -> bool:
+        """Whether a step with so many of this trainer's samples is, if no other trainer has batches in it."""
+        return self._target_batch_size is not None and num_samples >= self._target_batch_size
+
+    def is_due(self, num_samples: int) -> bool:
+        """Whether the step ends here whatever was granted: where Lightning's would, or with the last batch.
+
+        Args:
+            num_samples: Of this trainer's in it.
+        """
+        if self.by_windows:
+            # A window that is cut off by the epoch's end counts as a full one, as Lightning has it: each loss was
+            # divided by the window's length already.
+            cut_off = self._epoch_loop._num_ready_batches_reached()
+            return cut_off or self._epoch_loop.batch_progress.current.ready % self._trainer.accumulate_grad_batches == 0
+        return self.is_last_batch and num_samples > 0
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the lead's epoch ends here: what follows it, a checkpoint say, shall miss no step of it."""
+        return self._is_lead and self._epoch_loop._num_ready_batches_reached()
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the lead's last epoch ends here."""
+        if self._data.shares:
+            return False  # who coordinates knows which batch is the run's last one
+        max_epochs = self._trainer.fit_loop.max_epochs
+        last_epoch = max_epochs not in (None, -1) and self._trainer.current_epoch + 1 >= max_epochs
+        return last_epoch and self.ends_epoch

@@ -1,0 +1,384 @@
+"""What trainers log for all of them: ``self.log(..., sync_dist=True)`` means over all samples, whoever brought them.
+
+Trainers do not run in lockstep, so nobody waits for anybody here. What a batch logged travels with the batch; when the
+batch is in a record, the lead adds it to its own results, as if it had computed the batch itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_swarm.client.step_client import Metrics
+from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.protocol.messages.batches import MAX_LOGS, Logged, MetricState, Reduction, fold
+from lightning_swarm.strategy.metric_states import (
+    Contents,
+    check_metric,
+    computed_of,
+    copied,
+    has_value,
+    pack,
+    put,
+    restore,
+    take,
+    together,
+    unpack,
+)
+
+_NOTHING = Contents(0, {})
+
+PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, Contents]]]]
+"""Which metrics are followed, and whether they have a value for each batch; and what the lead's own batches in the open
+step added, by their leases."""
+
+
+class SharedMetrics:
+    """While a batch is in hand, such a metric holds this batch only; then it is put together again.
+
+    So what travels is what the batch has added, and a batch that does not count leaves nothing behind.
+
+    Args:
+        module: Has the metrics. They are named by their places in it, as in all trainers' modules.
+        results: Lightning's `_ResultCollection` of the training epoch loop.
+        max_bytes: Of what a batch adds to all of them; None: this is the lead, from where it does not travel.
+    """
+
+    def __init__(self, module: nn.Module, results: Any, *, max_bytes: int | None) -> None:
+        self._module = module
+        self._results = results
+        self._max_bytes = max_bytes
+        self._metrics: dict[str, Metric] = {}
+        self._with_values: set[str] = set()  # those that have one for each batch, by their `forward`
+        self._before: dict[str, Contents] | None = None  # what they held before the batch in hand
+        self._lease = 0  # of the batch in hand
+        self._step: dict[int, list[tuple[str, Contents]]] = {}  # of the lead's own batches in the open step
+        self._others: list[tuple[str, Contents]] = []
+        self._decided: list[tuple[str, Contents]] = []  # of all batches of the newest step
+
+    def follow(self, metric: Metric) -> None:
+        """It was logged. With it go those that share its states."""
+        known = next((name for name, one in self._metrics.items() if one is metric), None)
+        if known is not None:
+            self._with_values |= {known} if has_value(metric) else set()
+            return
+        names = {id(one): name for name, one in self._module.named_modules() if isinstance(one, Metric)}
+        if id(metric) not in names:
+            raise ConfigError(
+                "`sync_dist=True` finds a metric in the other trainers by its place in the LightningModule, where this "
+                f"{type(metric).__name__} has none. Make it an attribute, or an entry of a ModuleDict or ModuleList."
+            )
+        for one in self._group(metric):
+            name = names[id(one)]
+            if name not in self._metrics:
+                check_metric(name, one)
+                self._metrics[name] = one
+            if has_value(one):
+                self._with_values.add(name)
+        if len(self._metrics) > MAX_LOGS:
+            raise ConfigError(
+                f"`sync_dist=True` takes at most {MAX_LOGS} metrics, got {len(self._metrics)}. Log fewer with it."
+            )
+
+    def _group(self, metric: Metric) -> Iterator[Metric]:
+        yield metric
+        for collection in self._module.modules():
+            # One of its metrics may be updated for several.
+            if isinstance(collection, MetricCollection) and any(one is metric for one in collection.modules()):
+                yield from collection.values(copy_state=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no metric was logged so far."""
+        return not self._metrics
+
+    def begin(self, lease: int) -> None:
+        """A batch is in hand."""
+        self._lease = lease
+        self._before = {name: take(metric) for name, metric in self._metrics.items()}
+
+    def end(self, *, counts: bool) -> Metrics:
+        """The batch is through, or will not count. What it added, as it travels."""
+        assert self._before is not None
+        before, self._before = self._before, None
+        added = [(name, take(metric)) for name, metric in self._metrics.items()]
+        for name, contents in added:
+            metric, earlier = self._metrics[name], before.get(name, _NOTHING)
+            put(metric, together(metric, earlier, contents) if counts else earlier)
+        added = [(name, contents) for name, contents in added if counts and contents.num_updates]
+        if self._max_bytes is None:
+            self._step[self._lease] = added
+            return [], []
+        packed = [pack(name, contents) for name, contents in added]
+        tensors = [tensor for _, part in packed for tensor in part]
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if num_bytes > self._max_bytes:
+            raise ConfigError(
+                "what a batch adds to the metrics that are logged with `sync_dist=True` must be at most "
+                f"`Limits.max_metric_bytes` = {self._max_bytes} bytes, got {num_bytes}. Raise it, log metrics with "
+                "smaller states (binned ones, with `thresholds`, say), or leave `sync_dist` out."
+            )
+        return [state for state, _ in packed], tensors
+
+    def forget(self, lease: int) -> None:
+        """A batch that came to its end counts nowhere. What the metrics hold is somebody else's to restore."""
+        self._step.pop(lease, None)
+
+    @property
+    def pending(self) -> PendingMetrics:
+        """Between two batches."""
+        return {name: name in self._with_values for name in self._metrics}, dict(self._step)
+
+    def recall(self, pending: PendingMetrics) -> None:
+        """Be as it was then; what the metrics hold is somebody else's to restore."""
+        names, self._step = pending[0], {lease: list(added) for lease, added in pending[1].items()}
+        modules = dict(self._module.named_modules())
+        self._metrics = {name: one for name in names if isinstance(one := modules.get(name), Metric)}
+        self._with_values = {name for name, has_values in names.items() if has_values}
+
+    def decide(self, others: Sequence[Metrics]) -> None:
+        """At the lead: a record came, with what others' batches in it added."""
+        came = [one for sent in others for one in self._unpacked(*sent)]
+        self._others += came
+        own = [one for added in self._step.values() for one in added]
+        self._decided, self._step = [*own, *came], {}
+
+    def _unpacked(self, states: Sequence[MetricState], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Contents]]:
+        begin = 0
+        for sent in states:
+            metric = self._metrics.get(sent.name)
+            if metric is None:  # logged there, and not here as yet
+                metric = dict(self._module.named_modules()).get(sent.name)
+                if not isinstance(metric, Metric):
+                    raise ProtocolError(f"another trainer logged the metric {sent.name!r}, and there is none here")
+                self.follow(metric)
+            end = begin + sum(sent.lengths)
+            yield sent.name, unpack(metric, sent, tensors[begin:end])
+            begin = end
+
+    def replay(self) -> None:
+        """At the lead, after its own batch and before Lightning logs the step: take in what others' batches added."""
+        if self._before is not None:  # the batch in hand failed
+            self.end(counts=False)
+        others, self._others = self._others, []
+        for name, contents in others:
+            metric = self._metrics[name]
+            put(metric, together(metric, take(metric), contents))
+        names = {id(self._metrics[name]) for name, _ in others}
+        for key, entry in self._results.items():
+            if not entry.is_tensor and id(entry.value) in names:
+                self._results.update_metrics(key, entry.value, 1)
+        for entry, value in self._of_step():
+            entry._forward_cache, entry.has_reset = value, False
+        self._decided = []
+
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """At the lead, what all batches of the newest step make, by the names of a logger's line."""
+        return {entry.meta.forked_name(on_step=True): value for entry, value in self._of_step() if entry.meta.logger}
+
+    def _of_step(self) -> Iterator[tuple[Any, Any]]:
+        """Lightning's entries that have a value for each step, with that of the newest one."""
+        names = {id(metric): name for name, metric in self._metrics.items() if name in self._with_values}
+        for entry in self._results.values():
+            if entry.is_tensor or not entry.meta.on_step:
+                continue
+            parts = [contents for name, contents in self._decided if name == names.get(id(entry.value))]
+            if parts:
+                yield entry, computed_of(entry.value, reduce(partial(together, entry.value), parts))
+
+
+_log = logging.getLogger(__name__)
+_HOOK = "training_step"
+_REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
+}
+
+Pending: TypeAlias = tuple[Mapping[int, Sequence[Logged]], PendingMetrics]
+"""What a trainer logged of its batches in the open step, by their leases; and likewise of metrics."""
+
+
+class SharedLogs:
+    """Stands before the training loop's results and sees what is logged.
+
+    Args:
+        module: The LightningModule.
+        results: Lightning's `_ResultCollection` of the training epoch loop.
+        metrics: Of the same.
+    """
+
+    def __init__(self, module: nn.Module, results: Any, metrics: SharedMetrics) -> None:
+        self._module = module
+        self._results = results
+        self._metrics = metrics
+        self._before: _Before | None = None
+        self._lease = 0  # of the batch in hand
+        self._num_samples: int | None = None  # of the batch in hand
+        self._batch: list[Logged] = []
+        self._step: dict[int, list[Logged]] = {}  # of this trainer's batches in the open step, by their leases
+        self._others: list[Logged] = []
+        self._decided: list[Logged] = []  # of all batches of the newest step
+        results.log = self._see
+
+    def begin(self, num_samples: int, lease: int) -> None:
+        """A batch is in hand."""
+        self._num_samples, self._lease, self._batch = num_samples, lease, []
+        self._before = _Before(self._module, self._results)
+        self._metrics.begin(lease)
+
+    @property
+    def so_far(self) -> list[Logged] | None:
+        """What the batch in hand logged, one entry for each name; None: that is not all that is shared of it."""
+        logs = fold(self._batch)
+        return logs if self._metrics.is_empty and len(logs) <= MAX_LOGS else None
+
+    def revoke(self) -> None:
+        """The batch counts nowhere, and runs again: what its first run logged is forgotten, by metrics, too."""
+        if self._num_samples is not None:
+            self.end(counts=False)
+        self.forget(self._lease)
+        self.restore()
+
+    def forget(self, lease: int) -> None:
+        """A batch that was through is not in the step. What the results and metrics hold is not changed."""
+        self._step.pop(lease, None)
+        self._metrics.forget(lease)
+
+    def restore(self) -> None:
+        """Leave the results and metrics as they were before the newest batch. What is shared of it is not changed."""
+        assert self._before is not None
+        self._before.restore()
+
+    @property
+    def pending(self) -> Pending:
+        """Between two batches: what is still to be shared of this trainer's."""
+        return dict(self._step), self._metrics.pending
+
+    def recall(self, pending: Pending) -> None:
+        """Be as it was then, when the run goes on from there."""
+        self._step = {lease: list(logs) for lease, logs in pending[0].items()}
+        self._metrics.recall(pending[1])
+
+    def end(self, *, counts: bool = True) -> tuple[list[Logged], Metrics]:
+        """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""
+        self._num_samples = None
+        metrics = self._metrics.end(counts=counts)
+        logs = fold(self._batch)
+        if len(logs) > MAX_LOGS:
+            raise ConfigError(
+                f"`sync_dist=True` takes at most {MAX_LOGS} names for a batch, got {len(logs)}. Log fewer with it."
+            )
+        if counts:
+            self._step[self._lease] = logs
+        return logs, metrics
+
+    def decide(self, others: Sequence[Logged], metrics: Sequence[Metrics]) -> None:
+        """At the lead: a record came, with what others logged of its batches, and added to metrics."""
+        self._metrics.decide(metrics)
+        self._others += others
+        own = [one for logs in self._step.values() for one in logs]
+        self._decided, self._step = fold([*own, *others]), {}
+
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """At the lead, what all batches of the newest step make, by the names of a logger's line."""
+        logs = {
+            f"{one.name}_step" if one.on_epoch else one.name: one.value  # as Lightning calls it
+            for one in self._decided
+            if one.on_step and one.logger
+        }
+        return logs | self._metrics.of_step
+
+    def replay(self) -> None:
+        """At the lead, after its own batch and before Lightning logs the step: take in what others logged."""
+        self._metrics.replay()
+        others, self._others = self._others, []
+        decided, self._decided = self._decided, []
+        for one in others:
+            metric = self._entry(one)
+            if metric is not None and one.on_epoch:
+                self._results.update_metrics(f"{_HOOK}.{one.name}", _tensor(one.value, metric), one.batch_size)
+        for one in decided:
+            metric = self._entry(one)
+            if metric is not None and one.on_step:
+                metric._forward_cache = _tensor(one.value, metric)
+                metric.has_reset = False
+                if not one.on_epoch:
+                    metric.value = metric._forward_cache
+
+    def _see(self, fx: str, name: str, value: Any, *, sync_dist: bool = False, **options: Any) -> None:
+        """In the place of `_ResultCollection.log`. Lightning shall not reduce: that is done here."""
+        type(self._results).log(self._results, fx, name, value, sync_dist=False, **options)
+        if not sync_dist:
+            return
+        if self._num_samples is None or fx != _HOOK:
+            raise ConfigError(
+                "`sync_dist=True` counts what `training_step` logs of its batch, for trainers do not wait for each "
+                f"other anywhere else; got {name!r} in `{fx}`. Log it in `training_step`, or leave `sync_dist` out to "
+                "get the lead's own value."
+            )
+        if not isinstance(value, torch.Tensor):
+            self._metrics.follow(value)
+            return
+        meta = self._results[f"{fx}.{name}"].meta
+        batch_size = options.get("batch_size")
+        self._batch.append(
+            Logged(
+                name=name,
+                reduce=next(one for one in _REDUCTIONS if getattr(meta, f"is_{one}_reduction")),
+                value=float(value),
+                batch_size=self._num_samples if batch_size is None else int(batch_size),
+                on_step=meta.on_step,
+                on_epoch=meta.on_epoch,
+                prog_bar=meta.prog_bar,
+                logger=meta.logger,
+            )
+        )
+
+    def _entry(self, one: Logged) -> Any:
+        """The lead's own result of this name; made as the other trainer says, if it has none yet."""
+        key = f"{_HOOK}.{one.name}"
+        if key not in self._results:
+            reduce_fx = _REDUCTIONS[one.reduce]
+            options = {"prog_bar": one.prog_bar, "logger": one.logger, "on_step": one.on_step, "on_epoch": one.on_epoch}
+            nothing = torch.tensor(float("nan"))
+            type(self._results).log(
+                self._results, _HOOK, one.name, nothing, reduce_fx=reduce_fx, batch_size=0, **options
+            )
+            self._results[key].reset()
+        metric = self._results[key]
+        if not metric.is_tensor:
+            _log.warning("Another trainer logged %r as a number; here it is a metric object.", one.name)
+            return None
+        return metric
+
+
+class _Before:
+    """What was logged before a batch, and the metrics of the module as they were."""
+
+    def __init__(self, module: nn.Module, results: Any) -> None:
+        self._results = results
+        # A logged value is a metric of Lightning's own.
+        self._entries = {key: copied(entry) for key, entry in results.items()}
+        self._metrics = [(one, copied(one)) for one in module.modules() if isinstance(one, Metric)]
+
+    def restore(self) -> None:
+        for key in self._results.keys() - self._entries.keys():
+            del self._results[key]
+        for key, contents in self._entries.items():
+            restore(self._results[key], contents)
+        for metric, contents in self._metrics:
+            restore(metric, contents)
+
+
+def _tensor(value: float, metric: Any) -> torch.Tensor:
+    return torch.tensor(value, dtype=metric.value.dtype, device=metric.value.device)

@@ -1,0 +1,331 @@
+"""What a Trainer's settings mean for the run that it starts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.enums import GradClipAlgorithmType
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.boundary_layers import boundary_layers, hook
+from lightning_swarm.model.deferred_init import Origin, is_on_meta, staying_on_meta
+from lightning_swarm.model.optimizer_state import kind_of
+from lightning_swarm.model.partition import (
+    Blocks,
+    check_cuts,
+    choose_ranges,
+    find_blocks,
+    insert_at_cuts,
+    layers_behind,
+    time_costs,
+)
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.peer.lead import RunSpec
+from lightning_swarm.protocol.messages.run import Selection
+from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.strategy import checks
+from lightning_swarm.strategy.framework import Framework, framework_of
+
+
+def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: bool) -> None:
+    """Refuse what cannot be cut, as far as it can be seen before the model is configured.
+
+    Args:
+        trainer: Whose module it is.
+        config: The user's settings.
+        num_stages: Into how many.
+        restored: Whether the model comes from a checkpoint, which may bring layers.
+
+    Raises:
+        ConfigError: With the remedy.
+    """
+    module, is_overridden = trainer.lightning_module, framework_of(trainer).is_overridden
+    if is_overridden("setup", module) or is_overridden("configure_model", module):
+        return
+    # The model is what it will be. How a cut is balanced may cost time; whether there is one does not.
+    named = config.split if not isinstance(config.split, str) else "parameters"
+    blocks = find_blocks(module, config.pipeline)
+    ranges = choose_ranges(blocks, num_stages, named, seams=layers_behind(module, blocks))
+    if config.split == named and not restored and config.boundary is not None:
+        if not boundary_layers(module):
+            checks.check_new_layers(trainer, restored=False)
+        check_cuts(module, blocks, ranges, config.boundary)
+
+
+def choose(trainer: Trainer, blocks: Blocks, config: SwarmConfig, num_stages: int) -> Sequence[range]:
+    """The blocks of each stage, where no run says so."""
+    return choose_ranges(
+        blocks,
+        num_stages,
+        config.split,
+        lambda: _block_costs(trainer, blocks),
+        seams=layers_behind(trainer.lightning_module, blocks),
+    )
+
+
+def insert_layers(
+    trainer: Trainer, blocks: Blocks, config: SwarmConfig, ranges: Sequence[range], *, restored: bool
+) -> None:
+    """Put the boundary layers in that the user asks for. A model that has such layers is cut where they stand.
+
+    Args:
+        trainer: Whose module it is.
+        blocks: Of the module.
+        config: The user's settings.
+        ranges: The blocks of each stage.
+        restored: Whether the model comes from a checkpoint.
+
+    Raises:
+        ConfigError: They cannot be put in there, or by now.
+    """
+    if config.boundary is not None:
+        if not boundary_layers(trainer.lightning_module):
+            checks.check_new_layers(trainer, restored=restored)
+        insert_at_cuts(trainer.lightning_module, blocks, ranges, config.boundary)
+
+
+def _block_costs(trainer: Trainer, blocks: Blocks) -> Sequence[int]:
+    """What each block of the Trainer's module costs on this machine, for ``split="time"``.
+
+    Raises:
+        ConfigError: There is no example to measure with.
+    """
+    module, strategy = trainer.lightning_module, trainer.strategy
+    example = module.example_input_array
+    if example is None:
+        raise ConfigError(
+            "`split='time'` measures the blocks with an example, so `example_input_array` must be set: "
+            f"{type(module).__name__} has none. Set it in `__init__` to what `forward` takes, a batch of a usual "
+            "size, or use `split='parameters'`."
+        )
+    example = strategy.batch_to_device(strategy.precision_plugin.convert_input(example), strategy.root_device)
+    return time_costs(module, blocks, example, context=strategy.precision_plugin.forward_context)
+
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Makes what a peer cuts into stages, and its server computes with, of LightningModules.
+
+    Args:
+        config: The user's settings.
+        framework: Of the modules.
+        device: Where this peer computes.
+        origin: Of weights that a module does not hold.
+        compiler: Of the stages; None: they run as they are.
+        knows_length: Whether this process's own Trainer can say how long the run is: the lead, whose data counts.
+    """
+
+    config: SwarmConfig
+    framework: Framework
+    device: torch.device
+    origin: Origin
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None
+    knows_length: bool
+
+    def of(self, module: LightningModule, *, keep: bool) -> Model:
+        """A peer's copy of the model, `keep` as in `Model`."""
+        return Model(
+            module,
+            find_blocks(module, self.config.pipeline),
+            _optimizer_maker(module, self.framework, knows_length=self.knows_length),
+            self.device,
+            keep=keep,
+            compiler=self.compiler,
+            offload=self.config.offload_optimizer,
+            origin=self.origin.weights,
+        )
+
+    def served(self, module: LightningModule) -> Model:
+        """Of a peer that only serves: moved there, as a loop would have it."""
+        module.trainer.precision_plugin.convert_module(module)
+        with staying_on_meta():
+            module.to(self.device)
+        return self.of(module, keep=False)
+
+    def beside(self, module: LightningModule, own: Model, *, shared: bool, written: bool) -> Model:
+        """Of a trainer's own server.
+
+        Args:
+            module: The trainer's.
+            own: What the trainer cuts: the same, if nothing speaks against it.
+            shared: Whether others train in the run, or may come to.
+            written: Whether callbacks write into the module's weights.
+        """
+        if shared or is_on_meta(module):
+            # It computes for others while the trainer's own thread is in user code; or it alone has room for weights.
+            return self.of(_twin(module), keep=not is_on_meta(module))
+        if written:  # and its stages' weights are no part of that
+            apart = copy.deepcopy(module)
+            apart.trainer = module.trainer
+            return self.of(apart, keep=False)
+        return own
+
+
+def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataModule | None) -> None:
+    """Bring the module to where a loop would begin with it. Enters none, and touches no data.
+
+    Args:
+        trainer: Of this process; it never runs.
+        module: That its strategy is connected with.
+        datamodule: For a LightningModule that asks it for a size, say. It is neither prepared nor set up.
+    """
+    module.trainer = trainer
+    if datamodule is not None:
+        trainer._data_connector.attach_datamodule(module, datamodule)
+    trainer.strategy.setup_environment()
+    call = framework_of(trainer).call
+    call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn)
+    call._call_configure_model(trainer)
+
+
+def remember(module: nn.Module) -> Callable[[Model], None]:
+    """What serving changes in a module: what is returned puts it back, but for weights. It takes what was served."""
+    on_meta = is_on_meta(module)
+    modes = [(one, one.training) for one in module.modules()]
+    trains = {name: one.requires_grad for name, one in module.named_parameters()}
+
+    def put_back(served: Model) -> None:
+        if not on_meta:
+            served.make_whole()
+        for one, training in modes:
+            one.training = training
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(trains.get(name, parameter.requires_grad))
+        hook(module)
+
+    return put_back
+
+
+def could_lead(trainer: Trainer, module: LightningModule, config: SwarmConfig, handed: Mapping[str, Any]) -> bool:
+    """Whether a process that serves has all that it takes to go on as the lead.
+
+    Args:
+        trainer: Of this process.
+        module: That it serves.
+        config: The user's settings.
+        handed: What the Trainer's method was called with.
+    """
+    if config.role != "auto" or trainer.state.fn != TrainerFn.FITTING or not has_whole_model(module, config):
+        return False
+    try:
+        checks.check_trainer(trainer, module, config)
+        checks.check_data(trainer, module, handed)
+    except ConfigError as error:
+        _log.info("This peer cannot take the run over: %s", error)
+        return False
+    return True
+
+
+def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
+    """Whether the weights can come here from the servers, as the lead of a run that goes back has them."""
+    return config.state_dict_type == "full" and not is_on_meta(module)
+
+
+def _optimizer_maker(
+    module: LightningModule, framework: Framework, *, knows_length: bool
+) -> Callable[[int | None], Optimizer]:
+    """What makes the user's optimizer for a server; it gets the run's number of steps, if that is known."""
+
+    def make(total_steps: int | None) -> Optimizer:
+        fit_loop = module.trainer.fit_loop
+        own = fit_loop.max_epochs, fit_loop.epoch_loop.max_steps
+        if not knows_length and total_steps is not None:
+            # `estimated_stepping_batches` shall answer what it does at the lead.
+            fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = -1, total_steps
+        try:
+            configured: Any = module.configure_optimizers()
+        finally:
+            fit_loop.max_epochs, fit_loop.epoch_loop.max_steps = own
+        return checks.check_optimizers(framework.configure_optimizers(configured)[0])
+
+    return make
+
+
+def _twin(module: LightningModule) -> LightningModule:
+    """The same parameters, buffers and whatever else, in modules of their own: their modes and hooks are nobody else's.
+
+    Not `deepcopy`: a module may refer to its data, or to what cannot be copied.
+    """
+    copied = _copy(module, {})
+    assert isinstance(copied, type(module))
+    copied._trainer = module._trainer  # which a copy of a LightningModule leaves out
+    return copied
+
+
+def _copy(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in known:
+        return known[id(module)]
+    copied = known[id(module)] = copy.copy(module)
+    for name, value in list(vars(copied).items()):
+        if name.startswith("_") and isinstance(value, (dict, set)):  # torch's own registers
+            copied.__dict__[name] = value.copy()
+    for name, child in module._modules.items():
+        copied._modules[name] = None if child is None else _copy(child, known)
+    return copied
+
+
+def how_to_go_on(trainer: Trainer) -> str:
+    """What to do when a run broke off."""
+    saved = {
+        Path(path)
+        for callback in trainer.checkpoint_callbacks
+        for name in ("last_model_path", "best_model_path")
+        if (path := getattr(callback, name, "")) and Path(path).exists()
+    }
+    if not saved:
+        return "No checkpoint of this run is left to go on from: start it again, with a ModelCheckpoint."
+    newest = max(saved, key=lambda path: path.stat().st_mtime)
+    return f"Start the run again with `ckpt_path={str(newest)!r}`: it goes on from there, with the peers that it finds."
+
+
+def run_spec(
+    trainer: Trainer,
+    ranges: Sequence[range],
+    selection: Selection | None,
+    *,
+    num_servers: int,
+    num_trainers: int,
+    open_to_trainers: bool,
+    first_step: int,
+) -> RunSpec:
+    """What the Trainer asks for, together with what it does not know: the arguments, each as in `RunSpec`."""
+    clip_at = trainer.gradient_clip_val or None  # Lightning takes 0 for not clipping
+    by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+    return RunSpec(
+        ranges=ranges,
+        num_servers=num_servers,
+        num_trainers=num_trainers,
+        open_to_trainers=open_to_trainers and selection is not None,
+        seed=torch.initial_seed() % (1 << 62),
+        gradient_clip_norm=clip_at if by_norm else None,
+        gradient_clip_value=None if by_norm else clip_at,
+        first_step=first_step,
+        selection=selection,
+        # Trial steps do not count, and Lightning sets a limit of its own for them.
+        max_steps=trainer.max_steps if trainer.max_steps != -1 and not checks.makes_trials(trainer) else None,
+        total_steps=_total_steps(trainer) if selection is not None else None,
+        optimizer=kind_of(trainer.optimizers[0]) if selection is not None else None,
+    )
+
+
+def _total_steps(trainer: Trainer) -> int | None:
+    """Steps of the whole run, if the Trainer knows them without loading data that nobody asked for yet."""
+    if trainer.max_epochs == -1:
+        return trainer.max_steps if trainer.max_steps != -1 else None
+    if trainer.train_dataloader is None:
+        return None
+    steps = trainer.estimated_stepping_batches
+    return int(steps) if steps != float("inf") else None

@@ -1,0 +1,241 @@
+"""A loop's state on its way to peers that could take the run over, and back into a loop: without pickle.
+
+What a callback, a metric or a hook keeps may be anything. A part that `plain` does not know is left out, with a warning
+that names it: if the run is inherited, that part begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_swarm.client.session import News
+from lightning_swarm.client.step_client import Heard, Metrics
+from lightning_swarm.protocol import plain_values
+from lightning_swarm.protocol.messages.batches import NEEDED, Logged, MetricState, TravellingLoop
+from lightning_swarm.protocol.messages.batches import Metrics as SentMetrics
+from lightning_swarm.protocol.messages.run import BatchNumber
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.plain_values import Awaited, NotPlain
+from lightning_swarm.strategy import metric_states
+from lightning_swarm.strategy.data import at_position
+from lightning_swarm.strategy.metric_states import Contents
+from lightning_swarm.strategy.metrics import Pending
+from lightning_swarm.strategy.rollback.data_position import Place
+from lightning_swarm.strategy.rollback.loop_state import Between, LoopState
+
+_log = logging.getLogger(__name__)
+
+_OF_THE_MODULE: Final = ("hparams_name", "hparams_type", "hyper_parameters")
+"""Of a checkpoint: the heir's module and data module have their own."""
+
+_ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute")
+"""What `self.log` was called with, as Lightning keeps it."""
+
+
+def pack(between: Between, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
+    """What travels of a loop between two batches.
+
+    Args:
+        between: Where it was.
+        version: Of the weights that it is to go on with.
+        position: The first batch that they know nothing of, where batches have numbers.
+        left_out: What was warned of already.
+
+    Raises:
+        NotPlain: Something is in the loop's own state, or a scheduler's, that cannot travel.
+    """
+    state = between.state
+    parts = partial(_those_that_travel, left_out=left_out)
+    logs, (followed, added) = state.pending
+    checkpoint = {
+        key: value for key, value in state.checkpoint.items() if not any(one in key for one in _OF_THE_MODULE)
+    }
+    rest = {key: value for key, value in checkpoint.items() if key not in (*NEEDED, "callbacks")}
+    own: dict[str, Any] = {
+        **{key: checkpoint[key] for key in NEEDED if key in checkpoint},
+        "callbacks": parts(checkpoint.get("callbacks", {}), "the state of callback"),
+        **parts(rest, "what is saved as"),
+    }
+    results = {name: _entry(one, gathered) for name, (one, gathered) in state.results.items()}
+    travelling = TravellingLoop(
+        checkpoint=own,
+        parameter_names=list(state.parameter_names),
+        made=state.place.made,
+        first=state.place.first,
+        now=state.place.now,
+        num_batches=state.place.num_batches,
+        metrics=parts(state.metrics, "what was gathered by metric"),
+        results=parts(results, "what was logged in the epoch as"),
+        shown={name: parts(found, "the value shown as") for name, found in state.shown.items()},
+        logging=dict(state.logging),
+        followed=dict(followed),
+        logs={lease: list(map(encode, one)) for lease, one in logs.items()},
+        added={lease: _sent(metric_states.pack(*part) for part in one) for lease, one in added.items()},
+        num_counted=between.num_counted,
+        heard=[_of_record(one) for one in between.heard_at(version).heard],
+        position=position,
+    )
+    return plain_values.pack(msgspec.structs.asdict(travelling))
+
+
+def unpack(value: Any, version: int, trainer: Trainer) -> Between:
+    """The same, to go on from in another process.
+
+    Args:
+        value: As `plain` unpacked it.
+        version: Of the weights that it goes on with.
+        trainer: Whose loop is to go on.
+
+    Raises:
+        ProtocolError: It is no loop's state.
+    """
+    came = TravellingLoop.read(value)
+    at_position(came.checkpoint, came.position)
+    state = LoopState(
+        checkpoint=came.checkpoint,
+        gaps=list(_gaps(came.checkpoint)),
+        parameter_names=came.parameter_names,
+        place=Place(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
+        metrics=came.metrics,
+        results=_results(came.results, trainer),
+        shown=came.shown,
+        logging=came.logging,
+        pending=_pending(came, trainer),
+    )
+    news = News(version, [_heard(*one) for one in came.heard])
+    return Between(state, came.num_counted, version, (), news)
+
+
+def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
+    """Files that callbacks refer to, and that are not on this machine."""
+    found = (
+        path
+        for state in checkpoint.get("callbacks", {}).values()
+        if isinstance(state, Mapping)
+        for name in ("best_model_path", "last_model_path")
+        if isinstance(path := state.get(name), str) and path
+    )
+    return sorted({path for path in found if "://" not in path and not Path(path).exists()})
+
+
+def _those_that_travel(parts: Mapping[str, Any], what: str, *, left_out: set[str]) -> dict[str, Any]:
+    found = {}
+    for name, part in parts.items():
+        try:
+            plain_values.pack(part)
+        except NotPlain as error:
+            if f"{what} {name!r}" not in left_out:
+                left_out.add(f"{what} {name!r}")
+                _log.warning(
+                    "If another peer takes this run over, %s %r begins anew there, for it cannot travel: %s.",
+                    what,
+                    name,
+                    error,
+                )
+        else:
+            found[name] = part
+    return found
+
+
+def _gaps(tree: Any) -> Iterator[Awaited]:
+    if isinstance(tree, Awaited):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for child in tree.values():
+            yield from _gaps(child)
+    elif isinstance(tree, (list, tuple)):
+        for child in tree:
+            yield from _gaps(child)
+
+
+# ---------------------------------------------------------------------- what trainers share
+
+
+def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics:
+    parts = list(packed)
+    return [encode(state) for state, _ in parts], [tensor for _, tensors in parts for tensor in tensors]
+
+
+def _of_record(heard: Heard) -> tuple[bytes, list[bytes], list[SentMetrics]]:
+    metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in heard.metrics]
+    return encode(heard.record), list(map(encode, heard.logs)), metrics
+
+
+def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> Heard:
+    came: list[Metrics] = [([decode(one, MetricState) for one in states], tensors) for states, tensors in metrics]
+    return Heard(decode(record, Record), [decode(one, Logged) for one in logs], came)
+
+
+def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
+    modules = dict(trainer.lightning_module.named_modules())
+
+    def contents(sent: SentMetrics) -> Iterator[tuple[str, Contents]]:
+        states, tensors = sent
+        rest = iter(tensors)
+        for one in states:
+            state = decode(one, MetricState)
+            own, metric = list(islice(rest, sum(state.lengths))), modules.get(state.name)
+            if isinstance(metric, Metric):
+                yield state.name, metric_states.unpack(metric, state, own)
+
+    logs = {lease: [decode(one, Logged) for one in batch] for lease, batch in came.logs.items()}
+    return logs, (came.followed, {lease: list(contents(sent)) for lease, sent in came.added.items()})
+
+
+# ---------------------------------------------------------------------- what was logged
+
+
+_REDUCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
+    "mean": torch.mean,
+    "sum": torch.sum,
+    "max": torch.max,
+    "min": torch.min,
+}
+
+
+def _entry(one: Any, gathered: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of Lightning's results."""
+    meta = one.meta
+    return {
+        "fx": meta.fx,
+        "name": meta.name,
+        "is_tensor": one.is_tensor,
+        "reduce_fx": meta.reduce_fx.__name__,
+        "options": {name: getattr(meta, name) for name in _ENTRY},
+        "gathered": dict(gathered),
+    }
+
+
+def _results(entries: Mapping[str, Mapping[str, Any]], trainer: Trainer) -> dict[str, tuple[Metric, Mapping[str, Any]]]:
+    """The entries made anew, as `self.log` makes them. One of a metric that this module does not have is left out."""
+    results = type(trainer.fit_loop.epoch_loop._results)(training=True)
+    modules = dict(trainer.lightning_module.named_modules())
+    made = {}
+    for key, entry in entries.items():
+        options, device = dict(entry["options"]), trainer.strategy.root_device
+        value = torch.tensor(0.0, device=device) if entry["is_tensor"] else modules.get(options["metric_attribute"])
+        if value is None:
+            continue
+        results.log(
+            entry["fx"],
+            entry["name"],
+            value,
+            reduce_fx=_REDUCTIONS[entry["reduce_fx"]],
+            sync_dist_fn=trainer.strategy.reduce,
+            batch_size=1,
+            **options,
+        )
+        made[key] = results[key], entry["gathered"]
+    return made

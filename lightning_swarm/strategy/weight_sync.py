@@ -1,0 +1,334 @@
+"""The weights of a run: on its servers, and what the lead's own module holds of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_swarm.client import model_state
+from lightning_swarm.client.session import Session
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.model import optimizer_state
+from lightning_swarm.model.sharded_format import Folder
+from lightning_swarm.peer.peer import Peer
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.state import Written
+from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.strategy.framework import callbacks_named
+
+_T = TypeVar("_T")
+
+
+class Weights:
+    """The lead's word on weights and optimizer state, whose home is its module while nothing trains.
+
+    Args:
+        peer: The lead, which has begun the run.
+        session: Its session in it.
+        module: What the run was begun with.
+        limits: Bounds on waiting and memory.
+        stale: Whether another run left `module` without what it trained.
+    """
+
+    def __init__(self, peer: Peer, session: Session, module: nn.Module, *, limits: Limits, stale: bool) -> None:
+        self.stale = stale  # the module's weights are older than what the swarm made of them
+        self.num_lent = 0
+        self._peer = peer
+        self._session: Session | None = session
+        self._module = module
+        self._limits = limits
+        self._version = session.version  # of the weights that the module was seen to hold
+        self._gathered: list[weakref.ref[Tensor]] = []
+
+    def end(self) -> None:
+        """The run is over: what the module does not hold now is lost."""
+        self._session = None
+
+    # ------------------------------------------------------------------ in the module
+
+    def visit_home(self) -> None:
+        """Let the module hold the weights of the last step, for a callback."""
+        if self._version != self._of_run[0].version:
+            self._bring_weights_home(self._limits.call_timeout)
+
+    def stay_home(self, optimizer: Optimizer, *, timeout: float | None = None) -> None:
+        """Put weights and optimizer state of the last step where one machine would have them.
+
+        Args:
+            optimizer: Over the whole module.
+            timeout: Seconds; None: those of any call.
+        """
+        timeout = self._limits.call_timeout if timeout is None else timeout
+        state = self._optimizer_state(optimizer, timeout)
+        self._bring_weights_home(timeout)
+        optimizer.load_state_dict(state)
+        self.stale = False
+
+    def _bring_weights_home(self, timeout: float) -> None:
+        session, _ = self._of_run
+        session.hold_still()
+        own = {**dict(self._module.named_parameters(remove_duplicate=False)), **dict(self._module.named_buffers())}
+        # What the peer's own server holds is there, and not to be touched: it may compute for other trainers, and a
+        # tensor that is written over, be it with the same values, is of no use to a graph any more. It stays at this
+        # version as long as this runs, for no record is decided that the lead has not asked for.
+        served = set(map(id, self._peer.served_tensors(session.version, timeout=timeout)))
+        there = {name for name, tensor in own.items() if id(tensor) in served}
+        weights = self._gather(partial(model_state.gather_weights, without=there), timeout)
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self._version = session.version
+
+    # ------------------------------------------------------------------ in checkpoints
+
+    @property
+    def gathered(self) -> Sequence[Tensor]:
+        """What was put into the newest checkpoint, of which the swarm keeps nothing."""
+        return [tensor for one in self._gathered if (tensor := one()) is not None]
+
+    def complete(self, own: dict[str, Any]) -> None:
+        """Put the weights of the last step into the module's state dict, unless the module holds them."""
+        self._gathered.clear()
+        if self.stale:
+            weights = self._gather(model_state.gather_weights, self._limits.call_timeout)
+            self._gathered += map(weakref.ref, weights.values())
+            names = model_state.first_names(self._module)
+            own.update({name: weights[names[name]] for name in own if names.get(name) in weights})
+
+    def without_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The module's state dict without what the stages hold."""
+        first, held = model_state.first_names(self._module), set().union(*self._saved_names)
+        return {name: value for name, value in own.items() if first.get(name) not in held}
+
+    def save_shards(self, path: Path, found: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+        """Write a checkpoint as a folder, to which the servers write what they hold.
+
+        Args:
+            path: Its name.
+            found: As Lightning has it, `without_stages`.
+            optimizer: Over the whole module. None: its state is left out.
+        """
+        session, run = self._of_run
+        names, limits, parameter_names = self._saved_names, self._limits, self._parameter_names
+
+        def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
+            return optimizer_state.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
+
+        def write(folder: Path) -> list[Written]:
+            session.hold_still()
+            session.renew()
+            return self._peer.runtime.run(
+                model_state.write_stages(
+                    self._peer.transport,
+                    run,
+                    session.version,
+                    folder,
+                    names,
+                    as_saved if optimizer is not None else None,
+                    timeout=limits.join_timeout,
+                    max_bytes=limits.max_message_bytes,
+                )
+            )
+
+        held = set().union(*names)
+        saved = self._module.state_dict(keep_vars=True).keys()
+        first = model_state.first_names(self._module).items()
+        also = {name: one for name, one in first if name != one and one in held and name in saved}
+        model_state.save(path, found, write, part=len(names), also=also)
+
+    @property
+    def _saved_names(self) -> list[set[str]]:
+        """What each stage has that is saved, and no stage before it."""
+        found: list[set[str]] = []
+        for spec in (stage.spec for stage in self._peer.lead.stages):
+            own = {one.name for one in (*spec.parameters, *spec.buffers) if one.persistent}
+            found.append(own.difference(*found))
+        return found
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state at the last step, of all stages, numbered as one process numbers it."""
+        return self._optimizer_state(optimizer, self._limits.call_timeout)
+
+    def _optimizer_state(self, optimizer: Optimizer, timeout: float) -> dict[str, Any]:
+        state = self._gather(model_state.gather_optimizer, timeout)
+        renumbered = optimizer_state.renumbered(optimizer, self._parameter_names, state)
+        self._gathered += map(weakref.ref, serialization.flatten(list(renumbered["state"].values()))[1])
+        return renumbered
+
+    def _gather(self, gather: Callable[..., Coroutine[Any, Any, dict[str, _T]]], timeout: float) -> dict[str, _T]:
+        session, run = self._of_run
+        session.hold_still()
+        session.renew()
+        max_bytes = self._limits.max_message_bytes
+        return self._peer.runtime.run(
+            gather(self._peer.transport, run, session.version, timeout=timeout, max_bytes=max_bytes)
+        )
+
+    # ------------------------------------------------------------------ on the servers
+
+    def go_back(self, step: int, load: Callable[[], None]) -> None:
+        """Send the run back to `step`, with other weights. Arguments are those of `Lead.go_back`."""
+        session, _ = self._of_run
+        self._peer.lead.go_back(session, step, load)
+        self.stale = False
+        self._version = session.version
+
+    def hand_out_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any] | None = None) -> None:
+        """Let the servers go on with the state that a checkpoint has brought.
+
+        Args:
+            optimizer: Over the whole module.
+            saved: The state, as it was saved. None: the optimizer has it.
+        """
+        _, run = self._of_run
+        names = self._parameter_names
+        state = (
+            optimizer_state.by_name(optimizer, names)
+            if saved is None
+            else optimizer_state.loaded(optimizer, saved, names)
+        )
+        self._peer.runtime.run(
+            model_state.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
+        )
+
+    def hand_out_shards(self, optimizer: Optimizer, folder: Folder) -> None:
+        """As `hand_out_optimizer`, from a folder, for one stage after the other."""
+        _, run = self._of_run
+        groups = folder.read_groups()["param_groups"]
+        for index, stage in enumerate(run.manifest.stages):
+            state = folder.read_state(name for name, _, _ in stage.parameters)
+            saved = optimizer_state.by_numbers({"state": state, "param_groups": groups})
+            found = optimizer_state.loaded(optimizer, saved, self._parameter_names)
+            timeout = self._limits.call_timeout
+            self._peer.runtime.run(
+                model_state.scatter_optimizer(self._peer.transport, run, found, timeout=timeout, stages=[index])
+            )
+
+    def lend(self) -> None:
+        """Let the servers evaluate with what the module holds now, until `take_back`; their own stay as they are."""
+        session, run = self._of_run
+        self.num_lent += 1
+        timeout = self._limits.call_timeout
+        self._peer.runtime.run(
+            model_state.lend_weights(self._peer.transport, run, self._peer.lead.stages, self.num_lent, timeout=timeout)
+        )
+        session.pipeline.lent = self.num_lent
+
+    def take_back(self) -> None:
+        """Let the servers evaluate with their own weights again."""
+        session, run = self._of_run
+        number, session.pipeline.lent = session.pipeline.lent, 0
+        if number:
+            timeout = self._limits.call_timeout
+            self._peer.runtime.run(model_state.take_weights_back(self._peer.transport, run, number, timeout=timeout))
+
+    @property
+    def _parameter_names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
+
+    @property
+    def _of_run(self) -> tuple[Session, RunState]:
+        """What there is while the run is under way."""
+        if self._session is None:
+            raise ConfigError(
+                "a checkpoint must hold the trained weights: the run is over, and they were not gathered. Keep "
+                "`gather_on_end=True`, or save during fit (ModelCheckpoint)."
+            )
+        assert self._peer.lead.run is not None
+        return self._session, self._peer.lead.run
+
+
+def writes_weights(trainer: Trainer) -> bool:
+    """Whether a callback puts averages into the lead's module."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
+    return any(isinstance(one, callbacks_named("WeightAveraging", "StochasticWeightAveraging")) for one in callbacks)
+
+
+class Home(Callback):
+    """The first of the Trainer's callbacks, until `close`: what the others look at is there before them.
+
+    Args:
+        trainer: Whose module it is.
+        weights: Those of the run.
+        stays: Whether what was trained is in the module when training ends. It is what it looks like then: callbacks
+            may change it, and it is saved as it is.
+    """
+
+    def __init__(self, trainer: Trainer, weights: Weights, *, stays: bool) -> None:
+        self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
+        self._weights = weights
+        self._stays = stays
+        self._wrapped: list[tuple[Any, str]] = []
+        for callback in self._callbacks:
+            if isinstance(callback, callbacks_named("WeightAveraging")):
+                self._average(callback)
+        self._callbacks.insert(0, self)
+
+    def close(self) -> None:
+        """Leave the Trainer's callbacks as they were."""
+        self._callbacks.remove(self)
+        while self._wrapped:
+            callback, name = self._wrapped.pop()
+            del vars(callback)[name]
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if any(_reads(callback, trainer.current_epoch) for callback in self._callbacks):
+            self._weights.visit_home()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._stays:
+            self._weights.stay_home(trainer.optimizers[0])
+
+    def _average(self, callback: Any) -> None:
+        """Serve a `WeightAveraging`, whatever its subclass decides, and only when it decides to read or write."""
+
+        def visit_if(updates: bool) -> None:
+            if updates:
+                self._weights.visit_home()
+
+        self._wrap(callback, "should_update", after=visit_if)
+        # It swaps its averages with what the module holds, and swaps back.
+        self._wrap(
+            callback, "on_validation_epoch_start", before=self._weights.visit_home, after=lambda _: self._weights.lend()
+        )
+        self._wrap(callback, "on_validation_epoch_end", before=self._weights.take_back)
+
+    def _wrap(
+        self,
+        callback: Any,
+        name: str,
+        *,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[Any], None] = lambda _: None,
+    ) -> None:
+        """Do something before a method of the callback, and after it with what it returned."""
+        own = getattr(callback, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            before()
+            returned = own(*args, **kwargs)
+            after(returned)
+            return returned
+
+        setattr(callback, name, wrapped)
+        self._wrapped.append((callback, name))
+
+
+def _reads(callback: Any, epoch: int) -> bool:
+    """Whether a callback reads weights at the beginning of an epoch."""
+    if isinstance(callback, callbacks_named("StochasticWeightAveraging")):
+        return bool(epoch >= callback.swa_start)
+    # It passes over parameters whose values equal those of another one that trains: by the values of now.
+    return isinstance(callback, callbacks_named("BaseFinetuning"))

@@ -1,0 +1,139 @@
+"""`lightning-swarm join` and `serve`: what they tell the program, and which program they run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_swarm import cli
+from lightning_swarm.cli import join
+from lightning_swarm.peer import process
+from lightning_swarm.strategy.launcher import SwarmLauncher
+
+ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+HERE = f"203.0.113.7:31337/{ID}"
+NAMES = (process.JOIN, process.LISTEN, process.IDENTITY, process.ROLE, process.PREEMPTION)
+
+Ran = list[tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture(autouse=True)
+def _process_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a command changes of the process is taken back."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(SwarmLauncher, "launched", False)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("print('trained by myself')")
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Ran:
+    """Programs that would have run, and what they would have been told."""
+    programs: Ran = []
+
+    def run(program: list[str]) -> None:
+        programs.append((program, {name: os.environ[name] for name in NAMES if name in os.environ}))
+        SwarmLauncher.launched = True
+
+    monkeypatch.setattr(join._bootstrap, "run", run)
+    monkeypatch.setattr(join, "run_trainer", lambda: run(["lightning-swarm", *sys.argv[1:]]))
+    return programs
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["lightning-swarm", *arguments])
+    return cli.main()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "program", "told"),
+    [
+        (["join", HERE, "train.py"], ["train.py"], {"SWARM_JOIN": HERE}),
+        (["join", f"/ip4/203.0.113.7/tcp/31337/p2p/{ID}", "train.py"], ["train.py"], {"SWARM_JOIN": HERE}),
+        (["join", HERE, "train.py", "--listen", "x", "y"], ["train.py", "--listen", "x", "y"], {"SWARM_JOIN": HERE}),
+        (["join", HERE, "-m", "their.train", "-x"], ["-m", "their.train", "-x"], {"SWARM_JOIN": HERE}),
+        (
+            ["join", "--listen=0.0.0.0", HERE, "--identity", "key", "train.py"],
+            ["train.py"],
+            {"SWARM_JOIN": HERE, "SWARM_LISTEN": "0.0.0.0:0", "SWARM_IDENTITY": "key"},
+        ),
+        (["join", HERE, "--config", "a.yaml"], ["lightning-swarm", "fit", "--config", "a.yaml"], {"SWARM_JOIN": HERE}),
+        (
+            ["serve", HERE, "--listen", "192.0.2.1:5", "--model", "their.Net"],
+            ["lightning-swarm", "fit", "--model", "their.Net"],
+            {"SWARM_JOIN": HERE, "SWARM_LISTEN": "192.0.2.1:5", "SWARM_ROLE": "server"},
+        ),
+        (["serve", "train.py", HERE], ["train.py", HERE], {"SWARM_ROLE": "server"}),
+        (
+            ["join", "--preemption", "auto", HERE, "train.py", "--preemption", "x"],
+            ["train.py", "--preemption", "x"],
+            {"SWARM_JOIN": HERE, "SWARM_PREEMPTION": "auto"},
+        ),
+    ],
+)
+def test_a_program_is_told_whom_to_join(
+    monkeypatch: pytest.MonkeyPatch, ran: Ran, arguments: list[str], program: list[str], told: dict[str, str]
+) -> None:
+    assert command(monkeypatch, *arguments) == 0
+    assert ran == [(program, told)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["join", "train.py"], ["must be host:port/id", "got 'train.py'"]),
+        (["join", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
+        (["serve", "203.0.113.7:31337", "train.py"], ["got '203.0.113.7:31337'. Copy the whole of it"]),
+        (["join", HERE, "trian.py"], ["'trian.py' is no file here. Check the path"]),
+        (["join", HERE, "train.py", "--x"], ["must train with `strategy=SwarmStrategy(...)`: train.py ended"]),
+        (["join", HERE, "--listen", "example.org", "train.py"], ["`listen` must be an IP address", "'example.org'"]),
+    ],
+)
+def test_what_cannot_join_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: list[str]
+) -> None:
+    assert command(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lightning-swarm: error: ")
+    for part in said:
+        assert part in error
+
+
+@pytest.mark.parametrize("arguments", [["join"], ["join", HERE], ["serve"], ["serve", HERE, "--listen", "0.0.0.0"]])
+def test_without_a_program_the_usage_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command(monkeypatch, *arguments)
+    assert f"usage: lightning-swarm {arguments[0]} " in capsys.readouterr().err
+
+
+def test_the_script_runs_as_python_runs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "their_helper.py").write_text("")
+    (tmp_path / "there" / "script.py").write_text("import sys, their_helper\nprint(__name__, sys.argv)\nsys.exit(7)\n")
+    with pytest.raises(SystemExit, match="7"):
+        command(monkeypatch, "serve", HERE, "there/script.py", "--lr", "1")
+    sys.modules.pop("their_helper", None)
+    assert capsys.readouterr().out == "__main__ ['there/script.py', '--lr', '1']\n"
+
+
+def test_what_is_told_goes_before_what_the_script_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_swarm import SwarmStrategy
+
+    config = SwarmStrategy(role="both", listen="127.0.0.1:9", identity_path="mine").config
+    for name, value in zip(NAMES, (HERE, "0.0.0.0:5", "key", "server", "aws"), strict=True):
+        monkeypatch.setenv(name, value)
+    told = process.settle(config, 0)
+    found = str(told.initial_peers[0]), str(told.listen), told.identity_path, told.role, told.preemption
+    assert found == (HERE, "0.0.0.0:5", "key", "server", "aws")
+    child = process.settle(config, 1)
+    assert (str(child.listen), child.identity_path, child.role) == ("0.0.0.0:6", None, "server")

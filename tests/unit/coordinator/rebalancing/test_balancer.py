@@ -1,0 +1,317 @@
+"""When peers move, as far as who coordinates can know what is good."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from lightning_swarm.coordinator.rebalancing.balancer import Balance, Load, Pace
+from lightning_swarm.coordinator.rebalancing.policy import Move
+from lightning_swarm.network import PeerId
+
+INTERVAL_S = 60.0
+MB = 1_000_000
+
+
+def peers(names: str) -> list[PeerId]:
+    return [PeerId(name) for name in names]
+
+
+def rosters(*stages: str) -> list[list[PeerId]]:
+    return [peers(stage) for stage in stages]
+
+
+def _load(rate: float | None, busy_share: float | None = 1.0) -> Load:
+    return Load(rate, queued=0.0 if rate is None else 100.0 / rate, busy_share=busy_share)
+
+
+def loads(**rates: float | None) -> dict[PeerId, dict[int, Load]]:
+    """By name and stage: ``a0=10.0``."""
+    found: dict[PeerId, dict[int, Load]] = {}
+    for name, rate in rates.items():
+        found.setdefault(PeerId(name[0]), {})[int(name[1])] = _load(rate)
+    return found
+
+
+def made(rule: Any = "gain", num_stages: int = 2, state_bytes: int = MB) -> Balance:
+    return Balance(rule, INTERVAL_S, [state_bytes] * num_stages, now_s=0.0)
+
+
+UNEVEN = loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0)
+HELD = rosters("a", "bcd")
+
+
+def decide(
+    balance: Balance,
+    now_s: float,
+    held: Sequence[Sequence[PeerId]] = HELD,
+    *,
+    fixed: str = "",
+    joining: Mapping[PeerId, int] | None = None,
+) -> list[Move]:
+    return balance.moves(held, fixed=peers(fixed), joining=joining or {}, now_s=now_s)
+
+
+def test_it_decides_every_interval_and_not_before() -> None:
+    balance = made()
+    balance.take_loads(UNEVEN)
+    assert decide(balance, 1.0) == []
+    assert decide(balance, INTERVAL_S - 0.1) == []
+    assert len(decide(balance, INTERVAL_S)) == 1
+    assert decide(balance, INTERVAL_S + 1.0) == []
+
+
+@pytest.mark.parametrize("held", [rosters("a", "bc"), rosters("a", "bcde")], ids=["gone", "come"])
+def test_it_decides_at_once_when_peers_come_or_go(held: list[list[PeerId]]) -> None:
+    balance = made()
+    balance.take_loads(UNEVEN)
+    assert decide(balance, 1.0) == []
+    assert {(move.source, move.target) for move in decide(balance, 2.0, held)} == {(1, 0)}
+    assert decide(balance, 3.0, held) == [], "and but once"
+
+
+def test_it_waits_until_every_stage_was_measured() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=None, b1=4.0, c1=4.0, d1=4.0))
+    assert decide(balance, INTERVAL_S) == []
+    balance.take_loads(UNEVEN)
+    assert len(decide(balance, INTERVAL_S + 1.0)) == 1, "what was put off is made up for"
+
+
+def test_who_is_on_its_way_counts_where_it_goes() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0))
+    held = rosters("a", "bcde")
+    (move,) = [move for move in decide(balance, INTERVAL_S, held) if move.peer in "bcde"][:1]
+    balance.note_left(move.peer, 1, 0, now_s=INTERVAL_S)
+    left = [held[0], [peer for peer in held[1] if peer != move.peer]]
+    balance.take_loads({peer: load for peer, load in loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0, e1=4.0).items()
+                        if peer != move.peer})  # fmt: skip
+    assert [one.target for one in decide(balance, INTERVAL_S + 1.0, left)] == [0], "5 and 12: one more"
+    assert balance.stage_for(PeerId("x"), left, {}, now_s=INTERVAL_S + 1.0) == 0, "5 against 12"
+    assert balance.stage_for(PeerId("x"), [["a"], ["b"]], {}, now_s=INTERVAL_S + 1.0) == 1, "5 against 4"  # type: ignore[list-item]
+
+
+def test_who_does_not_arrive_is_not_waited_for_for_ever() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
+    balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
+    held = rosters("a", "b")
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=1.0) == 1
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=1e4) == 0
+
+
+def test_a_mover_is_not_in_its_own_way() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
+    balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
+    assert balance.stage_for(PeerId("c"), rosters("a", "b"), {PeerId("c"): 0}, now_s=1.0) == 0
+
+
+def test_who_cannot_move_stays_and_counts() -> None:
+    balance = made()
+    balance.take_loads(UNEVEN)
+    assert {move.peer for move in decide(balance, INTERVAL_S, fixed="bc")} == {"d"}
+    assert decide(balance, 2 * INTERVAL_S, fixed="bcd") == []
+    # The last that can move of a stage may go, where one that cannot stays.
+    balance.take_loads(loads(a0=1.0, b1=4.0, c1=4.0))
+    assert {move.peer for move in decide(balance, 3 * INTERVAL_S, rosters("a", "bc"), fixed="b")} == {"c"}
+
+
+def test_who_holds_several_stages_does_not_move() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=8.0, a1=8.0, b1=9.0))
+    assert decide(balance, INTERVAL_S, rosters("a", "ab")) == []
+    balance.take_loads(loads(a0=2.0, a1=2.0, b1=9.0, c1=9.0))
+    (move,) = decide(balance, 2 * INTERVAL_S, rosters("a", "abc"))
+    assert move.peer in "bc"
+    assert move.target == 0
+
+
+def test_what_scatters_moves_nobody() -> None:
+    balance = made()
+    for turn in range(1, 30):
+        wobble = 1.0 + 0.04 * (-1) ** turn
+        balance.take_loads(loads(a0=10.0 * wobble, b0=10.0, c1=10.0 / wobble, d1=10.0))
+        assert decide(balance, turn * INTERVAL_S, rosters("ab", "cd")) == []
+
+
+def test_rates_that_scatter_widely_move_nobody() -> None:
+    """As those of stages do that compute for milliseconds on a machine that others use, too."""
+    rng = random.Random(0)
+    balance = made(num_stages=3)
+    held = rosters("ab", "cd", "ef")
+    stage_of = {peer: index for index, stage in enumerate(held) for peer in stage}
+    for turn in range(1, 200):
+        balance.take_loads({peer: {at: _load(10.0 * rng.lognormvariate(0.0, 0.3))} for peer, at in stage_of.items()})
+        assert decide(balance, turn * INTERVAL_S, held) == []
+    for turn in range(200, 300):  # they say what is true now: two of one stage are faster, and one of another is gone
+        rates = {peer: 20.0 if peer in held[2] else 10.0 for peer in stage_of if peer != "a"}
+        balance.take_loads({peer: {stage_of[peer]: _load(rate)} for peer, rate in rates.items()})
+        if moves := decide(balance, turn * INTERVAL_S, [held[0][1:], *held[1:]]):
+            break
+    assert [(move.source, move.target) for move in moves] == [(2, 0)]
+
+
+@pytest.mark.parametrize("busy_share", [0.1, None])
+def test_where_computing_is_not_what_takes_the_time_nobody_moves(busy_share: float | None) -> None:
+    balance = made()
+
+    def say(busiest: float | None) -> None:
+        balance.take_loads({
+            peer: {index: _load(load.samples_per_s, busiest if peer == "a" else 0.1)}
+            for peer, stages in UNEVEN.items() for index, load in stages.items()
+        })  # fmt: skip
+
+    say(busy_share)
+    assert decide(balance, INTERVAL_S) == []
+    assert decide(balance, INTERVAL_S + 1.0, rosters("a", "bc")) == [], "nor because one is gone"
+    held = rosters("ab", "c")
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=INTERVAL_S) == 1, "newcomers go where the fewest are"
+    say(0.9)
+    assert balance.stage_for(PeerId("x"), held, {}, now_s=INTERVAL_S) == 1
+    assert balance.stage_for(PeerId("x"), HELD, {}, now_s=INTERVAL_S) == 0
+    assert {move.target for move in decide(balance, INTERVAL_S + 2.0)} == {0}, "what was put off is made up for"
+
+
+def test_who_was_not_measured_yet_is_not_moved() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=1.0, b1=4.0, c1=None, d1=None))
+    assert [move.peer for move in decide(balance, INTERVAL_S)] == ["b"]
+
+
+@pytest.mark.parametrize(("step_s", "moves"), [(60.0, 2), (2000.0, 0)])
+def test_a_move_takes_two_steps_at_the_least(step_s: float, moves: int) -> None:
+    """Who is ready enters with the next record. Meanwhile there are 4 and 6, and then 10 and 10."""
+    balance, held = made(), rosters("ad", "bc")
+    for _ in range(50):
+        balance.take_loads(loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0))
+    assert decide(balance, 1.0, held) == []
+    assert len(decide(balance, 1.0 + step_s, held)) == moves
+
+
+def test_two_change_places_where_the_stages_are_small_and_a_measured_line_says_what_is_small() -> None:
+    uneven = loads(a0=4.0, d0=4.0, b1=6.0, c1=6.0)  # meanwhile there are 4 and 6, and then 10 and 10
+    held = rosters("ad", "bc")
+    small, large = made(), made(state_bytes=100_000 * MB)
+    for balance in (small, large):
+        for _ in range(50):  # until it is known how little they scatter
+            balance.take_loads(uneven)
+    assert sorted(move.target for move in decide(small, INTERVAL_S, held)) == [0, 1]
+    assert decide(large, INTERVAL_S, held) == []
+    large.note_left(PeerId("x"), 1, 0, now_s=0.0)
+    large.note_entered(PeerId("x"), 0, now_s=10.0)  # a fast line
+    assert sorted(move.target for move in decide(large, 2 * INTERVAL_S, held)) == [0, 1]
+
+
+def test_nobody_moves_by_no_rule() -> None:
+    balance = made("none")
+    balance.take_loads(UNEVEN)
+    assert decide(balance, INTERVAL_S) == []
+    balance.take_loads(loads(a0=9.0, b1=1.0, c1=1.0))
+    assert balance.stage_for(PeerId("x"), rosters("a", "bc"), {}, now_s=0.0) == 0, "newcomers go where the fewest are"
+
+
+def test_by_the_papers_rule_the_queues_say_who_moves() -> None:
+    balance = made("paper")
+    balance.take_loads(UNEVEN)  # the slow one has the longest queue
+    (move,) = decide(balance, INTERVAL_S)
+    assert (move.source, move.target) == (1, 0)
+
+
+def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() -> None:
+    """All are alike, but a sample costs twice as much at stage 0."""
+    balance = made()
+    held = rosters("ab", "cdef")
+    cost = (2.0, 1.0)
+
+    def measured(of: Sequence[Sequence[PeerId]]) -> dict[PeerId, dict[int, Load]]:
+        return {peer: {index: _load(10.0 / cost[index])} for index, stage in enumerate(of) for peer in stage}
+
+    num_moves = 0
+    for turn in range(1, 30):
+        balance.take_loads(measured(held))
+        moves = decide(balance, turn * INTERVAL_S, held)
+        for move in moves:
+            held[move.source].remove(move.peer)
+            balance.note_left(move.peer, move.source, move.target, now_s=turn * INTERVAL_S)
+            held[move.target].append(move.peer)
+            balance.note_entered(move.peer, move.target, now_s=turn * INTERVAL_S + 5.0)
+        num_moves += len(moves)
+    assert list(map(len, held)) == [4, 2], "rates of 20 and 20"
+    assert num_moves <= 4
+
+
+@pytest.mark.parametrize("said", [5e-324, 1e-300, 1e200, 1e308])
+def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
+    believed = Load.said(said, 1e308, 1e308)
+    assert believed.samples_per_s is None
+    balance = made()
+    for turn in range(1, 5):
+        balance.take_loads({**UNEVEN, PeerId("e"): {turn % 2: believed}})
+        held = [[*HELD[0]], [*HELD[1]]]
+        held[turn % 2].append(PeerId("e"))
+        for move in decide(balance, turn * INTERVAL_S, held):
+            assert move.peer in "bcde"
+    assert believed.busy_share == 1.0
+    assert Load.said(10.0, 2.0, 0.5) == Load(10.0, 2.0, 0.5)
+
+
+def test_a_calm_run_may_be_as_long_as_it_likes() -> None:
+    pace = Pace(0.0)
+    pace.note_change(1.0)
+    year_s = 365 * 86400.0
+    assert pace.horizon_s(3600.0) < pace.horizon_s(86400.0) <= pace.horizon_s(year_s) < 1e7
+    asked = Pace(0.0)
+    for second in range(1, 7200):
+        asked.horizon_s(float(second))
+    assert asked.horizon_s(7200.0) == pytest.approx(Pace(0.0).horizon_s(7200.0))
+
+
+def test_no_more_move_at_once_than_can_download() -> None:
+    balance = made()
+    names = [f"p{number}" for number in range(100)]
+    balance.take_loads({PeerId("a"): {0: _load(1.0)}} | {PeerId(name): {1: _load(1.0)} for name in names})
+    held = [peers("a"), [PeerId(name) for name in names]]
+    assert len(decide(balance, INTERVAL_S, held)) == 3
+
+
+def test_the_papers_rule_moves_one_at_a_time_and_looks_at_its_interval_only() -> None:
+    balance = made("paper")
+    balance.take_loads(UNEVEN)
+    held = HELD
+    (move,) = decide(balance, INTERVAL_S, held)
+    balance.note_left(move.peer, 1, 0, now_s=INTERVAL_S)
+    left = [held[0], [peer for peer in held[1] if peer != move.peer]]
+    assert decide(balance, INTERVAL_S + 1.0, left) == []
+    assert decide(balance, 2 * INTERVAL_S - 1.0, left) == []
+
+
+def test_who_asked_to_join_is_waited_for() -> None:
+    balance = made()
+    balance.take_loads(loads(a0=4.0, b1=4.0, c1=4.0))
+    balance.note_left(PeerId("c"), 1, 0, now_s=0.0)
+    held = rosters("a", "b")
+    assert balance.stage_for(PeerId("x"), held, {PeerId("c"): 0}, now_s=1e4) == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "said", "leader", "movers"),
+    [
+        (rosters("ab", "cd"), loads(a0=6.0, b0=6.0, c1=1.0, d1=3.0), "a", "bc"),  # b is as fast
+        (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "b", "b"),  # 10 and 3; by the other's move 2 and 11
+        (rosters("ab", "c"), loads(a0=10.0, b0=2.0, c1=1.0), "c", "b"),
+        (rosters("ab", "cd"), loads(a0=8.0, b0=4.0, c1=1.0, d1=1.0), "b", "ad"),  # 5 and 9, where 6 and 8 could be
+    ],
+)
+def test_who_coordinates_moves_only_if_that_gains_clearly_more(
+    held: list[list[PeerId]], said: Any, leader: str, movers: str
+) -> None:
+    balance = made()
+    for _ in range(50):
+        balance.take_loads(said)
+    moves = balance.moves(held, fixed=[], joining={}, leader=PeerId(leader), now_s=INTERVAL_S)
+    assert sorted(move.peer for move in moves) == sorted(movers)

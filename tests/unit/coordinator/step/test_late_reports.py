@@ -1,0 +1,109 @@
+"""What trainers say late, or out of the blue, to who coordinates: no place is taken twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lightning_swarm.coordinator.step.open_step import OpenStep
+from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol.messages.batches import (
+    Grant,
+    GrantReply,
+    GrantRequest,
+    Lease,
+    RegisterRequest,
+    ReportReply,
+    ReportRequest,
+)
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import GRANT, REGISTER
+from tests.unit.swarm import Swarm
+
+A, B, OTHER = PeerId("a"), PeerId("b"), PeerId("other")
+
+
+def lease(number: int, first: int, *, step: int = 0) -> Lease:
+    return Lease(
+        grant=Grant(lease=number, generation=0, step=step, attempt=0, first=first, weight=2.0),
+        request=GrantRequest(step=step, num_samples=2, generation=0),
+        completed=[(first, 0, 0)],
+    )
+
+
+@pytest.mark.parametrize("num_turns", range(8))
+def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns: int) -> None:
+    """The older coordinator's answer is there, and so many turns of the loop later the newer one asks."""
+    swarm = Swarm("a b", trainers="trainer")
+    steps, call = swarm.steps, swarm.trainer.call
+    reports: list[ReportReply] = []
+    reporting: list[asyncio.Task[None]] = []
+
+    async def report() -> None:
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        body = encode(ReportRequest(term=(2, "b", 101), generation=0))
+        reports.append(decode(await steps._handle_report(B, body), ReportReply))
+
+    async def calling(peer: PeerId, method: str, body: bytes, *, timeout: float) -> bytes:
+        if method == GRANT and peer == A:
+            reporting.append(asyncio.create_task(report()))
+            return encode(GrantReply(grant=lease(1, 0).grant))
+        if method == GRANT:
+            await asyncio.sleep(1e6)
+        return await call(peer, method, body, timeout=timeout)
+
+    swarm.trainer.call = calling  # type: ignore[method-assign]
+
+    async def go() -> bool:
+        asking = asyncio.create_task(steps.ask(1, 2))
+        await asyncio.wait({asking}, timeout=5.0)
+        has_place = asking.done() and asking.exception() is None
+        asking.cancel()
+        await asyncio.wait({asking})
+        await reporting[0]
+        return has_place
+
+    try:
+        has_place = swarm.run(go())
+        (told,) = reports
+        assert bool(told.leases) == has_place
+    finally:
+        swarm.close()
+
+
+def test_a_batch_whose_place_is_taken_is_not_restored() -> None:
+    new = (1 << 32) + 1
+    step = OpenStep(3, 4)
+    step.take_over(new)
+    place = step.grant(new, OTHER, 2)
+    assert place is not None
+    step.restore(PeerId("trainer"), lease(1, place[0], step=3), None)
+    step.restore(PeerId("trainer"), lease(2, place[0] + 1, step=3), None)
+    step.complete(new, OTHER, [(place[0], 0, 0)])
+    assert step.counted == [(place[0], 0, 0)]
+    step.restore(PeerId("trainer"), lease(3, place[0] + 2, step=3), None)
+    assert len(step.counted) == 2
+
+
+@pytest.mark.parametrize("number", [-5, 0, 1, 1 << 40])
+def test_a_batch_that_no_coordinator_before_granted_is_refused(number: int) -> None:
+    swarm = Swarm("a b", trainers="trainer other", target_batch_size=4)
+    other = swarm.network.transport("other")
+    report = ReportReply(begun=True, leases=[lease(number, 0)], closed=[])
+    request = encode(RegisterRequest(generation=0, step=0, report=report))
+
+    async def go() -> None:
+        await swarm.steps.grant(2)
+        before = swarm.state()
+        with pytest.raises(ProtocolError):
+            await other.call(A, REGISTER, request, timeout=5.0)
+        assert swarm.state() == before
+
+    try:
+        swarm.run(go())
+    finally:
+        swarm.run(other.close())
+        swarm.close()

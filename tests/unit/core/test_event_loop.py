@@ -1,0 +1,135 @@
+"""How the main thread uses the swarm's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import StepError
+from lightning_swarm.core.event_loop import InlineRuntime, Runtime, ThreadRuntime
+from lightning_swarm.core.process import Housekeeping
+
+
+@pytest.fixture(params=["thread", "inline"])
+def runtime(request: pytest.FixtureRequest, loop: VirtualLoop) -> Iterator[Runtime]:
+    runtime: Runtime = ThreadRuntime() if request.param == "thread" else InlineRuntime(loop)
+    yield runtime
+    runtime.close()
+
+
+async def answer() -> int:
+    await asyncio.sleep(0)
+    return 42
+
+
+async def raises() -> None:
+    await asyncio.sleep(0)
+    raise StepError("on the loop")
+
+
+def test_a_result_and_an_error_come_back(runtime: Runtime) -> None:
+    assert runtime.run(answer()) == 42
+    with pytest.raises(StepError, match="on the loop"):
+        runtime.run(raises())
+    assert runtime.run(answer()) == 42
+
+
+def test_all_work_runs_on_one_loop(runtime: Runtime) -> None:
+    async def where() -> tuple[int, int]:
+        return id(asyncio.get_running_loop()), threading.get_ident()
+
+    first, second = runtime.run(where()), runtime.run(where())
+    assert first == second
+    assert (first[1] == threading.get_ident()) == isinstance(runtime, InlineRuntime)
+
+
+def test_closing_twice_is_fine(runtime: Runtime) -> None:
+    runtime.close()
+    runtime.close()
+
+
+def test_the_housekeeping_ends_with_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Housekeeping] = []
+    monkeypatch.setattr(Housekeeping, "close", lambda self: ended.append(self))
+    housekeeping = Housekeeping(keeps_memory=False)
+    runtime = ThreadRuntime(housekeeping=housekeeping)
+    assert runtime.run(answer()) == 42
+    assert not ended
+    runtime.close()
+    runtime.close()
+    assert ended == [housekeeping]
+
+
+def test_an_inline_runtime_leaves_the_loop_to_others(loop: VirtualLoop) -> None:
+    InlineRuntime(loop).close()
+    assert InlineRuntime(loop).run(answer()) == 42
+
+
+def test_a_thread_answers_others_while_nobody_waits() -> None:
+    runtime = ThreadRuntime()
+    answered = threading.Event()
+
+    async def start() -> asyncio.Task[None]:
+        async def later() -> None:
+            answered.set()
+
+        return asyncio.create_task(later())
+
+    runtime.run(start())
+    assert answered.wait(60.0)
+    runtime.close()
+    assert not runtime._thread.is_alive()
+
+
+def test_an_interrupted_wait_cancels_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = ThreadRuntime()
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    submit = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*args: object) -> object:
+        future: concurrent.futures.Future[object] = submit(*args)  # type: ignore[arg-type]
+
+        def result() -> None:
+            assert begun.wait(60.0)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(future, "result", result)
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.run(work())
+    assert cancelled.wait(60.0)
+    runtime.close()
+
+
+def test_tasks_that_nobody_else_ends_end_with_the_loop() -> None:
+    runtime = ThreadRuntime()
+    left: list[asyncio.Task[None]] = []
+
+    async def leave_one() -> None:
+        left.append(asyncio.create_task(asyncio.sleep(3600.0)))
+
+    runtime.run(leave_one())
+    runtime.close()
+    assert left[0].cancelled()
+
+
+def test_a_closed_runtime_runs_nothing_and_says_so() -> None:
+    runtime = ThreadRuntime()
+    runtime.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        runtime.run(answer())

@@ -1,0 +1,129 @@
+"""What a process does differently while a peer is at home in it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.core import process
+from lightning_swarm.core.process import Housekeeping
+from lightning_swarm.peer import peer
+
+BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thread's piece
+
+
+@pytest.fixture
+def _nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()  # as all tests have it
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_garbage_is_not_sought_in_what_was_there_before() -> None:
+    housekeeping = Housekeeping(keeps_memory=False)
+    assert gc.get_freeze_count() > 10_000
+    housekeeping.close()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("_nothing_frozen")
+def test_what_others_froze_stays_frozen() -> None:
+    gc.freeze()
+    Housekeeping(keeps_memory=False).close()
+    assert gc.get_freeze_count() > 10_000
+
+
+_IN_A_PROCESS = """
+import ctypes, importlib.util, mmap, resource, sys, threading
+
+BLOCK_BYTES = int(sys.argv[2])
+spec = importlib.util.spec_from_file_location("housekeeping", sys.argv[1])
+housekeeping = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(housekeeping)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def new_pages():
+    before = faults()
+    block = libc.malloc(ctypes.c_size_t(BLOCK_BYTES))
+    ctypes.memset(block, 1, BLOCK_BYTES)
+    libc.free(block)
+    return faults() - before
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+def fewest():
+    new_pages()
+    return min(new_pages() for _ in range(3))
+
+
+def fewest_in_a_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(fewest()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+print(fewest(), fewest_in_a_thread())
+kept = housekeeping.Housekeeping(keeps_memory=True)
+print(fewest(), fewest_in_a_thread())
+before = resident()
+kept.close()
+print(before - resident(), fewest())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have other ways to free memory")
+def test_freed_memory_is_kept_for_what_comes_next_and_given_back_at_the_end() -> None:
+    said = subprocess.run(  # of its own: what is set stays with a process
+        [sys.executable, "-c", _IN_A_PROCESS, process.__file__, str(BLOCK_BYTES)],
+        env={name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60.0,
+    )
+    before, during, after = ([int(number) for number in line.split()] for line in said.stdout.splitlines())
+    huge_pages = BLOCK_BYTES >> 21  # the fewest that such a block can have
+    assert min(before) >= huge_pages
+    assert max(during) < huge_pages
+    given_back, fewest = after
+    assert given_back > BLOCK_BYTES // 2
+    assert fewest >= huge_pages
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_whoever_tunes_malloc_keeps_what_they_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Exception):
+        """A peer's housekeeping."""
+
+    def make(*, keeps_memory: bool) -> Housekeeping:
+        raise Made(keeps_memory)
+
+    for other in [one for one in os.environ if one.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(other)
+    config = SwarmStrategy().config
+    monkeypatch.setattr(peer, "Housekeeping", make)
+    with pytest.raises(Made, match="True"):
+        peer.hivemind_peer(config)
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(Made, match="False"):
+        peer.hivemind_peer(config)

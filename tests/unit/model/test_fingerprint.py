@@ -1,0 +1,124 @@
+"""Fingerprints: equal for equal bytes, and different for each difference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.model.fingerprint import Fingerprint, fingerprint
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.tensors import DTYPES
+from lightning_swarm.server.server import Server
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import rows
+
+
+def random_bytes(num_bytes: int) -> Tensor:
+    return torch.randint(0, 256, (num_bytes,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES.values() if d is not torch.bool], ids=str)
+def test_every_bit_matters(dtype: torch.dtype) -> None:
+    raw = random_bytes(48)
+    base = fingerprint([raw.clone().view(dtype)])
+    found = {base}
+    for bit in range(8 * len(raw)):
+        changed = raw.clone()
+        changed[bit // 8] ^= 1 << (bit % 8)
+        found.add(fingerprint([changed.view(dtype)]))
+    assert len(found) == 8 * len(raw) + 1
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 100, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_signs_do_not_cancel(length: int, dtype: torch.dtype) -> None:
+    """Only the highest bits differ, in an even number of places."""
+    weights = torch.randn(length, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    assert fingerprint([weights]) != fingerprint([-weights])
+    pair = weights.clone()
+    pair[-2:] *= -1
+    assert fingerprint([weights]) != fingerprint([pair])
+
+
+def test_position_and_order_matter() -> None:
+    one, two = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0])
+    different = [
+        [one, two],
+        [two, one],
+        [torch.cat([one, two])],
+        [one.flip(0), two],
+        [one],
+        [one, two, torch.zeros(0)],
+        [one, two, torch.zeros(1)],
+        [],
+    ]
+    assert len({fingerprint(tensors) for tensors in different}) == len(different)
+
+
+def test_swapped_elements_matter_wherever_they_are() -> None:
+    weights = torch.arange(70_000, dtype=torch.float32)
+    found = {fingerprint([weights])}
+    for i, j in ((0, 1), (0, 65_536), (32_767, 32_768), (100, 69_999)):
+        swapped = weights.clone()
+        swapped[[i, j]] = weights[[j, i]]
+        found.add(fingerprint([swapped]))
+    assert len(found) == 5
+
+
+def test_equal_bytes_are_equal_however_they_lie_in_memory() -> None:
+    weights = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    expected = fingerprint([weights])
+    assert fingerprint([weights.clone().requires_grad_()]) == expected
+    assert fingerprint([weights.t().contiguous().t()]) == expected
+    assert fingerprint([torch.cat([weights, weights])[6:]]) == expected
+    assert fingerprint(iter([weights])) == expected
+
+
+def test_a_known_value_stays() -> None:
+    """Peers of two releases must agree."""
+    assert fingerprint([torch.arange(10.0), torch.tensor(1), torch.tensor([True])]) == 5489748971663517389
+
+
+def test_taken_in_pieces_it_is_the_same() -> None:
+    tensors = [torch.arange(5_000_000, dtype=torch.float32), torch.tensor(3.0), torch.zeros(0)]
+    pieces = Fingerprint(tensors)
+    num_pieces = 1
+    while pieces.advance():
+        num_pieces += 1
+    assert num_pieces > len(tensors)
+    assert pieces.finish() == pieces.finish() == fingerprint(tensors)
+
+
+def test_what_a_stage_took_ahead_counts_while_nothing_was_written(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a c", "b")
+    for first in (2, 4):  # after the first one a snapshot is taken, and with it the fingerprint
+        swarm.run(swarm.step(rows(first), rows(first + 1)))
+    stage, other = (swarm.servers[PeerId(peer)].stepping.stage(0) for peer in "ac")
+    assert stage.look_ahead()
+    assert stage.fingerprint() == other.fingerprint()
+    assert not stage.look_ahead()
+    with torch.no_grad():
+        next(iter(stage.parameters.values())).view(-1)[0] += 1
+    assert stage.fingerprint() != other.fingerprint()
+
+
+def test_a_server_works_ahead_where_it_will_be_asked(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b")
+    swarm.run(swarm.step(rows(0), rows(1)))
+
+    def is_asked(server: Server) -> bool:
+        stage = server.stepping.stage(server.stepping.stages[0])
+        return server.stepping.sums._is_compared(stage)
+
+    both = [swarm.servers[PeerId(peer)] for peer in "ab"]
+    assert [is_asked(server) for server in both] == [False, False]
+    joiner = swarm.join("j")
+    assert is_asked(joiner), "before it is a member"
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert joiner.admission.is_member
+    assert [is_asked(server) for server in both] == [True, True], "somebody was joining"
+    swarm.run(swarm.step(rows(4), rows(5)))
+    joined = joiner.stepping.stages[0]
+    assert [is_asked(server) for server in both] == [joined == stage for stage in (0, 1)]
+    assert is_asked(joiner)

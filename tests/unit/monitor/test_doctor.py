@@ -1,0 +1,305 @@
+"""The doctor names what is wrong with a machine, and what to do; it is silent about a good one."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+
+from lightning_swarm import cli
+from lightning_swarm.monitor import doctor
+from lightning_swarm.monitor.doctor import Dialed, Finding, Folder, Obstacle
+from lightning_swarm.network import PeerId, hivemind
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.protocol import handshake
+
+PYPROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+GIB = 1 << 30
+PEER = "203.0.113.7:31337"
+HERE = {"torch": "2.13.0", "lightning": "2.6.6"}
+
+
+def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
+    return doctor.check_folder(Folder(path="/data", purpose="checkpoints", problem=problem, free_bytes=free_bytes))
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        doctor.check_python("3.11.0"),
+        doctor.check_python("3.15.0rc1"),
+        doctor.check_version("torch", "2.13.0+cpu"),
+        doctor.check_version("lightning", "2.6.9"),
+        doctor.check_version("numpy", "2.3.99"),
+        doctor.check_binary("/x/p2pd", executable=True),
+        doctor.check_port("127.0.0.1", 31337, None),
+        doctor.check_daemon(None, 0.3),
+        doctor.check_threads(2, 2),
+        folder(free_bytes=doctor.LEAST_FREE_BYTES),
+        doctor.check_reach(Dialed(address=PEER), 0.02),
+        doctor.check_reach(Dialed(address=PEER)),
+        doctor.check_clock(PEER, doctor.MOST_SKEW_S, 0.0),
+        doctor.check_clock(PEER, -doctor.MOST_SKEW_S, 0.0),
+        doctor.check_clock(PEER, 3.9, 2.0),  # so slow an answer does not tell 3.9 from 2.9
+        doctor.check_protocol(PEER, 1, 1),
+        doctor.compare_versions(PEER, HERE, HERE),
+        doctor.compare_versions(PEER, HERE, {}),
+    ],
+    ids=repr,
+)
+def test_nothing_is_wrong_with_a_good_machine(finding: Finding) -> None:
+    assert finding.ok
+    assert finding.remedy is None
+
+
+@pytest.mark.parametrize(
+    ("finding", "found", "remedy"),
+    [
+        (doctor.check_python("3.10.14"), "3.10.14", "Use a Python >=3.11"),
+        (doctor.check_version("numpy", "2.4.0"), "2.4.0, but <2.4 is needed", 'pip install "numpy<2.4"'),
+        (doctor.check_version("lightning", "2.7.0"), "2.7.0, but >=2.5,<2.7", 'pip install "lightning>=2.5,<2.7"'),
+        (doctor.check_version("torch", "2.3.1"), "2.3.1, but >=2.4", 'pip install "torch>=2.4"'),
+        (doctor.check_version("hivemind", None), "not installed", 'pip install "hivemind>=1.1.12,<1.2"'),
+        (doctor.check_binary(None, executable=False), "without its program p2pd", "--force-reinstall"),
+        (doctor.check_binary("/x/p2pd", executable=False), "/x/p2pd must not be run", "chmod +x /x/p2pd"),
+        (doctor.check_port("127.0.0.1", 31337, "in use"), "port 31337: in use", "another port"),
+        (doctor.check_port("203.0.113.7", 0, "no such address"), "any port: no such address", "0.0.0.0 for all"),
+        (doctor.check_port("127.0.0.1", 99999, "out of range"), "port 99999: out of range", "a port of 1 to 65535"),
+        (doctor.check_daemon("Unreachable: no", 30.0), "does not start: Unreachable: no", "firewall"),
+        (doctor.check_threads(8, 2), "8 on 2 cores: they wait", "OMP_NUM_THREADS=2"),
+        (doctor.check_clock(PEER, 3.01, 0.0), f"{PEER} is 3.01 s ahead of this machine, at most 3 s", "set-ntp true"),
+        (doctor.check_clock(PEER, -3600.0, 0.1), "is 3600.00 s behind this machine, at most 3 s", "set-ntp true"),
+        (doctor.check_protocol(PEER, 1, 2), f"version 1 here, 2 at {PEER}", "same version of lightning_swarm"),
+        (folder(problem="Permission denied"), "/data: Permission denied", "may write to"),
+        (folder(free_bytes=doctor.LEAST_FREE_BYTES - 1), "/data, 1.0 GiB free", "at least 1 GiB"),
+    ],
+    ids=lambda value: value.check if isinstance(value, Finding) else "",
+)
+def test_a_fault_is_named_with_its_remedy(finding: Finding, found: str, remedy: str) -> None:
+    assert not finding.ok
+    assert found in finding.found
+    assert remedy in str(finding.remedy)
+
+
+@pytest.mark.parametrize("obstacle", Obstacle)
+def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -> None:
+    finding = doctor.check_reach(Dialed(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
+    assert finding.check == f"peer {PEER}"
+    assert finding.found == f"{obstacle.what} (so it said)"
+    assert finding.remedy == obstacle.remedy
+    assert len({one.what for one in Obstacle}) == len({one.remedy for one in Obstacle}) == len(Obstacle)
+
+
+def test_versions_that_differ_are_named() -> None:
+    found = doctor.compare_versions(PEER, HERE, {"torch": "2.9.0", "lightning": "2.6.6", "x": "1"}).found
+    assert found == "differ, which works: torch 2.13.0 here, 2.9.0 there; x none here, 1 there"
+
+
+def test_supported_versions_are_those_of_the_package() -> None:
+    required = {one.name: one.specifier for one in map(Requirement, PYPROJECT["project"]["dependencies"])}
+    assert {name: str(required[name]) for name in doctor.SUPPORTED} == {
+        name: str(Requirement(name + supported).specifier) for name, supported in doctor.SUPPORTED.items()
+    }
+    assert PYPROJECT["project"]["requires-python"] == doctor.SUPPORTED_PYTHON
+
+
+# ---------------------------------------------------------------------- how it is found out
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_port_is_tried(taken: int) -> None:
+    assert doctor.try_port("127.0.0.1", 0) is None
+    assert "in use" in str(doctor.try_port("127.0.0.1", taken))
+    assert doctor.try_port("192.0.2.1", 0) is not None  # an address of nobody
+    assert doctor.try_port("127.0.0.1", 70_000) is not None
+
+
+def test_a_folder_is_written_to(tmp_path: Path) -> None:
+    good = doctor.look_at_folder(tmp_path, "tests")
+    assert good.problem is None
+    assert good.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+    assert doctor.look_at_folder(tmp_path / "missing", "tests").problem == "No such file or directory"
+
+
+def test_the_daemon_comes_with_hivemind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = doctor.find_daemon()
+    assert found is not None
+    assert found.name == "p2pd"
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    assert doctor.find_daemon() is None
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert doctor.find_daemon() is None
+
+
+def test_a_package_is_found_by_its_version() -> None:
+    assert handshake.installed_version("torch") is not None
+    assert handshake.installed_version("lightning-swarm-without-such-a-package") is None
+
+
+def knock(port: int, host: str = "127.0.0.1") -> Obstacle | None:
+    return doctor.knock(Address(host, port, PeerId("x")), timeout=0.2).obstacle
+
+
+def test_a_port_where_nobody_or_somebody_else_listens(taken: int) -> None:
+    assert knock(taken) is Obstacle.PROTOCOL  # it takes the connection and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        freed = server.getsockname()[1]
+    assert knock(freed) is Obstacle.REFUSED
+
+
+@pytest.mark.parametrize(
+    ("says", "obstacle"),
+    [
+        (b"\x13/multistream/1.0.0\n", None),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", Obstacle.PROTOCOL),
+        (b"", Obstacle.PROTOCOL),
+    ],
+    ids=["libp2p", "http", "hangs up"],
+)
+def test_what_listens_is_told_by_its_first_words(says: bytes, obstacle: Obstacle | None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(says)
+
+        speaker = threading.Thread(target=speak)
+        speaker.start()
+        assert knock(server.getsockname()[1]) is obstacle
+        speaker.join()
+
+
+@pytest.mark.parametrize(
+    ("error", "obstacle"),
+    [
+        (TimeoutError(), Obstacle.SILENCE),
+        (OSError("no route to host"), Obstacle.ROUTE),
+        (ConnectionRefusedError(), Obstacle.REFUSED),
+    ],
+)
+def test_no_way_to_a_machine(monkeypatch: pytest.MonkeyPatch, error: OSError, obstacle: Obstacle) -> None:
+    def connect(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor.socket, "create_connection", connect)
+    assert knock(1) is obstacle
+
+
+def test_a_name_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: object, **__: object) -> None:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", resolve)
+    assert knock(1, "nobody.example") is Obstacle.NAME
+
+
+# ---------------------------------------------------------------------- as a command
+
+
+@pytest.fixture
+def daemons(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Where daemons were started, had they been real; and a machine with enough cores and room."""
+    started: list[tuple[str, int]] = []
+
+    def start(host: str, port: int) -> tuple[None, float]:
+        started.append((host, port))
+        return None, 0.25
+
+    monkeypatch.setattr(doctor, "try_daemon", start)
+    monkeypatch.setattr(doctor, "_num_threads", lambda: 1)
+    monkeypatch.setattr(doctor, "LEAST_FREE_BYTES", 1)
+    return started
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["lightning-swarm", "doctor", *arguments])
+    return cli.main()
+
+
+def test_a_good_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
+) -> None:
+    assert run(monkeypatch) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "This machine can be a peer."
+    assert all(line.startswith("ok     ") for line in lines)
+    assert "ok     daemon: starts in 0.2 s" in lines
+    assert daemons == [("127.0.0.1", 0)]
+
+
+def test_a_blocked_port_fails_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]], taken: int
+) -> None:
+    assert run(monkeypatch, "--port", str(taken)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    [at] = [number for number, line in enumerate(lines) if line.startswith("WRONG")]
+    assert f"port: 127.0.0.1, port {taken}: " in lines[at]
+    assert lines[at + 1].strip().startswith("-> End the program that listens there")
+    assert lines[-1] == "1 to mend."
+    assert daemons == []  # why it would not start has been said
+
+
+@pytest.mark.parametrize("fault", ["missing daemon", "numpy"])
+def test_other_faults_fail_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]], fault: str
+) -> None:
+    if fault == "numpy":
+        real = handshake.installed_version
+        monkeypatch.setattr(doctor, "installed_version", lambda name: "2.4.1" if name == "numpy" else real(name))
+    else:
+        monkeypatch.setattr(doctor, "find_daemon", lambda: None)
+    assert run(monkeypatch) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WRONG")]
+    assert wrong == [
+        "WRONG  numpy: 2.4.1, but <2.4 is needed"
+        if fault == "numpy"
+        else "WRONG  daemon's file: hivemind was installed without its program p2pd"
+    ]
+    assert daemons == []
+
+
+def test_without_a_daemon_a_peer_is_knocked_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(doctor, "find_daemon", lambda: None)
+    monkeypatch.setattr(doctor, "knock", lambda address: Dialed(address=address.place))
+    assert run(monkeypatch, "--peer", f"{PEER}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR") == 1
+    said = capsys.readouterr().out
+    assert f"ok     peer {PEER}: libp2p answers there; who it is needs a daemon here" in said
+    assert said.endswith("1 to mend.\n")
+
+
+def test_a_peer_that_is_no_address(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--peer", PEER) == 2
+    assert (
+        f"must be host:port/id (or /ip4/…/tcp/…/p2p/<id>), as the peer itself prints it, got '{PEER}'"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_daemon_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_swarm.monitor import doctor
+
+    async def start(**_: object) -> None:
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(hivemind, "start", start)
+    problem, took_s = doctor.try_daemon("127.0.0.1", 0)
+    assert problem == "OSError: no such luck"
+    assert took_s >= 0.0

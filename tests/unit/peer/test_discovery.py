@@ -1,0 +1,201 @@
+"""How a run begins: who serves what, who is found, and what others announce in error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, PeerError, Unreachable
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
+from lightning_swarm.peer.discovery import (
+    Announcement,
+    announce,
+    assign,
+    await_prepared,
+    connect_all,
+    dismiss,
+    find_servers,
+    say_prepared,
+)
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.wire import encode
+from tests.unit.conftest import MakeSwarm
+
+RUN = "run"
+
+
+def servers(count: int) -> list[Member]:
+    return [Member(peer_id=PeerId(f"peer-{i}"), boot_id=i) for i in range(count)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 7, 16])
+def test_the_assignment_is_balanced(num_stages: int, num_servers: int) -> None:
+    members = servers(num_servers)
+    rosters = assign(num_stages, members)
+
+    assert len(rosters) == num_stages
+    assert all(rosters)
+    loads = Counter(member.peer_id for roster in rosters for member in roster)
+    assert len(loads) == num_servers or num_servers > num_stages
+    if num_servers >= num_stages:
+        assert set(loads.values()) == {1}
+        sizes = [len(roster) for roster in rosters]
+        assert max(sizes) - min(sizes) <= 1
+        assert sum(sizes) == num_servers, "nobody idles"
+    else:
+        assert max(loads.values()) - min(loads.values()) <= 1
+        holders = [members.index(member) for (member,) in rosters]
+        assert holders == sorted(holders, reverse=True), "neighbouring stages are together"
+    assert rosters[-1][0] == members[0], "what goes to the starter's trainer stays on its machine"
+
+
+class Town:
+    """A directory and those who look into it."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.network = MemoryNetwork(latency_s=0.01)
+        self.seeker = self.network.transport("seeker")
+        self.checks = 0
+
+    def announce(self, name: str, boot_id: int = 7, *, trains: bool = False) -> MemoryTransport:
+        transport = self.network.transport(name)
+        directory = self.network.directory(transport)
+        self.loop.run_until_complete(announce(directory, transport, RUN, boot_id, trains=trains, timeout=1.0))
+        return transport
+
+    def announce_raw(self, name: str, value: bytes) -> None:
+        transport = self.network.transport(name)
+        directory = self.network.directory(transport)
+        self.loop.run_until_complete(directory.announce(f"{RUN}.servers", value, ttl_s=100.0))
+
+    def find(
+        self, count: int, timeout: float = 60.0, check: Callable[[], None] | None = None, *, num_trainers: int = 0
+    ) -> Any:
+        directory = self.network.directory(self.seeker)
+        check = check or self._check
+        return find_servers(directory, self.seeker, RUN, count, num_trainers=num_trainers, timeout=timeout, check=check)
+
+    def _check(self) -> None:
+        self.checks += 1
+
+
+@pytest.fixture
+def town(loop: VirtualLoop) -> Town:
+    return Town(loop)
+
+
+def test_whoever_announces_is_found(town: Town) -> None:
+    for name in ("c", "a", "b"):
+        town.announce(name, boot_id=ord(name))
+    found = town.loop.run_until_complete(town.find(3))
+    assert found == [Member(peer_id=PeerId(name), boot_id=ord(name)) for name in "abc"]
+    assert town.loop.run_until_complete(town.find(2)) == found, "nobody is left out"
+
+
+def test_it_waits_until_enough_have_come(town: Town) -> None:
+    town.announce("a")
+    finding = town.loop.create_task(town.find(2))
+    town.loop.run_until_complete(asyncio.sleep(30.0))
+    assert not finding.done()
+    assert town.checks > 10, "it looks after those who were to come"
+    town.announce("b")
+    assert len(town.loop.run_until_complete(finding)) == 2
+
+
+def test_it_gives_up_and_says_how_many_came(town: Town) -> None:
+    town.announce("a")
+    with pytest.raises(DeadlineExceeded, match=r"1 of 2 servers came within 60 s.*start_timeout"):
+        town.loop.run_until_complete(town.find(2))
+    assert 60.0 <= town.loop.time() <= 62.0
+
+
+def test_a_server_that_waits_is_not_taken_for_a_trainer(town: Town) -> None:
+    town.announce("a", trains=True)
+    town.announce("b")
+    with pytest.raises(DeadlineExceeded, match=r"2 of 2 servers and 1 of 2 trainers came within 60 s"):
+        town.loop.run_until_complete(town.find(2, num_trainers=2))
+    town.announce("c", trains=True)
+    assert len(town.loop.run_until_complete(town.find(2, num_trainers=2))) == 3
+
+
+def test_it_stops_when_waiting_has_become_pointless(town: Town) -> None:
+    def check() -> None:
+        if town.loop.time() > 5.0:
+            raise ConfigError("a child died")
+
+    with pytest.raises(ConfigError, match="a child died"):
+        town.loop.run_until_complete(town.find(1, check=check))
+    assert town.loop.time() < 6.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"\xff", b"nonsense", encode(Announcement(boot_id=1, addresses=[]))[:-1], encode(servers(1)[0])],
+    ids=["empty", "reserved", "text", "truncated", "another record"],
+)
+def test_malformed_announcements_are_left_out(town: Town, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    town.announce_raw("0-malformed", value)
+    town.announce("a")
+    assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["a"]
+    assert "0-malformed" in caplog.text
+    with pytest.raises(DeadlineExceeded, match="1 of 2"):
+        town.loop.run_until_complete(town.find(2))
+
+
+@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/tcp/9/p2p/nobody", "nonsense", ""])
+def test_servers_that_cannot_be_reached_are_no_servers(town: Town, address: str) -> None:
+    """What a dead run left behind, or a stranger announced, keeps no run from beginning."""
+    town.announce_raw("0-gone", encode(Announcement(boot_id=1, addresses=[address])))
+    town.announce("a")
+    assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["a"]
+    directory = town.network.directory(town.seeker)
+    town.loop.run_until_complete(connect_all(directory, town.seeker, RUN))
+
+
+def test_an_announcement_is_repeated_until_somebody_takes_it(town: Town) -> None:
+    transport = town.network.transport("a")
+    directory = town.network.directory(transport)
+    town.network.freeze(PeerId("a"))
+    announcing = town.loop.create_task(announce(directory, transport, RUN, 7, timeout=60.0))
+    town.loop.run_until_complete(asyncio.sleep(10.0))
+    town.network.thaw(PeerId("a"))
+    town.loop.run_until_complete(announcing)
+    assert len(town.loop.run_until_complete(town.find(1))) == 1
+
+    town.network.freeze(PeerId("a"))
+    with pytest.raises(Unreachable):
+        town.loop.run_until_complete(announce(directory, transport, RUN, 7, timeout=5.0))
+
+
+def test_trainers_wait_for_the_data_of_their_own_launch(town: Town) -> None:
+    """Not for that of an earlier run under the same id, of which the directory knows still."""
+    directory = town.network.directory(town.seeker)
+    run = town.loop.run_until_complete
+    run(say_prepared(directory, RUN, "first", timeout=1.0))
+    run(await_prepared(directory, RUN, "first", timeout=1.0))
+    with pytest.raises(DeadlineExceeded, match=r"did not finish `prepare_data` within 60 s"):
+        run(await_prepared(directory, RUN, "second", timeout=60.0))
+
+
+def test_the_end_reaches_all_who_can_be_reached(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", "c")
+    swarm.network.kill(PeerId("b"))
+    swarm.run(dismiss(swarm.trainer, swarm.steps.run, timeout=1.0))
+    assert [server.admission.left.is_set() for server in swarm.servers.values()] == [True, False, True]
+
+
+def test_a_server_that_is_gone_fails_the_admission(make_swarm: MakeSwarm) -> None:
+    from lightning_swarm.peer.discovery import admit
+
+    swarm = make_swarm("a", "b", admit=False)
+    swarm.network.kill(PeerId("b"))
+    with pytest.raises(PeerError):
+        swarm.run(admit(swarm.trainer, swarm.manifest, swarm.stages, timeout=1.0))

@@ -1,0 +1,84 @@
+"""A run that breaks off while it begins: whoever was told of it is told of its end, and the next one can begin."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_swarm.core.errors import PeerError
+from lightning_swarm.core.event_loop import InlineRuntime
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.peer import discovery
+from lightning_swarm.peer.lead import Lead, RunSpec
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.methods import LOAD
+from tests.unit.conftest import MakeSwarm
+from tests.unit.peer.test_config import config
+from tests.unit.swarm import Swarm
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+
+class Starter:
+    """The lead of a swarm whose servers have announced themselves and wait for a run."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.runtime = InlineRuntime(swarm.loop)
+        directory = swarm.network.directory(swarm.trainer)
+        self.lead = Lead(self.runtime, swarm.trainer, directory, config(), is_over=lambda: False)
+        for name, server in swarm.servers.items():
+            transport = server._transport
+            place = swarm.network.directory(transport)
+            swarm.run(discovery.announce(place, transport, config().run_id, swarm.members[name].boot_id, timeout=5.0))
+
+    def begin(self) -> None:
+        spec = RunSpec(
+            ranges=self.swarm.ranges,
+            num_servers=len(self.swarm.ranges),
+            num_trainers=0,
+            seed=0,
+            gradient_clip_norm=None,
+            gradient_clip_value=None,
+            first_step=0,
+            selection=self.swarm.manifest.selection,
+            max_steps=None,
+            total_steps=None,
+        )
+        model = self.swarm._model
+        servers = self.lead.find_servers(spec, lambda: None)
+        me = Member(peer_id=self.swarm.trainer.peer_id, boot_id=1)
+        self.lead.begin(spec, model, me, model.cut(self.swarm.ranges), servers)
+
+
+@pytest.fixture
+def starter(make_swarm: MakeSwarm) -> Starter:
+    """One of three servers dies when its weights come; all are in the run by then."""
+    swarm = make_swarm("a b", "c", admit=False)
+    handlers = swarm.servers[C]._transport._stream_handlers  # type: ignore[attr-defined]
+    handler, max_bytes = handlers[LOAD]
+
+    async def die(caller: PeerId, message: Message) -> Message:
+        swarm.network.kill(C)
+        return await handler(caller, message)
+
+    handlers[LOAD] = (die, max_bytes)
+    return Starter(swarm)
+
+
+def test_servers_of_a_run_that_broke_off_as_it_began_are_dismissed(starter: Starter) -> None:
+    with pytest.raises(PeerError):
+        starter.begin()
+    assert not starter.swarm.network.is_live(C)
+    starter.lead.dismiss_others()
+    assert all(starter.swarm.servers[name].admission.left.is_set() for name in (A, B))
+
+
+def test_the_next_run_begins_with_those_that_are_left(starter: Starter) -> None:
+    """They are in the one that broke off until they are released, and the next one is of a later generation."""
+    with pytest.raises(PeerError):
+        starter.begin()
+    starter.lead.release(0, serves=False)
+    starter.begin()
+    assert starter.lead.run is not None
+    assert starter.lead.run.manifest.generation == 1
+    assert sorted(starter.lead.run.servers) == [A, B]

@@ -1,0 +1,233 @@
+"""A run whose lead is gone ends for all: who coordinates says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lightning_swarm.core.errors import ProtocolError, RunOver, StepError, Unreachable
+from lightning_swarm.core.event_loop import InlineRuntime, UntilOver
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network import PeerId
+from lightning_swarm.peer.server_host import Stay
+from lightning_swarm.protocol.events import EventLog
+from lightning_swarm.protocol.messages.run import BrokenOff
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.methods import BREAK_OFF, LEAVE
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import LEAD, Swarm, rows
+
+A, B, C, D = map(PeerId, "abcd")
+LEAD_S = 100.0
+SILENCE_S = 10.0
+LIMITS = Limits(call_timeout=30.0, silence_timeout=SILENCE_S, lead_timeout=LEAD_S)
+WHY = (
+    r"the run is over: the lead trainer was not heard of for 100 s, and nobody takes it over: nobody who "
+    r"lives has what its loop was at.*Start the run again with `ckpt_path`.*Raise `Limits"
+)
+
+
+def begun(make_swarm: MakeSwarm) -> Swarm:
+    """Two stages of two servers, three of which vote, and a step behind them."""
+    swarm = make_swarm("a b", "c d", limits=LIMITS, voters="a b c")
+    swarm.run(swarm.step(rows(0)))
+    return swarm
+
+
+def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
+    """The servers as their processes would have them; each ends when its task does."""
+
+    async def find() -> list[PeerId]:
+        return [swarm.manifest.coordinator]
+
+    async def last(name: PeerId) -> None:
+        server = swarm.servers[name]
+        stay = Stay(server._transport, server, find, run_id="run", limits=swarm.limits, events=EventLog())
+        try:
+            await stay.last(lambda _: None)
+        finally:
+            await server.close()
+            await server._transport.close()
+
+    tasks = {name: swarm.loop.create_task(last(name)) for name in swarm.servers}
+    swarm.joining += tasks.values()
+    return tasks
+
+
+async def within(seconds: float, *tasks: asyncio.Task[None]) -> None:
+    """They end by then, each for the lead's sake."""
+    _, late = await asyncio.wait(tasks, timeout=seconds)
+    assert not late
+    for task in tasks:
+        with pytest.raises(StepError, match=WHY):
+            task.result()
+
+
+def test_all_servers_end_when_the_lead_is_gone(make_swarm: MakeSwarm) -> None:
+    """No other trainer is there to ask what became of it."""
+    swarm = begun(make_swarm)
+    lives = live(swarm)
+
+    async def go() -> None:
+        swarm.network.kill(LEAD)
+        await asyncio.sleep(LEAD_S - 1.0)
+        assert not any(task.done() for task in lives.values())
+        await within(4 * SILENCE_S, *lives.values())
+
+    swarm.run(go())
+
+
+def test_the_next_coordinator_ends_it_when_the_first_is_gone_too(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    lives = live(swarm)
+    dead = lives.pop(A)
+
+    async def go() -> None:
+        swarm.network.kill(LEAD)
+        swarm.network.kill(A)
+        dead.cancel()
+        await within(LEAD_S + 8 * SILENCE_S, *lives.values())
+
+    swarm.run(go())
+    assert swarm.servers[B].events.counts["takeover"] == 1
+
+
+@pytest.mark.parametrize("frozen_s", [LEAD_S / 2, LEAD_S - 1.0])
+def test_a_lead_that_is_frozen_for_less_changes_nothing(make_swarm: MakeSwarm, frozen_s: float) -> None:
+    swarm = begun(make_swarm)
+    lives = live(swarm)
+
+    async def go() -> Record:
+        for _ in range(2):  # each time it counts from anew
+            swarm.network.freeze(LEAD)
+            await asyncio.sleep(frozen_s)
+            swarm.network.thaw(LEAD)
+            await asyncio.sleep(2 * SILENCE_S)
+        assert not any(task.done() for task in lives.values())
+        return await swarm.step(rows(1))
+
+    assert swarm.run(go()).step == 1
+
+
+def test_a_lead_whose_loop_is_busy_is_waited_for(make_swarm: MakeSwarm) -> None:
+    """In a debugger, or in a metric that takes an hour: its process answers."""
+    swarm = begun(make_swarm)
+    lives = live(swarm)
+
+    async def go() -> Record:
+        await asyncio.sleep(10 * LEAD_S)
+        assert not any(task.done() for task in lives.values())
+        return await swarm.step(rows(1))
+
+    assert swarm.run(go()).step == 1
+
+
+def test_a_coordinator_that_was_frozen_itself_ends_nothing(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+
+    async def go() -> None:
+        watch = swarm.coordinator.trainers.lead
+        watching = asyncio.create_task(watch.until_gone(swarm.servers[A]._transport, silence_s=SILENCE_S))
+        await asyncio.sleep(SILENCE_S)
+        swarm.network.freeze(LEAD)
+        await asyncio.sleep(SILENCE_S)
+        swarm.loop._now_s += 10 * LEAD_S  # nothing ran meanwhile
+        await asyncio.sleep(3 * SILENCE_S)
+        assert not watching.done()
+        await asyncio.sleep(LEAD_S)
+        assert "was not heard of" in await watching
+
+    swarm.run(go())
+
+
+def test_a_lead_that_comes_back_too_late_finds_the_run_over(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    lives = live(swarm)
+    swarm.steps._coordinator._alone_s = LEAD_S
+
+    async def go() -> None:
+        swarm.network.freeze(LEAD)
+        await within(LEAD_S + 4 * SILENCE_S, *lives.values())
+        await asyncio.sleep(LEAD_S)
+        swarm.network.thaw(LEAD)
+        with pytest.raises(StepError, match=r"the run is over for this peer, which has heard of no other one"):
+            await swarm.steps.grant(2)
+
+    swarm.run(go())
+
+
+def test_a_lead_that_somebody_answers_looks_on(make_swarm: MakeSwarm) -> None:
+    """No majority of the voters is there, so nobody coordinates; they may come back."""
+    swarm = begun(make_swarm)
+    asking = swarm.steps._coordinator
+    asking._patience_s, asking._alone_s = 3 * LEAD_S, LEAD_S
+    swarm.network.kill(A)
+    swarm.network.kill(B)
+    with pytest.raises(Unreachable, match="no other peer came to coordinate within 300 s"):
+        swarm.run(swarm.steps.renew())
+
+
+def test_servers_end_where_nobody_may_coordinate(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lead is gone, and a majority of the voters: those that are left answer each other, and nobody else does."""
+    monkeypatch.setattr("lightning_swarm.peer.server_host._SILENCE_S", 2 * LEAD_S)
+    swarm = begun(make_swarm)
+    lives = live(swarm)
+
+    async def go() -> None:
+        for peer in (LEAD, A, B):
+            swarm.network.kill(peer)
+        lives[A].cancel()
+        lives[B].cancel()
+        _, late = await asyncio.wait([lives[C], lives[D]], timeout=4 * LEAD_S)
+        assert not late
+        for name in (C, D):
+            with pytest.raises(Unreachable, match="neither its lead nor a coordinator answered for 200 s"):
+                lives[name].result()
+
+    swarm.run(go())
+
+
+def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    body = encode(BrokenOff(reason="I am tired of it"))
+
+    async def go() -> None:
+        for liar in (C, D):
+            with pytest.raises(ProtocolError, match="does not coordinate the run of this peer"):
+                await swarm.servers[liar]._transport.call(B, BREAK_OFF, body, timeout=1.0)
+        assert not swarm.servers[B].admission.left.is_set()
+        await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
+        await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)
+        assert isinstance(swarm.servers[B].admission.end, RunOver), "what was said first holds"
+
+    swarm.run(go())
+
+
+def test_a_joiner_is_told_too(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    joiner = swarm.join("e")
+
+    async def go() -> None:
+        swarm.network.kill(LEAD)
+        await asyncio.wait_for(joiner.admission.left.wait(), LEAD_S + 4 * SILENCE_S)
+
+    swarm.run(go())
+    assert isinstance(joiner.admission.end, StepError)
+
+
+def test_a_trainers_loop_ends_with_the_error(make_swarm: MakeSwarm) -> None:
+    swarm = begun(make_swarm)
+    admission = swarm.servers[B].admission
+    runtime = UntilOver(
+        InlineRuntime(swarm.loop),
+        admission.left,
+        admission.released,
+        deaf=lambda: False,
+        end=lambda: admission.end,
+        grace_s=0.0,
+    )
+    swarm.network.kill(LEAD)
+    with pytest.raises(StepError, match=WHY):
+        runtime.run(asyncio.sleep(3 * LEAD_S))

@@ -1,0 +1,149 @@
+"""What a peer notes of faults: counted always, said once, and not kept for ever."""
+
+import logging
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lightning_swarm.network import PeerId
+from lightning_swarm.protocol import events as events_module
+from lightning_swarm.protocol.events import Event, EventLog
+from lightning_swarm.protocol.messages.events import EventKind
+
+
+def test_what_happens_often_is_said_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    with caplog.at_level(logging.INFO):
+        for _ in range(1000):
+            events.note("retry", peer="b", stage=1, step=7, reason="it did not answer")
+        events.note("retry", peer="b", stage=1, step=8, reason="it did not answer")
+    assert [record.getMessage() for record in caplog.records] == [
+        "retry: step 7, stage 1, b: it did not answer",
+        "retry: step 8, stage 1, b: it did not answer",
+    ]
+    assert events.counts == {"retry": 1001}
+    assert len(events.newest) == 2
+
+
+def test_it_is_a_warning_where_somebody_may_want_to_do_something(caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog()
+    with caplog.at_level(logging.INFO):
+        events.note("gone", peer="b")
+        events.note("joined", peer="b")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.INFO]
+    assert events.newest[-1] == Event("joined", "b")
+    assert str(Event("pause")) == "pause"
+
+
+def test_a_long_run_keeps_the_newest() -> None:
+    events = EventLog()
+    for step in range(10_000):
+        events.note("replay", step=step)
+    assert [event.step for event in events.newest][-1] == 9_999
+    assert len(events.newest) == 256
+    assert events.counts["replay"] == 10_000
+
+
+def test_what_others_counted_is_taken_once_however_often_and_late_they_say_it() -> None:
+    lead, b = EventLog(), EventLog()
+    lead.note("strike", peer="b")
+    b.note("retry", peer="c")
+    early = b.report()
+    b.note("retry", peer="c")
+    b.note("ban", peer="c")
+    lead.learn({PeerId("b"): b.report()})
+    lead.learn({PeerId("b"): early, PeerId("lead"): lead.report()})
+    assert lead.take() == {"strike": 1, "retry": 2, "ban": 1}
+    lead.learn({PeerId("b"): b.report()})
+    assert not lead.take()
+    b.note("retry", peer="c")
+    lead.learn({PeerId("b"): b.report()})
+    assert lead.take() == {"retry": 1}
+
+
+def test_a_peer_that_was_started_again_counts_from_nothing() -> None:
+    lead, before, now = EventLog(), EventLog(), EventLog()
+    for _ in range(3):
+        before.note("retry")
+    lead.learn({PeerId("b"): before.report()})
+    assert lead.take() == {"retry": 3}
+    now.note("retry")
+    lead.learn({PeerId("b"): now.report()})
+    assert lead.take() == {"retry": 1}
+
+
+def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "_MAX_LOGS", 10)
+    lead, stays, back = EventLog(), EventLog(), EventLog()
+    found = Counter[EventKind]()
+    for i in range(100):
+        reports = {PeerId("stays"): stays}
+        if i in (40, 55):  # between them it is one of the forgotten
+            reports[PeerId("back")] = back
+        else:
+            reports[PeerId(f"peer-{i}")] = EventLog()
+        for log in reports.values():
+            log.note("retry")
+        lead.learn({peer: log.report() for peer, log in reports.items()})
+        found += lead.take()
+    assert found == {"retry": 200}
+    assert len(lead.learnt(PeerId("lead"))) == 11
+    assert len(lead._taken) == 20
+
+
+def test_who_coordinates_passes_on_what_members_say() -> None:
+    events, b = EventLog(), EventLog()
+    b.note("ban", peer="c")
+    events.note("gone", peer="c")
+    events.learn({PeerId("b"): b.report(), PeerId("c"): EventLog().report()})
+    events.keep_only([PeerId("b")])
+    assert events.learnt(PeerId("a")) == {PeerId("a"): events.report(), PeerId("b"): b.report()}
+    assert events.counts == {"gone": 1}
+
+
+def test_what_others_say_is_kept_once_and_not_counted() -> None:
+    events = EventLog()
+    events.note("gone", peer="b", step=3)
+    events.hear("left", peer="b", step=4)  # as the record of step 3 has it: known
+    events.hear("joined", peer="c", stage=1, step=4)
+    events.note("joined", peer="c", stage=1, step=4)  # the coordinator is this peer
+    events.hear("joined", peer="b", stage=0, step=6)
+    events.hear("left", peer="b", step=9)
+    events.hear("went_back", step=9)
+    assert [(event.kind, event.peer, event.step) for event in events.newest] == [
+        ("gone", "b", 3),
+        ("joined", "c", 4),
+        ("joined", "b", 6),
+        ("left", "b", 9),
+        ("went_back", None, 9),
+    ]
+    assert events.counts == {"gone": 1, "joined": 1}
+
+
+def test_each_event_knows_when_it_was_noted() -> None:
+    events = EventLog()
+    before = time.time()
+    events.note("pause", step=3)
+    assert before <= events.newest[0].unix_time_s <= time.time()
+
+
+def test_two_threads_note_and_read() -> None:
+    """The loop's and a trainer's own, which give way to each other all the time."""
+    events = EventLog()
+    found = Counter[EventKind]()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            noting = other.submit(lambda: [events.note("retry", step=step) for step in range(3000)])
+            for step in range(3000):
+                events.note("retry", step=-step)
+                found += events.take()
+            noting.result()
+    finally:
+        sys.setswitchinterval(switch_s)
+    found += events.take()
+    assert found == {"retry": 6000}

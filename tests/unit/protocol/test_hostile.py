@@ -1,0 +1,885 @@
+"""Malformed messages to every handler: each gets an error that says so, and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from lightning_swarm.core.errors import ProtocolError, SwarmError
+from lightning_swarm.monitor.survey import OTHERS, REPORT
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.network.transport import PING
+from lightning_swarm.protocol import methods, serialization
+from lightning_swarm.protocol import plain_values as values
+from lightning_swarm.protocol.handshake import HELLO
+from lightning_swarm.protocol.messages.batches import (
+    BatchArmed,
+    BatchBegins,
+    BatchDone,
+    BatchMetrics,
+    GrantRequest,
+    Logged,
+    MetricsRequest,
+    MetricState,
+    Quit,
+    RecordRequest,
+    RegisterRequest,
+    ReportReply,
+    SelectRequest,
+)
+from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
+from lightning_swarm.protocol.messages.events import Noted
+from lightning_swarm.protocol.messages.membership import (
+    DrainRequest,
+    EnlistRequest,
+    FollowRequest,
+    JoinRequest,
+    ListenRequest,
+    NextRequest,
+    PieceRequest,
+    ReadyRequest,
+)
+from lightning_swarm.protocol.messages.run import (
+    BrokenOff,
+    EpochPlan,
+    InheritRequest,
+    Leading,
+    Member,
+    PlanRequest,
+    PullRequest,
+    RandomNumbers,
+    ReleaseRequest,
+    RestartRequest,
+    Selection,
+    TakePlanRequest,
+    WatchRequest,
+)
+from lightning_swarm.protocol.messages.state import (
+    KeptLoop,
+    LentWeights,
+    SnapshotRequest,
+    StageState,
+    StateRequest,
+    WriteRequest,
+)
+from lightning_swarm.protocol.messages.step import (
+    AverageRequest,
+    Candidate,
+    Closing,
+    FenceRequest,
+    FreezeReply,
+    FreezeRequest,
+    Named,
+    Prepare,
+    Proposal,
+    ReceiptsRequest,
+    Record,
+    SettleRequest,
+    Vacancy,
+)
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, Wire, decode, encode
+from lightning_swarm.protocol.methods import (
+    ADMIT,
+    APPLY,
+    ARMED,
+    AVERAGE,
+    BACKWARD,
+    BEGIN,
+    BREAK_OFF,
+    CANCEL,
+    DONE,
+    DRAIN,
+    ENLIST,
+    FENCE,
+    FOLLOW,
+    FORWARD,
+    FREEZE,
+    GRANT,
+    HELD,
+    INHERIT,
+    JOIN,
+    KEEP,
+    KEEP_LOOP,
+    LEAVE,
+    LEND,
+    LISTEN,
+    LOAD,
+    MEET,
+    METRICS,
+    NEXT,
+    PIECE,
+    PLAN,
+    PREPARE,
+    PROPOSE,
+    PULL,
+    QUIT,
+    READY,
+    RECEIPTS,
+    RECORD,
+    REGISTER,
+    RELEASE,
+    RENEW,
+    RESTART,
+    RETIRE,
+    SELECT,
+    SETTLE,
+    SNAPSHOT,
+    STATE,
+    TAKE_METRICS,
+    TAKE_OVER,
+    TAKE_PLAN,
+    VIEW,
+    WATCH,
+    WRITE,
+)
+from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
+from lightning_swarm.server.state_transfer.snapshots import copied
+from tests.loops import travelling
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+COUNTED: list[Receipt] = [(0, 0, 0)]
+LOGGED = Logged(
+    name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
+)
+CALL, STREAM = "call", "stream"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A message that is in place, and how to come to where it is."""
+
+    kind: str
+    method: str
+    message: Callable[[Swarm], Message]
+    target: PeerId = B
+    caller: PeerId = LEAD
+    phase: str = "open"
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} ({self.kind})"
+
+    def send(self, swarm: Swarm, message: Message) -> Message:
+        transport = swarm.trainer if self.caller == LEAD else swarm.servers[self.caller]._transport
+        if self.kind == STREAM:
+            return swarm.run(transport.stream(self.target, self.method, message, timeout=100.0))
+        return Message(swarm.run(transport.call(self.target, self.method, message.body, timeout=100.0)))
+
+    def prepared(self, make_swarm: MakeSwarm) -> Swarm:
+        """A batch of one microbatch was granted; its forward is through; then as `phase` says."""
+        swarm = make_swarm(
+            "a",
+            "b",
+            admit=self.phase not in ("new", "admitted"),
+            target_batch_size=4 if self.method in (PLAN, TAKE_PLAN) else None,
+            open_to_trainers=self.method in (ENLIST, RETIRE),
+            trainers=f"{LEAD} a b" if self.method in (ENLIST, RETIRE) else "",
+        )
+        if self.phase == "admitted":
+            swarm.run(swarm.trainer.call(B, ADMIT, encode(swarm.manifest), timeout=1.0))
+        if self.phase in ("new", "admitted"):
+            return swarm
+        if self.phase == "idle":
+            return swarm
+        if self.phase == "joining":
+            swarm.join(C)
+            if self.method == PIECE:  # in the place of the joiner, whose next request would end the download
+                for task in swarm.joining:
+                    task.cancel()
+                    swarm.run(asyncio.wait({task}))
+                body = encode(FollowRequest(stage_index=0, version=None, hold_s=0.0))
+                swarm.run(swarm.servers[C]._transport.stream(A, FOLLOW, Message(body), timeout=1.0))
+        elif self.method in (JOIN, MEET, ENLIST):
+            swarm.add_server(C)
+        swarm.run(swarm.steps.grant(2))
+        output = swarm.run(swarm.forward(key(), rows(1)))
+        if self.phase == "open" or (self.phase == "joining" and self.method != LISTEN):
+            return swarm
+        swarm.run(swarm.backward(key(), output))
+        if self.phase == "through":
+            return swarm
+        if self.phase == "decided":
+            swarm.run(decided(swarm))
+            swarm.run(asyncio.sleep(1.0))  # until the snapshots are where they are kept
+            return swarm
+        for peer in (A, B):
+            swarm.run(swarm.servers[A]._transport.call(peer, FREEZE, encode(FREEZING), timeout=1.0))
+        if self.phase in ("averaged", "joining"):
+            for stage, peer in list(enumerate((A, B)))[0 if self.phase == "joining" else 1 :]:
+                body = encode(averaging(swarm, stage))
+                swarm.run(swarm.servers[A]._transport.call(peer, AVERAGE, body, timeout=1.0))
+        return swarm
+
+
+def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
+    return lambda swarm: Message(encode(record(swarm)))
+
+
+EPOCH_PLAN = EpochPlan(
+    epoch=0,
+    begin=0,
+    sizes=[(2, 4), (1, 1)],
+    digest=bytes(32),
+    random=RandomNumbers(
+        torch=b"1", python=b"2", python_gauss=None, numpy=b"3", numpy_place=0, numpy_gauss=None, own=[b"4"]
+    ),
+    last=False,
+)
+
+
+def restarting(swarm: Swarm, **changes: Any) -> RestartRequest:
+    """To weights of step 3."""
+    seats = swarm.steps.run.seats
+    asked = RestartRequest(generation=1, first_step=3, seats=seats, selection=other_selection(swarm))
+    return msgspec.structs.replace(asked, **changes)
+
+
+NOTHING = ReportReply(begun=True, leases=[], closed=[])
+FREEZING = FreezeRequest(generation=0, step=0, attempt=0)
+
+
+def closing(swarm: Swarm) -> Closing:
+    return Closing(
+        generation=0,
+        step=0,
+        attempt=0,
+        round=0,
+        batches=[(0, 1, 1)],
+        num_samples=2,
+        total_weight=1.0,
+        absent=[],
+        touched=[b"\x03" for _ in swarm.rosters],
+    )
+
+
+def enlisting(swarm: Swarm) -> EnlistRequest:
+    return EnlistRequest(protocol_version=PROTOCOL_VERSION, generation=None)
+
+
+def averaging(swarm: Swarm, stage: int) -> AverageRequest:
+    return AverageRequest(closing=closing(swarm), named=[Named(stage_index=stage, receipts=pack(COUNTED))])
+
+
+def record(swarm: Swarm) -> Record:
+    return Record(
+        closing=closing(swarm),
+        outcome="apply",
+        squared_norm=1.0,
+        clip_factor=1.0,
+        hyperparameters=HYPERPARAMETERS,
+        selection=None,
+        left=[],
+        newcomers=[],
+        next_voters=[swarm.members[A]],
+        departures=[],
+        snapshot=None,
+        enlisted=[],
+        retired=[],
+    )
+
+
+def done(swarm: Swarm) -> BatchDone:
+    return BatchDone(
+        step=0,
+        lease=1,
+        completed=COUNTED,
+        withdrawn=False,
+        close=False,
+        total_weight=None,
+        generation=0,
+        logs=[LOGGED],
+        noted=Noted(log=7, counts={}),
+    )
+
+
+def done_and_more(swarm: Swarm) -> BatchDone:
+    """It ends its step, and another one is to come."""
+    return msgspec.structs.replace(
+        done(swarm),
+        close=True,
+        ends=RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS, decided=False),
+        following=GrantRequest(step=0, num_samples=2, generation=0, number=2),
+    )
+
+
+METRICS_OF_A_BATCH = [MetricState(name="accuracy", num_updates=1, lengths=[1, 2])]
+
+
+def metrics(swarm: Swarm) -> Message:
+    head = BatchMetrics(generation=0, step=0, lease=1, metrics=METRICS_OF_A_BATCH)
+    return Message(encode(head), (rows(1), rows(2), rows(3)))
+
+
+async def decided(swarm: Swarm) -> None:
+    """Another trainer's batch, of which nothing came but its metrics, is in the record."""
+    other = swarm.client(swarm.servers[B]._transport)
+    grant = await other.grant(2)
+    await other.send_metrics(grant.lease, (METRICS_OF_A_BATCH, [rows(1), rows(2), rows(3)]))
+    await other.done(grant.lease, [])
+    await swarm.steps.done(1, COUNTED, close=True)
+    await swarm.record(0)
+
+
+def weights(swarm: Swarm) -> Message:
+    tensors = {name: parameter.detach() for name, parameter in swarm.stages[1].named_stage_parameters()}
+    state = StageState(stage_index=1, step=0, generation=0, optimizer=False, names=list(tensors), structure=None)
+    return Message(encode(state), tuple(tensors.values()))
+
+
+def lent(swarm: Swarm) -> Message:
+    tensors = swarm.stages[1].named_stage_tensors()
+    return Message(
+        encode(LentWeights(stage_index=1, generation=0, number=1, names=list(tensors))), tuple(tensors.values())
+    )
+
+
+def momenta(swarm: Swarm) -> Message:
+    tensors = {name: torch.ones_like(parameter) for name, parameter in swarm.stages[1].named_stage_parameters()}
+    structure, flat = serialization.flatten([{"momentum_buffer": tensor} for tensor in tensors.values()])
+    state = StageState(stage_index=1, step=0, generation=0, optimizer=True, names=list(tensors), structure=structure)
+    return Message(encode(state), tuple(flat))
+
+
+def from_nothing(swarm: Swarm) -> Message:
+    return swarm.backward_request(key(), 1, [A, B], rows(2), again=((rows(1),), {}))
+
+
+def other_selection(swarm: Swarm) -> Selection:
+    """One block frozen, a bias in a group of its own."""
+    groups = {name: int(name == "1.0.bias") for name, _ in swarm.module.named_parameters()}
+    return Selection(num_groups=2, groups=groups, frozen=["0.0.bias", "0.0.weight"])
+
+
+def settling(swarm: Swarm) -> SettleRequest:
+    return SettleRequest(generation=0, step=0, attempt=0, selection=other_selection(swarm))
+
+
+def cancelling(swarm: Swarm) -> CancelRequest:
+    return CancelRequest(key=key(), stage_index=1, direction="forward")
+
+
+def address(name: PeerId) -> list[str]:
+    return [f"/ip4/127.0.0.1/tcp/9/p2p/{name}"]
+
+
+def joining(swarm: Swarm) -> JoinRequest:
+    return JoinRequest(protocol_version=PROTOCOL_VERSION, boot_id=102, addresses=address(C), stage_index=1)
+
+
+def meeting(swarm: Swarm) -> Candidate:
+    return Candidate(member=Member(peer_id=C, boot_id=102), stage_index=1, addresses=address(C))
+
+
+def kept(swarm: Swarm) -> Message:
+    return copied(swarm.servers[A].stepping.stage(0), 0)
+
+
+def loop_state(swarm: Swarm) -> Message:
+    return Message(encode(KeptLoop(generation=0, version=1)), tuple(values.pack(travelling())))
+
+
+SAMPLES = [
+    Sample(CALL, HELD, lambda _: Message(), phase="decided"),
+    Sample(STREAM, KEEP, kept, caller=A, phase="decided"),
+    Sample(STREAM, SNAPSHOT, plain(lambda _: SnapshotRequest(stage_index=0, version=1)), phase="decided"),
+    Sample(CALL, VIEW, lambda _: Message()),
+    Sample(CALL, JOIN, plain(joining), target=A, caller=C),
+    Sample(CALL, MEET, plain(meeting), caller=A),
+    Sample(CALL, READY, plain(lambda _: ReadyRequest(generation=0, version=0)), target=A, caller=C, phase="joining"),
+    Sample(
+        STREAM,
+        FOLLOW,
+        plain(lambda _: FollowRequest(stage_index=0, version=None, hold_s=0.0)),
+        target=A,
+        caller=C,
+        phase="joining",
+    ),
+    Sample(
+        STREAM,
+        PIECE,
+        plain(lambda _: PieceRequest(stage_index=0, version=0, start=8, stop=90)),
+        target=A,
+        caller=C,
+        phase="joining",
+    ),
+    Sample(
+        STREAM,
+        NEXT,
+        plain(lambda _: NextRequest(generation=0, stage_index=0, version=0, hold_s=0.0)),
+        target=A,
+        caller=C,
+        phase="joining",
+    ),
+    Sample(
+        CALL,
+        LISTEN,
+        plain(lambda s: ListenRequest(closing=closing(s), selection=None)),
+        target=C,
+        caller=A,
+        phase="joining",
+    ),
+    Sample(CALL, ENLIST, plain(enlisting), target=A, caller=C),
+    Sample(CALL, RETIRE, plain(lambda _: Quit(reason="done")), target=A, caller=B),
+    Sample(CALL, DRAIN, plain(lambda _: DrainRequest(generation=0, boot_id=101)), target=A, caller=B),
+    Sample(CALL, PING, lambda _: Message()),
+    Sample(CALL, HELLO, lambda _: Message()),
+    Sample(CALL, REPORT, lambda _: Message()),
+    Sample(CALL, OTHERS, lambda _: Message()),
+    Sample(STREAM, WAIT_METHOD, plain(lambda _: WaitRequest(name=key().name(1, "forward"), hold_s=1.0))),
+    Sample(STREAM, FETCH_METHOD, plain(lambda _: FetchRequest(name=key().name(1, "forward")))),
+    Sample(CALL, ADMIT, plain(lambda swarm: swarm.manifest), phase="new"),
+    Sample(STREAM, LOAD, weights, phase="admitted"),
+    Sample(STREAM, LOAD, momenta),
+    Sample(STREAM, LEND, lent),
+    Sample(CALL, LEAVE, lambda _: Message()),
+    Sample(CALL, BREAK_OFF, plain(lambda _: BrokenOff(reason="the lead is gone")), target=B, caller=A),
+    Sample(
+        CALL,
+        INHERIT,
+        plain(lambda _: InheritRequest(generation=0, heir=A, first_step=0)),
+        target=B,
+        caller=A,
+        phase="decided",
+    ),
+    Sample(STREAM, KEEP_LOOP, loop_state, phase="decided"),
+    Sample(CALL, RELEASE, plain(lambda _: ReleaseRequest(generation=0))),
+    Sample(CALL, RESTART, plain(restarting)),
+    Sample(STREAM, FORWARD, lambda swarm: swarm.forward_request(key(2), 0, [A, B], rows(2)), target=A),
+    Sample(CALL, FORWARD, lambda swarm: swarm.forward_request(key(), 1, [A, B], rows(2))),
+    Sample(STREAM, BACKWARD, from_nothing),
+    Sample(CALL, BACKWARD, lambda swarm: swarm.backward_request(key(), 0, [A, B], rows(2)), target=A),
+    Sample(CALL, CANCEL, plain(cancelling)),
+    Sample(
+        STREAM,
+        WRITE,
+        plain(
+            lambda _: WriteRequest(
+                stage_index=1,
+                step=0,
+                generation=0,
+                folder=f"/nowhere/.x.{32 * '0'}.partial",
+                optimizer=True,
+                without=["1.0.bias"],
+            )
+        ),
+    ),
+    Sample(STREAM, STATE, plain(lambda _: StateRequest(stage_index=1, step=0, generation=0, optimizer=True))),
+    Sample(
+        CALL,
+        SELECT,
+        plain(lambda swarm: SelectRequest(generation=0, step=0, selection=other_selection(swarm))),
+        target=A,
+        phase="idle",
+    ),
+    Sample(
+        CALL,
+        PLAN,
+        plain(lambda _: PlanRequest(generation=0, plan=EPOCH_PLAN, position=(0, 0))),
+        target=A,
+        phase="idle",
+    ),
+    Sample(CALL, TAKE_PLAN, plain(lambda _: TakePlanRequest(generation=0, epoch=0)), target=A, phase="idle"),
+    Sample(CALL, SETTLE, plain(settling), caller=A, phase="idle"),
+    Sample(
+        CALL, FENCE, plain(lambda _: FenceRequest(generation=0, step=0, attempt=0, batches=[0])), caller=A, phase="open"
+    ),
+    Sample(
+        CALL,
+        RECEIPTS,
+        plain(lambda _: ReceiptsRequest(generation=0, step=0, attempt=0, receipts=COUNTED)),
+        caller=A,
+        phase="through",
+    ),
+    Sample(CALL, FREEZE, plain(lambda _: FREEZING), caller=A, phase="through"),
+    Sample(CALL, AVERAGE, plain(lambda s: averaging(s, 1)), caller=A, phase="frozen"),
+    Sample(CALL, APPLY, plain(record), caller=A, phase="averaged"),
+    Sample(
+        CALL,
+        PREPARE,
+        plain(lambda _: Prepare(term=(9, A, 100), boot_id=101, generation=0, step=0)),
+        caller=A,
+        phase="averaged",
+    ),
+    Sample(
+        CALL,
+        PROPOSE,
+        plain(lambda s: Proposal(term=(1, A, 100), boot_id=101, record=record(s))),
+        caller=A,
+        phase="averaged",
+    ),
+    Sample(
+        CALL, GRANT, plain(lambda _: GrantRequest(step=0, num_samples=2, generation=0, gradient_scale=1.0)), target=A
+    ),
+    Sample(STREAM, METRICS, metrics, target=A),
+    Sample(
+        STREAM,
+        TAKE_METRICS,
+        plain(lambda _: MetricsRequest(generation=0, step=0, first=0)),
+        target=A,
+        phase="decided",
+    ),
+    Sample(
+        CALL,
+        ARMED,
+        plain(lambda _: BatchArmed(generation=0, step=0, lease=1, receipts=COUNTED, logs=[LOGGED])),
+        target=A,
+    ),
+    Sample(
+        CALL,
+        methods.LEAD,
+        plain(lambda _: Leading(term=(2, A, 100), generation=0, version=0)),
+        caller=A,
+        phase="averaged",
+    ),
+    Sample(CALL, WATCH, plain(lambda _: WatchRequest(term=(1, A, 100), version=0, hold_s=0.0)), caller=A),
+    Sample(CALL, PULL, plain(lambda _: PullRequest(generation=0, step=0)), caller=A, phase="decided"),
+    Sample(
+        CALL, TAKE_OVER, plain(lambda _: Leading(term=(1, A, 100), generation=0, version=0)), caller=A, phase="averaged"
+    ),
+    Sample(
+        CALL,
+        REGISTER,
+        plain(lambda _: RegisterRequest(generation=0, step=0, report=NOTHING)),
+        target=A,
+    ),
+    Sample(CALL, BEGIN, plain(lambda _: BatchBegins(generation=0, step=0, first=0)), target=A),
+    Sample(CALL, DONE, plain(done), target=A),
+    Sample(CALL, DONE, plain(done_and_more), target=A),
+    Sample(
+        CALL,
+        RECORD,
+        plain(lambda _: RecordRequest(step=0, generation=0, version=0, hyperparameters=HYPERPARAMETERS)),
+        target=A,
+    ),
+    Sample(CALL, RENEW, lambda _: Message(), target=A),
+    Sample(CALL, QUIT, plain(lambda _: Quit(reason="a fault")), target=A, caller=B),
+]
+every_sample = pytest.mark.parametrize("sample", SAMPLES, ids=[sample.name for sample in SAMPLES])
+
+
+def test_every_handler_has_its_samples(make_swarm: MakeSwarm) -> None:
+    transports = [server._transport for server in make_swarm("a", "b").servers.values()]
+    calls = {(CALL, method) for one in transports for method in one._call_handlers}  # type: ignore[attr-defined]
+    streams = {(STREAM, method) for one in transports for method in one._stream_handlers}  # type: ignore[attr-defined]
+    assert calls | streams == {(sample.kind, sample.method) for sample in SAMPLES}
+
+
+@every_sample
+def test_the_samples_are_in_place(make_swarm: MakeSwarm, sample: Sample) -> None:
+    swarm = sample.prepared(make_swarm)
+    if sample.method == RECORD:
+        swarm.run(swarm.steps.withdraw(1))
+        swarm.run(swarm.steps.close())
+    sample.send(swarm, sample.message(swarm))
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """All places in nested containers, with what is there."""
+    if path:
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in items:
+        yield from paths(child, (*path, name))
+
+
+def with_value(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = with_value(value[path[0]], path[1:], new)
+    return copied
+
+
+def no_messages(body: bytes) -> Iterator[bytes]:
+    """What cannot be a message of any kind, and what lacks, exceeds or confuses the fields of this one."""
+    yield from (body[:length] for length in range(0, len(body), max(1, len(body) // 6)))
+    yield body + b"\0"
+    yield b"\xc1"
+    yield b"\x91" * 100_000
+    yield b"\xdd\xff\xff\xff\xff"
+    yield from map(msgspec.msgpack.encode, ([], 0, "x", b"x", None, True, [1, 2], {"unknown": 1}))
+    fields = msgspec.msgpack.decode(body)
+    yield msgspec.msgpack.encode({**fields, "unknown": 1})
+    defaults = {
+        "gradient_scale",
+        "on_trainers",
+        "evaluation",
+        "input_grad",
+        "autocast",
+        "default_dtype",
+        "deterministic",
+        "anomaly",
+        "keep",
+        "weights",
+        "logs",
+        "first",
+        "begun",
+        "epoch",
+        "hyperparameters",
+        "before",
+        "decided",
+        "number",
+        "batch",
+        "samples",
+        "dropped",
+        "plans",
+        "position",
+    }
+    for path, value in paths(fields):
+        if not {"structure", "hyperparameters"}.isdisjoint(path):
+            continue  # free form
+        if isinstance(value, dict):
+            yield from (
+                msgspec.msgpack.encode(with_value(fields, path, {n: v for n, v in value.items() if n != name}))
+                for name in value.keys() - defaults
+                if not {"hyperparameters", "groups"} & set(path)
+            )
+        if not {"hyperparameters", "structure"} & set(path):
+            yield msgspec.msgpack.encode(with_value(fields, path, msgspec.msgpack.Ext(5, b"x")))
+            yield msgspec.msgpack.encode(with_value(fields, path, {1: []}))
+
+
+def suspicious(body: bytes) -> Iterator[bytes]:
+    """What may be a message by chance: flipped bits, numbers at the ends of their range."""
+    rng = random.Random(0)
+    for _ in range(30):
+        flipped = bytearray(body)
+        flipped[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+        yield bytes(flipped)
+    fields = msgspec.msgpack.decode(body)
+    for path, value in paths(fields):
+        news: tuple[Any, ...] = ()
+        if isinstance(value, float):
+            news = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e308, 5e-324)
+        elif isinstance(value, int):
+            news = (-1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63), True)
+        elif isinstance(value, str):
+            news = ("", "x" * 1000, "g0.s0.a0.t0+0.c0/1/forward", "a", "\0")
+        elif isinstance(value, list):
+            news = ([], value * 2, [*value, None], [[]])
+        elif isinstance(value, bytes):
+            news = (b"", value * 100, bytes(len(value)))
+        yield from (msgspec.msgpack.encode(with_value(fields, path, new)) for new in news)
+        yield msgspec.msgpack.encode(with_value(fields, path, None))
+
+
+def refused(swarm: Swarm, sample: Sample, message: Message) -> bool:
+    """Send it. If it is refused: by an error that was foreseen, and without any change."""
+    before = swarm.state()
+    error: SwarmError | None = None
+    try:
+        sample.send(swarm, message)
+    except SwarmError as caught:
+        error = caught
+    if error is None:
+        return False
+    assert "internal error" not in str(error)
+    assert type(error) is not SwarmError
+    assert swarm.state() == before, f"it raised {error!r}, and changed something"
+    return True
+
+
+@every_sample
+def test_what_is_no_message_is_refused_and_changes_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    bodies = list(no_messages(message.body)) if message.body else [b"\0", b"\x80", b"x" * 1000]
+    before = swarm.state()
+    for body in bodies:
+        with pytest.raises(ProtocolError):
+            sample.send(swarm, Message(body, message.tensors))
+    swarm.settle()
+    assert swarm.state() == before
+    if sample.method != RECORD:
+        sample.send(swarm, message)
+
+
+@every_sample
+def test_suspicious_messages_do_no_harm(make_swarm: MakeSwarm, sample: Sample) -> None:
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    num_refused = 0
+    for body in suspicious(message.body) if message.body else ():
+        if refused(swarm, sample, Message(body, message.tensors)):
+            num_refused += 1
+        else:
+            swarm.settle()  # what it set off raises when the swarm is closed, if it is a bug
+            swarm = sample.prepared(make_swarm)
+    assert num_refused > 10 or not message.body
+
+
+STRUCTURES: list[Any] = [
+    [],
+    7,
+    "x",
+    None,
+    {},
+    ["tensor", 0],
+    ["tuple", ["tensor", 0]],
+    ["tuple", ["tensor", 0], ["tensor", 0]],
+    ["tuple", ["tuple", ["tensor", 0], ["tensor", 1]], {}],
+    ["tuple", ["tuple", ["tensor", -1]], {}],
+    ["tuple", ["tuple"], {}],
+    ["tuple", ["tuple", ["tensor", 0]], {1: None}],
+    ["tuple", ["tuple", ["tensor", 0]], []],
+    ["tuple", ["list", ["tensor", 0]], {}],
+    ["tuple", None, {"x": ["tensor", 0]}],
+    ["tuple", ["tuple", ["tensor", True]], {}],
+    ["list", ["tuple", ["tensor", 0]], {}],
+    ["pickle", "os.system"],
+    msgspec.msgpack.Ext(5, b"x"),
+]
+deep: Any = ["tensor", 0]
+for _ in range(100):
+    deep = ["tuple", deep]
+STRUCTURES.append(["tuple", ["tuple", deep], {}])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=range(len(STRUCTURES)))
+def test_a_malformed_structure_is_refused(make_swarm: MakeSwarm, structure: Any) -> None:
+    for method, path in (FORWARD, ("structure",)), (BACKWARD, ("structure", 2)):
+        sample = next(one for one in SAMPLES if (one.kind, one.method) == (STREAM, method))
+        swarm = sample.prepared(make_swarm)
+        message = sample.message(swarm)
+        body = msgspec.msgpack.encode(with_value(msgspec.msgpack.decode(message.body), path, structure))
+        before = swarm.state()
+        with pytest.raises(ProtocolError):
+            sample.send(swarm, Message(body, message.tensors))
+        swarm.settle()
+        assert swarm.state() == before
+
+
+@every_sample
+def test_too_few_or_too_many_tensors_are_refused(make_swarm: MakeSwarm, sample: Sample) -> None:
+    if sample.kind == CALL:
+        return
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    for tensors in message.tensors[:-1], (*message.tensors, rows(3)), message.tensors * 3:
+        if len(tensors) != len(message.tensors):
+            with pytest.raises(ProtocolError):
+                sample.send(swarm, Message(message.body, tensors))
+    sample.send(swarm, message)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: t[:1], lambda t: t[None], lambda t: t.long()])
+def test_weights_of_another_shape_or_dtype_are_refused(
+    make_swarm: MakeSwarm, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == LOAD)
+    swarm = sample.prepared(make_swarm)
+    message = sample.message(swarm)
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match="has shape"):
+        sample.send(swarm, Message(message.body, (*message.tensors[:-1], change(message.tensors[-1]))))
+    assert swarm.state() == before
+
+
+@every_sample
+def test_a_stranger_decides_nothing(make_swarm: MakeSwarm, sample: Sample) -> None:
+    """What only a trainer, the lead or the coordinator may say changes nothing from anyone else."""
+    # For anyone, as yet: any server may be the next stage's, any trainer the next one's.
+    if sample.method in (PING, HELLO, REPORT, OTHERS, VIEW, WATCH, JOIN, ENLIST, WAIT_METHOD, FETCH_METHOD):
+        return
+    swarm = sample.prepared(make_swarm)
+    stranger = swarm.network.transport("stranger")
+    message = sample.message(swarm)
+    before = swarm.state()
+    if sample.kind == STREAM:
+        asking: Coroutine[Any, Any, Any] = stranger.stream(sample.target, sample.method, message, timeout=1.0)
+    else:
+        asking = stranger.call(sample.target, sample.method, message.body, timeout=1.0)
+    with pytest.raises(ProtocolError):
+        swarm.run(asking)
+    assert swarm.state() == before
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e200])
+def test_a_gradient_that_is_not_finite_skips_the_step_in_all_stages(make_swarm: MakeSwarm, value: float) -> None:
+    swarm = make_swarm("a", "b", clip=1.0)
+    start = {name: tensor.clone() for name, tensor in swarm.weights().items()}
+
+    async def poisoned() -> Record:
+        grant = await swarm.steps.grant(2)
+        output = await swarm.forward(key(), rows(1))
+        await swarm.backward(key(), torch.full_like(output, value))
+        await swarm.steps.done(grant.lease, COUNTED, close=True)
+        return await swarm.record(0)
+
+    decided = swarm.run(poisoned())
+
+    assert decided.outcome == "skip"
+    assert not math.isfinite(decided.squared_norm)
+    for name, tensor in swarm.weights().items():
+        assert torch.equal(tensor, start[name])
+    assert all(stage.stepping.version == 1 for stage in swarm.servers.values())
+    assert swarm.run(swarm.step(rows(1))).outcome == "apply", "a skipped step leaves nothing behind"
+
+
+def test_a_freeze_reads_every_ledger(make_swarm: MakeSwarm) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == FREEZE)
+    swarm = sample.prepared(make_swarm)
+    (ledger,) = decode(sample.send(swarm, sample.message(swarm)).body, FreezeReply).ledgers
+    assert (ledger.stage_index, ledger.held, ledger.touched) == (1, [(0, 0, b"\x01")], b"\x03")
+
+
+@pytest.mark.parametrize(
+    "rosters",
+    [lambda s: [[s.members[A]]], lambda s: [[s.members[A], s.members[B]], []], lambda s: [[s.members[A]]] * 2],
+    ids=["a stage is missing", "a stage is empty", "it names others only"],
+)
+def test_a_run_goes_back_with_no_rosters_that_cannot_be(
+    make_swarm: MakeSwarm, rosters: Callable[[Swarm], list[list[Member]]]
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == RESTART)
+    swarm = sample.prepared(make_swarm)
+    before = swarm.state()
+    asked = restarting(swarm, seats=msgspec.structs.replace(swarm.steps.run.seats, rosters=rosters(swarm)))
+    with pytest.raises(ProtocolError, match=r"at least one server|is not among those"):
+        sample.send(swarm, Message(encode(asked)))
+    assert swarm.state() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: {"left": [Vacancy(member=s.members[B], stage_index=1)]},
+        lambda s: {"left": [Vacancy(member=s.members[B], stage_index=2)]},
+        lambda s: {"newcomers": [Candidate(member=s.members[A], stage_index=9, addresses=[])]},
+        lambda s: {"newcomers": [Candidate(member=s.members[B], stage_index=1, addresses=[])]},
+    ],
+    ids=["a stage is empty", "somebody left no stage", "somebody joins no stage", "somebody joins who is there"],
+)
+def test_a_record_of_rosters_that_cannot_be_changes_nothing(
+    make_swarm: MakeSwarm, change: Callable[[Swarm], dict[str, Any]]
+) -> None:
+    sample = next(sample for sample in SAMPLES if sample.method == APPLY)
+    swarm = sample.prepared(make_swarm)
+    before = swarm.state()
+    with pytest.raises(ProtocolError, match=r"at least one server|there are 2 stages"):
+        sample.send(swarm, Message(encode(msgspec.structs.replace(record(swarm), **change(swarm)))))
+    assert swarm.state() == before
+
+
+def test_a_record_of_another_number_of_stages_is_not_applied(make_swarm: MakeSwarm) -> None:
+    """By who joins: who averaged looks whether it is the round's."""
+    swarm = next(sample for sample in SAMPLES if sample.method == APPLY).prepared(make_swarm)
+    before, stepping = swarm.state(), swarm.servers[B].stepping
+    short = msgspec.structs.replace(closing(swarm), touched=[])
+    with pytest.raises(ProtocolError, match="a closing of 0 stages; there are 2"):
+        swarm.run(
+            stepping.commit(
+                msgspec.structs.replace(record(swarm), closing=short), {1: stepping.stage(1).next_sum.values.clone()}
+            )
+        )
+    assert swarm.state() == before

@@ -1,0 +1,286 @@
+"""Tickets: asked for before or after they are promised, fetched, failed, forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from lightning_swarm import network as network_module
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import (
+    Busy,
+    DeadlineExceeded,
+    ProtocolError,
+    StageError,
+    SwarmError,
+    TicketGone,
+    Unreachable,
+)
+from lightning_swarm.network import SMALL_BYTES, Message, PeerId
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.protocol import tickets
+from lightning_swarm.protocol.messages.calls import Ticket
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, TicketStore, WaitReply, WaitRequest
+
+T = TypeVar("T")
+
+MESSAGE = Message(b"body", (torch.arange(3),))
+
+
+class Pair:
+    """A holder of tickets, and one who asks."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+        self.network = MemoryNetwork(latency_s=0.01)
+        self.holder = TicketStore(self.network.transport("holder"), max_bytes=1 << 20)
+        self.asker = TicketStore(self.network.transport("asker"), max_bytes=1 << 20)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin, and let it come as far as it can by itself."""
+        task = self.loop.create_task(work)
+        self.run(asyncio.sleep(1.0))
+        return task
+
+    def result(self, task: asyncio.Task[T]) -> T:
+        return self.loop.run_until_complete(task)
+
+
+@pytest.fixture
+def pair(loop: VirtualLoop) -> Pair:
+    return Pair(loop)
+
+
+@pytest.fixture(params=["small", "large"], autouse=True)
+def small_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether tensors come with the word that they are there, or are fetched then."""
+    if request.param == "large":
+        monkeypatch.setattr(tickets, "SMALL_BYTES", 0)
+
+
+@pytest.fixture(params=["holder", "asker"])
+def consumer(pair: Pair, request: pytest.FixtureRequest) -> TicketStore:
+    """Who asks: another peer, or the holder itself."""
+    store: TicketStore = getattr(pair, request.param)
+    return store
+
+
+def test_asking_before_the_promise_is_fine(pair: Pair, consumer: TicketStore) -> None:
+    waiting = pair.start(consumer.wait(pair.holder.ticket("x"), timeout=100.0))
+    fetching = pair.start(consumer.fetch(pair.holder.ticket("x"), timeout=100.0))
+    assert pair.holder.promise("x") is True
+    pair.run(asyncio.sleep(50.0))
+    assert not waiting.done()
+    pair.holder.fulfil("x", MESSAGE, b"report")
+
+    assert pair.result(waiting) == b"report"
+    fetched = pair.result(fetching)
+    assert fetched.body == b"body"
+    assert torch.equal(fetched.tensors[0], MESSAGE.tensors[0])
+
+
+def test_a_result_can_be_asked_for_any_number_of_times(pair: Pair, consumer: TicketStore) -> None:
+    pair.holder.offer("x", MESSAGE)
+    for _ in range(3):
+        assert pair.run(consumer.wait(pair.holder.ticket("x"), timeout=1.0)) == b""
+        assert pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+
+
+def test_a_promise_is_given_once(pair: Pair) -> None:
+    assert pair.holder.promise("x") is True
+    assert pair.holder.promise("x") is False
+    pair.holder.fulfil("x", MESSAGE)
+    assert pair.holder.promise("x") is False
+    pair.holder.fulfil("x", Message(b"another"))
+    assert pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+
+
+@pytest.mark.parametrize("error", [StageError("a block"), Busy("full"), ProtocolError("no"), DeadlineExceeded("late")])
+def test_a_failure_reaches_who_waits_by_its_name(pair: Pair, consumer: TicketStore, error: SwarmError) -> None:
+    waiting = pair.start(consumer.wait(pair.holder.ticket("x"), timeout=100.0))
+    pair.holder.promise("x")
+    pair.holder.fail("x", error)
+
+    with pytest.raises(type(error), match=str(error)):
+        pair.result(waiting)
+    with pytest.raises(type(error), match=str(error)):
+        pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0))
+
+
+def test_a_failure_is_not_for_good(pair: Pair, consumer: TicketStore) -> None:
+    pair.holder.promise("x")
+    pair.holder.fail("x", StageError("once"))
+    assert pair.holder.promise("x") is True
+    pair.holder.fail("y", StageError("nobody promised y"))
+    pair.holder.fulfil("x", MESSAGE)
+    pair.holder.fail("x", StageError("too late"))
+    assert pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+
+
+def test_what_is_fetched_once_is_forgotten_but_not_its_report(pair: Pair, consumer: TicketStore) -> None:
+    pair.holder.promise("x")
+    pair.holder.fulfil("x", MESSAGE, b"report", once=True)
+    assert pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+
+    with pytest.raises(TicketGone):
+        pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0))
+    assert pair.run(consumer.wait(pair.holder.ticket("x"), timeout=1.0)) == b"report"
+    assert pair.holder.promise("x") is True, "it may be computed again"
+
+
+def test_of_two_who_fetch_what_is_there_once_one_gets_it(pair: Pair, consumer: TicketStore) -> None:
+    both = [pair.start(consumer.fetch(pair.holder.ticket("x"), timeout=100.0)) for _ in range(2)]
+    pair.holder.promise("x")
+    pair.holder.fulfil("x", MESSAGE, once=True)
+    pair.run(asyncio.sleep(1.0))
+    failed = [task.exception() for task in both if task.exception()]
+    assert len(failed) == 1
+    assert isinstance(failed[0], TicketGone)
+
+
+def test_evicted_tensors_are_gone(pair: Pair, consumer: TicketStore) -> None:
+    pair.holder.offer("x", MESSAGE)
+    pair.holder.evict("x")
+    pair.holder.evict("y")
+    with pytest.raises(TicketGone):
+        pair.run(consumer.fetch(pair.holder.ticket("x"), timeout=1.0))
+
+
+def test_dropped_names_are_forgotten_and_their_waiters_told(pair: Pair, consumer: TicketStore) -> None:
+    pair.holder.offer("s1.x", MESSAGE)
+    pair.holder.offer("s10.x", MESSAGE)
+    pair.holder.promise("s1.y")
+    waiting = pair.start(consumer.wait(pair.holder.ticket("s1.y"), timeout=100.0))
+
+    pair.holder.drop("s1.")
+
+    with pytest.raises(TicketGone, match="released"):
+        pair.result(waiting)
+    pair.holder.fulfil("s1.y", MESSAGE)  # its work ended too late
+    for name in ("s1.x", "s1.y"):
+        with pytest.raises(DeadlineExceeded):
+            pair.run(consumer.fetch(pair.holder.ticket(name), timeout=1.0))
+    assert pair.run(consumer.fetch(pair.holder.ticket("s10.x"), timeout=1.0)).body == b"body"
+
+
+def test_who_waits_outlasts_a_withdrawn_promise(pair: Pair, consumer: TicketStore) -> None:
+    pair.holder.promise("x")
+    fetching = pair.start(consumer.fetch(pair.holder.ticket("x"), timeout=100.0))
+    pair.holder.withdraw("x")
+    pair.holder.withdraw("unknown")
+    assert pair.holder.promise("x") is True
+    pair.holder.fulfil("x", MESSAGE)
+    assert pair.result(fetching).body == b"body"
+
+
+@pytest.mark.parametrize("timeout", [0.5, 30.0, 300.0])
+def test_every_wait_has_a_deadline(pair: Pair, consumer: TicketStore, timeout: float) -> None:
+    with pytest.raises(DeadlineExceeded):
+        pair.run(consumer.wait(pair.holder.ticket("x"), timeout=timeout))
+    assert timeout <= pair.loop.time() <= timeout + 0.1
+    assert not pair.holder._entries, "an unpromised name outlived those who asked for it"
+
+
+def test_a_holder_that_is_gone_is_unreachable_at_once(pair: Pair) -> None:
+    waiting = pair.start(pair.asker.wait(pair.holder.ticket("x"), timeout=300.0))
+    pair.network.kill(PeerId("holder"))
+    with pytest.raises(Unreachable):
+        pair.result(waiting)
+    assert pair.loop.time() < 2.0
+
+
+def test_a_holder_that_is_silent_is_given_up(pair: Pair) -> None:
+    pair.network.freeze(PeerId("holder"))
+    with pytest.raises(Unreachable, match="no sign of life"):
+        pair.run(pair.asker.wait(pair.holder.ticket("x"), timeout=300.0))
+    assert pair.loop.time() < 15.0
+
+
+def test_unpromised_names_are_bounded(pair: Pair, consumer: TicketStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "_MAX_UNPROMISED", 3)
+    pair.holder.offer("there", MESSAGE)
+    early = [pair.start(consumer.wait(Ticket(peer_id=PeerId("holder"), name=f"{i}"), timeout=100.0)) for i in range(3)]
+    with pytest.raises(ProtocolError, match="more than 3 names"):
+        pair.run(consumer.wait(pair.holder.ticket("one more"), timeout=1.0))
+    pair.run(consumer.wait(pair.holder.ticket("there"), timeout=1.0))
+    pair.holder.offer("0", MESSAGE)
+    pair.result(early[0])
+    with pytest.raises(DeadlineExceeded):
+        pair.run(consumer.wait(pair.holder.ticket("one more"), timeout=1.0))
+    for task in early[1:]:
+        with pytest.raises(DeadlineExceeded):
+            pair.result(task)
+
+
+@pytest.mark.parametrize("hold_s", [float("nan"), float("inf"), -1.0])
+def test_an_absurd_time_to_hold_is_refused(pair: Pair, hold_s: float) -> None:
+    body = encode(WaitRequest(name="x", hold_s=hold_s))
+    with pytest.raises(ProtocolError):
+        pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, Message(body), timeout=1.0))
+    assert not pair.holder._entries
+
+
+def test_a_ticket_larger_than_the_limit_is_refused(pair: Pair) -> None:
+    pair.holder.offer("x", Message(tensors=(torch.zeros((1 << 20) + 1, dtype=torch.uint8),)))
+    with pytest.raises(ProtocolError, match="at most"):
+        pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
+
+
+@pytest.mark.parametrize(("num_bytes", "num_fetched"), [(60_000, 0), (SMALL_BYTES - 4, 0), (SMALL_BYTES, 1)])
+def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_bytes: int, num_fetched: int) -> None:
+    bound = network_module.SMALL_BYTES
+    pair.holder.offer("x", Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8),)))
+    message = pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
+    assert (message.body, message.tensors[0].numel()) == (b"body", num_bytes)
+    sent = pair.asker._transport.traffic.sent_bytes
+    asked = [method for (_, method) in sent]
+    assert asked == [WAIT_METHOD, FETCH_METHOD][: 1 + (num_fetched if bound else 1)]
+
+
+def test_who_does_not_ask_for_the_tensor_leaves_it_there(pair: Pair) -> None:
+    pair.holder.promise("x")
+    pair.holder.fulfil("x", MESSAGE, b"report", once=True)
+    for _ in range(2):
+        assert pair.run(pair.asker.wait(pair.holder.ticket("x"), timeout=1.0)) == b"report"
+    assert pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0)).body == b"body"
+
+
+@pytest.mark.parametrize("take_bytes", [0, 10, 1 << 40])
+def test_no_more_comes_than_was_asked_for(pair: Pair, take_bytes: int) -> None:
+    pair.holder.offer("x", MESSAGE)
+    pair.holder.offer("large", Message(tensors=(torch.zeros(SMALL_BYTES + 1, dtype=torch.uint8),)))
+    for name in ("x", "large"):
+        request = Message(encode(WaitRequest(name=name, hold_s=1.0, take_bytes=take_bytes)))
+        answer = pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, request, timeout=1.0))
+        is_taken = name == "x" and take_bytes > 10 and network_module.SMALL_BYTES > 0
+        assert decode(answer.body, WaitReply) == WaitReply(ready=True, taken=b"body" if is_taken else None)
+        assert len(answer.tensors) == is_taken
+
+
+def test_a_holder_that_does_not_hold_the_question_is_asked_no_oftener_for_it(loop: VirtualLoop) -> None:
+    network = MemoryNetwork()  # without latency, so that no answer takes time
+    holder = network.transport("holder")
+    num_asked = 0
+
+    async def answer_at_once(caller: PeerId, message: Message) -> Message:
+        nonlocal num_asked
+        num_asked += 1
+        assert num_asked <= 10, "it is asked for ever"
+        return Message(encode(WaitReply(ready=False)))
+
+    holder.handle_stream(WAIT_METHOD, answer_at_once)
+    asker = TicketStore(network.transport("asker"), max_bytes=1 << 20)
+    for ask in (asker.wait, asker.fetch):
+        num_asked, begin_s = 0, loop.time()
+        with pytest.raises(DeadlineExceeded, match="x did not appear at holder within 25 s"):
+            loop.run_until_complete(ask(Ticket(peer_id=PeerId("holder"), name="x"), timeout=25.0))
+        assert loop.time() - begin_s == pytest.approx(25.0)
+        assert num_asked == 3

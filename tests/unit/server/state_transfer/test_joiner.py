@@ -1,0 +1,306 @@
+"""A joiner's download: in pieces, from several members at once, and at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import ProtocolError, TicketGone, Unreachable
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol import serialization
+from lightning_swarm.protocol.messages.membership import FollowReply, TensorLayout
+from lightning_swarm.protocol.messages.state import Snapshot
+from lightning_swarm.protocol.methods import FOLLOW, PIECE
+from lightning_swarm.server.server import Server
+from lightning_swarm.server.state_transfer import donor
+from lightning_swarm.server.state_transfer import joiner as joiner_module
+from lightning_swarm.server.state_transfer.donor import Blank, Copy, Throttle
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import WIDTH, Swarm, rows
+
+A, J = PeerId("a"), PeerId("j")
+STATE_BYTES = 2 * (WIDTH * WIDTH + WIDTH) * 8  # of a stage, after its first step: weights and momenta
+
+
+class Holder:
+    """As much of a stage as a blank asks for."""
+
+    index = 0
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def weights(self) -> dict[str, Tensor]:
+        return {str(number): tensor for number, tensor in enumerate(self._tensors)}
+
+
+TENSORS = (
+    torch.arange(7, dtype=torch.float32),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.empty(0, 4),
+    torch.tensor([True, False, True]),
+    torch.arange(6, dtype=torch.int16).reshape(2, 3),
+    torch.arange(4, dtype=torch.bfloat16).reshape(4, 1).expand(4, 1)[:1],
+)
+
+
+def copy_of(tensors: Sequence[Tensor] = TENSORS) -> Copy:
+    names = [str(number) for number in range(len(tensors))]
+    snapshot = Snapshot(
+        generation=0,
+        stage_index=0,
+        version=4,
+        version_hash=1,
+        weights=names,
+        optimizer=[],
+        structure=serialization.flatten([])[0],
+        selection=None,
+    )
+    layouts = [TensorLayout(shape=list(one.shape), dtype=str(one.dtype).removeprefix("torch.")) for one in tensors]
+    return Copy(FollowReply(snapshot=snapshot, layouts=layouts), tuple(tensors))
+
+
+def blank(copy: Copy, **changes: Any) -> Blank:
+    stage: Any = Holder(changes.pop("own", TENSORS))
+    return Blank(copy.head, stage, max_bytes=changes.pop("max_bytes", 1000))
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 5, 8, 1000])
+def test_pieces_of_any_length_make_the_whole(piece_bytes: int) -> None:
+    copy = copy_of()
+    made = blank(copy)
+    assert made.num_bytes == copy.num_bytes == 28 + 8 + 3 + 12 + 2
+    for start in reversed(range(0, copy.num_bytes, piece_bytes)):
+        parts = copy.piece(start, start + piece_bytes)
+        assert made.fill(start, parts, at_most=piece_bytes) == min(piece_bytes, copy.num_bytes - start)
+    weights, state = made.values()
+    assert state == {}
+    for found, expected in zip(weights.values(), TENSORS, strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+BYTES = torch.zeros(9, dtype=torch.uint8)
+WRONG: dict[str, Sequence[Tensor]] = {
+    "nothing": [],
+    "too long": [BYTES],
+    "other numbers": [BYTES[:8].view(torch.int32)],
+    "a matrix": [BYTES[:8].reshape(2, 4)],
+    "cut in the midst of a tensor": [BYTES[:2], BYTES[:2]],
+    "not cut where a tensor ends": [BYTES[:8]],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_no_piece_changes_nothing(wrong: str) -> None:
+    copy = copy_of()
+    made = blank(copy)
+    made.fill(0, copy.piece(0, copy.num_bytes), at_most=1000)
+    with pytest.raises(ProtocolError, match="a piece"):
+        made.fill(24, WRONG[wrong], at_most=8)
+    assert all(map(torch.equal, made.values()[0].values(), TENSORS))
+
+
+def test_a_copy_of_something_else_is_refused_before_memory_is_taken() -> None:
+    for own in (TENSORS[:-1], (TENSORS[0].double(), *TENSORS[1:]), (TENSORS[0][:3], *TENSORS[1:])):
+        with pytest.raises(ProtocolError, match="are other tensors than the stage's"):
+            blank(copy_of(), own=own)
+    with pytest.raises(ProtocolError, match=r"at most `Limits\.max_message_bytes` = 52 bytes, got 53"):
+        blank(copy_of(), max_bytes=52)
+    layouts = [*copy_of().head.layouts, TensorLayout(shape=[1], dtype="nn")]
+    with pytest.raises(ProtocolError, match="a dtype of torch's, got 'nn'"):
+        blank(Copy(FollowReply(snapshot=copy_of().head.snapshot, layouts=layouts), ()))
+
+
+def test_a_bool_that_is_none_is_refused() -> None:
+    made = blank(copy_of())
+    copy = copy_of((*TENSORS[:3], torch.tensor([2, 0, 1], dtype=torch.uint8), *TENSORS[4:]))
+    made.fill(0, copy.piece(0, 53), at_most=53)
+    with pytest.raises(ProtocolError, match="neither 0 nor 1"):
+        made.values()
+
+
+def test_a_throttle_serves_who_comes_first_at_its_rate(loop: VirtualLoop) -> None:
+    throttle = Throttle(100)
+    through: list[tuple[str, float]] = []
+
+    async def take(name: str, num_bytes: int) -> None:
+        await throttle.take(num_bytes)
+        through.append((name, loop.time()))
+
+    async def go() -> None:
+        await asyncio.gather(take("a", 50), take("b", 200), take("c", 10))
+        throttle.charge(100)  # by now 2.1 s worth of it
+        await take("d", 1)
+        await asyncio.sleep(100.0)
+        await take("e", 1000)
+
+    loop.run_until_complete(go())
+    assert through == [("a", 0.0), ("b", 0.5), ("c", 2.5), ("d", pytest.approx(3.6)), ("e", pytest.approx(103.6))]
+
+
+# ---------------------------------------------------------------------- from several members
+
+
+def in_pieces(monkeypatch: pytest.MonkeyPatch, num_bytes: int = 16) -> None:
+    monkeypatch.setattr(joiner_module, "PIECE_BYTES", num_bytes)
+
+
+def sent_pieces(swarm: Swarm) -> Counter[PeerId]:
+    """Bytes, by who sent them to the joiner."""
+    found = Counter[PeerId]()
+    for peer, server in swarm.servers.items():
+        found[peer] = server._transport.traffic.sent_bytes[J, PIECE]
+    return +found
+
+
+def joined(swarm: Swarm) -> Server:
+    swarm.run(swarm.step(rows(0), rows(1)))
+    joiner = swarm.join(J)
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert joiner.admission.is_member
+    swarm.weights()  # all replicas have the same
+    return joiner
+
+
+def test_members_send_the_state_together(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pieces(monkeypatch)
+    swarm = make_swarm("a a2 a3", "b b2 b3 b4")
+    joined(swarm)
+    sent = sent_pieces(swarm)
+    assert set(sent) == {"a", "a2", "a3"}
+    assert min(sent.values()) > 0.2 * sum(sent.values())
+    swarm.run(asyncio.sleep(3.0))
+    assert all(server.donor._downloads == {} for server in swarm.servers.values()), "they were told that it is through"
+
+
+def intercept(server: Server, method: str, change: Callable[[Message], Message]) -> None:
+    """Change what a server answers."""
+    handlers = server._transport._stream_handlers  # type: ignore[attr-defined]
+    handle, max_bytes = handlers[method]
+
+    async def changed(caller: PeerId, message: Message) -> Message:
+        return change(await handle(caller, message))
+
+    handlers[method] = (changed, max_bytes)
+
+
+def test_a_helper_that_dies_is_done_without(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pieces(monkeypatch)
+    swarm = make_swarm("a a2", "b b2")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    swarm.add_server(J)
+    peers = [PeerId("a"), PeerId("a2")]
+    first = peers[(swarm.servers[J].admission.me.boot_id + 1) % 2]
+    [helper] = set(peers) - {first}
+    num_pieces = 0
+
+    def fail(message: Message) -> Message:
+        nonlocal num_pieces
+        num_pieces += 1
+        if num_pieces == 3:
+            raise Unreachable("it died")
+        return message
+
+    intercept(swarm.servers[helper], PIECE, fail)
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    swarm.joining.append(swarm.loop.create_task(swarm.servers[J].joiner.enter(find)))
+    swarm.run(asyncio.sleep(1.0))
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert num_pieces >= 3
+    assert swarm.servers[J].admission.is_member
+    assert sent_pieces(swarm)[first] > 0.5 * STATE_BYTES
+    swarm.weights()
+
+
+def test_a_helper_that_sends_something_else_is_asked_no_more(
+    make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_pieces(monkeypatch)
+    swarm = make_swarm("a a2", "b b2")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    boot_id = 100 + len(swarm.servers)
+    helper = [PeerId("a"), PeerId("a2")][boot_id % 2]  # beside the first donor, and the donor of the next attempt
+
+    def spoil(message: Message) -> Message:
+        return Message(message.body, tuple(tensor ^ 1 for tensor in message.tensors)) if spoiling else message
+
+    spoiling = True
+    intercept(swarm.servers[helper], PIECE, spoil)
+    swarm.join(J)
+    assert "sent in pieces is not that of one version" in caplog.text
+    spoiling = False
+    sent = sent_pieces(swarm)
+    swarm.run(asyncio.sleep(10.0))
+    swarm.run(swarm.step(rows(2), rows(3)))
+    assert swarm.servers[J].admission.is_member
+    again = sent_pieces(swarm) - sent
+    assert len(again) == 1, "one member alone sent it the second time"
+    swarm.weights()
+
+
+def test_members_at_another_version_do_not_help(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pieces(monkeypatch)
+    swarm = make_swarm("a a2", "b b2")
+    swarm.run(swarm.step(rows(0), rows(1)))
+    joiner = swarm.add_server(J)
+    stream = joiner._transport.stream
+    refused: list[str] = []
+
+    async def between(peer: PeerId, method: str, message: Message, **more: Any) -> Message:
+        try:
+            answer = await stream(peer, method, message, **more)
+        except TicketGone as error:
+            refused.append(str(error))
+            raise
+        if method == FOLLOW:
+            await swarm.step(rows(2), rows(3))  # a record is applied before the second member is asked
+        return answer
+
+    joiner._transport.stream = between  # type: ignore[method-assign]
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find)))
+    swarm.run(asyncio.sleep(1.0))
+    assert refused == ["stage 0 is at version 2 here"]
+    assert len(sent_pieces(swarm)) == 1
+    swarm.run(swarm.step(rows(4), rows(5)))
+    assert joiner.admission.is_member
+    swarm.weights()
+
+
+# ---------------------------------------------------------------------- not too fast
+
+
+def test_what_joiners_download_keeps_to_the_rate(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = make_swarm("a", "b", limits=Limits(call_timeout=30.0, max_upload=20))
+    monkeypatch.setattr(donor, "_MIN_PIECE_BYTES", 16)
+    in_pieces(monkeypatch)
+    swarm.run(swarm.step(rows(0), rows(1)))
+    joiner = swarm.add_server(J)
+
+    async def find() -> Sequence[PeerId]:
+        return [A]
+
+    begin_s = swarm.loop.time()
+    swarm.joining.append(swarm.loop.create_task(joiner.joiner.enter(find)))
+
+    async def caught_up() -> None:
+        while not joiner.admission.has_run:  # noqa: ASYNC110 - the clock is virtual
+            await asyncio.sleep(0.1)
+
+    swarm.run(caught_up())
+    assert swarm.loop.time() - begin_s == pytest.approx(STATE_BYTES / 20, rel=0.15)

@@ -1,0 +1,332 @@
+"""Snapshots: when they are taken, who keeps them, and that there are never more than two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_swarm.client.model_state import Whole, gather_snapshots
+from lightning_swarm.coordinator.snapshot_schedule import choose_keepers
+from lightning_swarm.core.clock import VirtualLoop
+from lightning_swarm.core.errors import ConfigError, ProtocolError, TicketGone, Unreachable
+from lightning_swarm.core.limits import Limits
+from lightning_swarm.model.fingerprint import fingerprint
+from lightning_swarm.network import Message, PeerId
+from lightning_swarm.protocol.messages.run import Member
+from lightning_swarm.protocol.messages.state import HeldSnapshot, HeldSnapshots, Snapshot, SnapshotRequest
+from lightning_swarm.protocol.messages.step import Record
+from lightning_swarm.protocol.messages.wire import decode, encode
+from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
+from lightning_swarm.protocol.queries import newest_complete, newest_through, worth_keeping
+from lightning_swarm.server.state_transfer.snapshots import Store, copied
+from tests.unit.conftest import MakeSwarm
+from tests.unit.swarm import Swarm, make_module, rows
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+INTERVAL_S = 1000.0
+LIMITS = Limits(call_timeout=30.0, snapshot_interval=INTERVAL_S)
+
+
+def rosters(*names: str) -> list[list[Member]]:
+    return [[Member(peer_id=PeerId(name), boot_id=0) for name in roster.split()] for roster in names]
+
+
+def holding(**held: Sequence[tuple[int, int]]) -> dict[PeerId, HeldSnapshots]:
+    """Versions and stages by peer."""
+    return {
+        PeerId(name): HeldSnapshots(
+            host="", snapshots=[HeldSnapshot(version=v, stage_index=i, version_hash=0) for v, i in pairs]
+        )
+        for name, pairs in held.items()
+    }
+
+
+# ---------------------------------------------------------------------- who keeps what
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts", "keepers"),
+    [
+        (("a", "b"), {}, ["b", "a"]),
+        (("a b", "c"), {}, ["c", "a"]),
+        (("a", "a b"), {}, ["b", None]),  # whoever lives holds the second one
+        (("a",), {}, [None]),
+        (("a", "b", "c"), {}, ["b", "a", "a"]),
+        (("a", "b", "c", "d"), {"a": "1", "b": "1", "c": "2", "d": "2"}, ["c", "d", "a", "b"]),
+        (("a", "b", "c"), {"a": "1", "b": "1"}, ["c", "c", "a"]),  # of `c` nothing is known
+    ],
+)
+def test_another_server_keeps_a_stage_on_another_host_if_there_is_one(
+    names: Sequence[str], hosts: Mapping[str, str], keepers: Sequence[str | None]
+) -> None:
+    known = {PeerId(name): host for name, host in hosts.items()}
+    assert choose_keepers(rosters(*names), [False] * len(names), known) == keepers
+
+
+def test_what_trainers_hold_is_kept_by_no_server() -> None:
+    assert choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}) == ["b", "a", None]
+
+
+def test_where_a_trainer_may_be_replaced_a_server_keeps_what_it_holds() -> None:
+    kept = choose_keepers(rosters("a", "b", "a t"), [False, False, True], {}, has_heirs=True)
+    assert kept == ["b", "a", "b"]
+    assert choose_keepers(rosters("a", "a", "a t"), [False, False, True], {}, has_heirs=True) == [None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("held", "through", "complete"),
+    [
+        (holding(), None, None),
+        (holding(a=[(1, 0), (1, 1)], b=[(1, 1), (1, 0)]), 1, 1),
+        (holding(a=[(1, 0)], b=[(1, 1)]), None, 1),  # each stage is where its own server is
+        (holding(a=[(1, 0), (1, 1), (4, 0)], b=[(1, 1), (1, 0), (4, 1), (4, 0)]), 1, 4),
+        (holding(a=[(1, 0), (4, 0)], b=[(1, 1)]), None, 1),
+        (holding(a=[(1, 0), (1, 1)]), None, 1),  # `b` does not answer; its stage is kept by `a`
+    ],
+)
+def test_a_snapshot_is_through_when_no_stage_dies_with_its_servers(
+    held: dict[PeerId, HeldSnapshots], through: int | None, complete: int | None
+) -> None:
+    assert newest_through(held, rosters("a", "b"), [False, False]) == through
+    assert newest_complete(held, 2) == complete
+
+
+def test_what_all_servers_hold_needs_no_other() -> None:
+    held = holding(a=[(1, 0), (1, 1)], b=[(1, 0)])
+    assert newest_through(held, rosters("a b", "a"), [False, False]) is None
+    assert newest_through(holding(a=[(1, 0), (1, 1)], b=[(1, 0), (1, 1)]), rosters("a b", "a"), [False, False]) == 1
+    assert newest_through(holding(a=[(1, 0), (1, 1)], b=[(1, 0)]), rosters("a b", "a b"), [False, False]) == 1
+
+
+def test_when_a_keeper_is_gone_what_is_whole_is_kept() -> None:
+    """`b` held the first stage alone and kept the second one; the newer snapshot had not come to anyone else."""
+    held = holding(a=[(5, 0), (5, 1), (10, 1)], c=[(5, 1), (10, 1)])
+    assert newest_through(held, rosters("b", "a c"), [False, False]) is None
+    assert worth_keeping(held, rosters("b", "a c"), [False, False]) == 5
+    assert worth_keeping(holding(a=[(10, 1)]), rosters("b", "a c"), [False, False]) is None
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+async def steps(swarm: Swarm, *seeds: int, apart_s: float = 1.0) -> list[Record]:
+    records = []
+    for seed in seeds:
+        records.append(await swarm.step(rows(seed)))
+        await asyncio.sleep(apart_s)
+    return records
+
+
+def versions(swarm: Swarm) -> dict[str, list[tuple[int, int]]]:
+    """Version and stage of what each server holds."""
+    return {
+        name: [(one.version, one.stage_index) for one in server.snapshots.store.held]
+        for name, server in swarm.servers.items()
+    }
+
+
+def test_the_first_step_is_kept_by_two_and_then_one_step_an_interval(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    records = swarm.run(steps(swarm, 1, 2, 3))
+    assert [record.snapshot is not None for record in records] == [True, False, False]
+    assert versions(swarm) == {"a": [(1, 0), (1, 1)], "b": [(1, 0), (1, 1)]}
+    records = swarm.run(steps(swarm, 4, 5, 6, 7, 8, apart_s=0.6 * INTERVAL_S))
+    assert [record.snapshot and record.snapshot.keep for record in records] == [None, None, 1, None, 6]
+    both = [(6, 0), (6, 1), (8, 0), (8, 1)]
+    assert versions(swarm) == {"a": both, "b": both}
+
+
+def test_what_is_kept_is_the_stage_to_the_bit_with_its_momenta(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+    stage = swarm.servers[B].stepping.stage(1)
+    print_of_it, kept = stage.fingerprint(), copied(stage, 0)
+    swarm.run(steps(swarm, 2, 3))
+    assert stage.fingerprint() != print_of_it
+    message = swarm.run(
+        swarm.trainer.stream(A, SNAPSHOT, Message(encode(SnapshotRequest(stage_index=1, version=1))), timeout=1.0)
+    )
+    head = decode(message.body, Snapshot)
+    assert (head.version, head.stage_index, head.version_hash) == (1, 1, print_of_it)
+    assert head.optimizer == [name for name, _ in stage.module.named_stage_parameters()]
+    assert len(message.tensors) == 2 * len(head.weights), "weights, and a momentum of each"
+    assert all(map(torch.equal, message.tensors, kept.tensors))
+    with pytest.raises(TicketGone):
+        swarm.run(
+            swarm.trainer.stream(A, SNAPSHOT, Message(encode(SnapshotRequest(stage_index=1, version=2))), timeout=1.0)
+        )
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20])
+def test_what_has_no_room_in_memory_is_in_files(make_swarm: MakeSwarm, room: int) -> None:
+    limits = Limits(call_timeout=30.0, snapshot_interval=0.001, snapshot_bytes=room)
+    swarm = make_swarm("a", "b", limits=limits)
+    swarm.run(steps(swarm, 1, 2, 3, 4))
+    assert versions(swarm)["a"] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    for server in swarm.servers.values():
+        store = server.snapshots.store
+        assert (store.used_bytes > 0) == (room > 0)
+        for one in store.held:
+            head, tensors = swarm.run(store.get(one.stage_index, one.version))
+            assert (head.stage_index, head.version) == (one.stage_index, one.version)
+            assert fingerprint(tensors) == one.version_hash
+
+
+def test_a_run_of_one_server_and_one_that_wants_none_take_none(make_swarm: MakeSwarm) -> None:
+    for swarm in (
+        make_swarm("a", "a", limits=LIMITS),
+        make_swarm("a", "b", limits=Limits(call_timeout=30.0, snapshot_interval=None)),
+    ):
+        records = swarm.run(steps(swarm, 1, 2))
+        assert [record.snapshot for record in records] == [None, None]
+        assert not any(versions(swarm).values())
+
+
+def test_an_older_one_stays_until_the_newer_one_is_through(make_swarm: MakeSwarm) -> None:
+    """Stage 1 comes to nobody any more, so the first one of all is the last that is of any use."""
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+    stream = swarm.servers[B]._transport.stream
+
+    async def lost(peer: PeerId, method: str, message: Message, *, timeout: float, max_bytes: int = 0) -> Message:
+        if method == KEEP:
+            raise ProtocolError("lost")
+        return await stream(peer, method, message, timeout=timeout, max_bytes=max_bytes)
+
+    swarm.servers[B]._transport.stream = lost  # type: ignore[method-assign]
+    records = swarm.run(steps(swarm, *range(2, 8), apart_s=1.1 * INTERVAL_S))
+    orders = [record.snapshot for record in records]
+    assert [order is not None for order in orders] == [False, True, False, True, False, True]
+    assert {order.keep for order in orders if order is not None} == {1}
+    for held in versions(swarm).values():
+        assert [pair for pair in held if pair[0] == 1] == [(1, 0), (1, 1)]
+        assert len({version for version, _ in held}) == 2
+
+
+def test_a_copy_that_came_damaged_is_not_kept(make_swarm: MakeSwarm) -> None:
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+    message = copied(swarm.servers[B].stepping.stage(1), 0)
+    swarm.servers[A].snapshots.store.keep_only(None)
+    damaged = Message(message.body, tuple(tensor + 1 for tensor in message.tensors))
+    with pytest.raises(ProtocolError, match="not what its sender took"):
+        swarm.run(swarm.servers[B]._transport.stream(A, KEEP, damaged, timeout=1.0))
+    assert swarm.servers[A].snapshots.store.held == []
+    swarm.run(swarm.servers[B]._transport.stream(A, KEEP, message, timeout=1.0))
+    assert [one.stage_index for one in swarm.servers[A].snapshots.store.held] == [1]
+
+
+def test_going_back_drops_them(make_swarm: MakeSwarm) -> None:
+    from tests.unit.coordinator.test_snapshot_schedule import go_back
+
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+    assert all(versions(swarm).values())
+    go_back(swarm)
+    assert not any(versions(swarm).values())
+
+
+# ---------------------------------------------------------------------- while a disk is slow
+
+
+def slow_disk(loop: VirtualLoop, seconds: float) -> None:
+    """What runs beside the loop ends so much later."""
+
+    def run_later(_executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = loop.create_future()
+        loop.call_later(seconds, lambda: future.cancelled() or future.set_result(func(*args)))
+        return future
+
+    loop.run_in_executor = run_later  # type: ignore[method-assign]
+
+
+ON_DISK = Limits(call_timeout=30.0, snapshot_interval=INTERVAL_S, snapshot_bytes=0)
+
+
+def test_a_server_that_is_released_while_it_takes_one_serves_the_next_run(make_swarm: MakeSwarm) -> None:
+    from tests.unit.coordinator.test_snapshot_schedule import step
+    from tests.unit.peer.test_failover import begin_again, release
+
+    swarm = make_swarm("a", "a", "b", limits=ON_DISK)
+    slow_disk(swarm.loop, 10.0)
+    swarm.run(steps(swarm, 1))
+    assert versions(swarm)["a"] == [], "the first of two stages is being written"
+    assert release(swarm) == [A, B]
+    swarm.run(asyncio.sleep(100.0))
+    assert not any(versions(swarm).values())
+    begin_again(swarm, [A], [A], [B])
+    swarm.run(step(swarm, 1, 2))
+    swarm.run(asyncio.sleep(100.0))
+    assert versions(swarm)["a"] == [(1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("after_s", [5.0, 15.0, 25.0], ids=["own", "checked", "other's"])
+def test_what_is_written_while_the_run_goes_back_is_not_kept(make_swarm: MakeSwarm, after_s: float) -> None:
+    from tests.unit.coordinator.test_snapshot_schedule import go_back
+
+    swarm = make_swarm("a", "b", limits=ON_DISK)
+    slow_disk(swarm.loop, 10.0)
+    swarm.run(steps(swarm, 1, apart_s=after_s))
+    go_back(swarm)
+    swarm.run(asyncio.sleep(100.0))
+    assert not any(versions(swarm).values())
+
+
+def test_one_that_is_dropped_while_it_is_read_is_read_to_its_end(loop: VirtualLoop) -> None:
+    stage = make_module(1)
+    tensors = [parameter.detach() for parameter in stage.parameters()]
+    head = Snapshot(
+        generation=0,
+        stage_index=0,
+        version=1,
+        version_hash=fingerprint(tensors),
+        weights=[],
+        optimizer=[],
+        structure=None,
+        selection=None,
+    )
+    store = Store(0)
+    loop.run_until_complete(store.put(head, tensors, wanted=lambda: True))
+    slow_disk(loop, 10.0)
+
+    async def read() -> Sequence[Tensor]:
+        reading = asyncio.create_task(store.get(0, 1))
+        await asyncio.sleep(5.0)
+        store.keep_only(None)
+        return (await reading)[1]
+
+    assert fingerprint(loop.run_until_complete(read())) == head.version_hash
+    with pytest.raises(TicketGone):
+        loop.run_until_complete(store.get(0, 1))
+
+
+def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -> None:
+    """Its version comes again."""
+    swarm = make_swarm("a", "b", limits=LIMITS)
+    swarm.run(steps(swarm, 1))
+
+    def gather() -> Whole | None:
+        run = swarm.steps.run
+        return swarm.run(gather_snapshots(swarm.trainer, run, [1], timeout=5.0, max_bytes=1 << 20))
+
+    assert gather() is not None
+    for server in swarm.servers.values():
+        message = copied(swarm.servers[B].stepping.stage(1), 3)
+        put = server.snapshots.store.put(decode(message.body, Snapshot), message.tensors, wanted=lambda: True)
+        swarm.run(put)
+    with pytest.raises(Unreachable, match="the snapshot of stage 1"):
+        gather()
+
+
+def test_an_interval_is_a_time_or_nothing() -> None:
+    assert Limits(snapshot_interval=None).snapshot_interval is None
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="snapshot_interval"):
+            Limits(snapshot_interval=wrong)
+    with pytest.raises(ConfigError, match="revive_timeout"):
+        Limits(revive_timeout=None)  # type: ignore[arg-type]

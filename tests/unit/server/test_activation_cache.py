@@ -1,0 +1,71 @@
+"""What a server keeps for backward: never more than its budget, and lost without harm."""
+
+from __future__ import annotations
+
+from lightning_swarm.server.activation_cache import Cache, Kept
+from lightning_swarm.server.compute import Graph
+from tests.unit.swarm import MODE
+
+GRAPH = Graph([], [], has_drawn=False, seen=None, again=lambda: GRAPH)
+
+
+def kept(input_bytes: int, graph_bytes: int) -> Kept:
+    return Kept((), {}, [], MODE, 0, graph=GRAPH, graph_bytes=graph_bytes, input_bytes=input_bytes)
+
+
+def test_what_is_kept_is_counted_and_taken_once() -> None:
+    cache = Cache(100)
+    one = kept(10, 20)
+    cache.keep("x", one)
+    assert cache.used_bytes == 30
+    assert cache.take("x") is one
+    assert cache.take("x") is None
+    assert cache.used_bytes == 0
+
+
+def test_the_same_name_is_kept_once() -> None:
+    cache = Cache(100)
+    cache.keep("x", kept(10, 20))
+    again = kept(5, 5)
+    cache.keep("x", again)
+    assert cache.used_bytes == 10
+    assert cache.take("x") is again
+
+
+def test_the_graph_goes_before_the_input() -> None:
+    cache = Cache(100)
+    cache.keep("x", kept(40, 60))
+    assert cache.full
+    cache.take("x")
+    cache.keep("x", kept(40, 61))
+    without_graph = cache.take("x")
+    assert without_graph is not None
+    assert (without_graph.graph, without_graph.graph_bytes) == (None, 0)
+    assert (cache.num_dropped_graphs, cache.used_bytes) == (1, 0)
+
+
+def test_what_does_not_fit_pushes_out_nothing() -> None:
+    cache = Cache(100)
+    oldest = kept(60, 0)
+    cache.keep("oldest", oldest)
+    cache.keep("new", kept(41, 0))
+    assert cache.take("new") is None
+    assert cache.take("oldest") is oldest
+    assert not cache.full
+
+
+def test_a_cache_without_room_keeps_nothing() -> None:
+    cache = Cache(0)
+    assert cache.full
+    cache.keep("x", kept(1, 1))
+    assert cache.take("x") is None
+    assert cache.used_bytes == 0
+
+
+def test_a_step_is_dropped_by_its_prefix() -> None:
+    cache = Cache(100)
+    for name in ("s1.a", "s1.b", "s10.a"):
+        cache.keep(name, kept(10, 0))
+    cache.drop("s1.")
+    assert cache.used_bytes == 10
+    assert cache.take("s10.a") is not None

@@ -1,0 +1,62 @@
+"""The ledger: each receipt once, and after the closing only what it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
+from lightning_swarm.protocol.messages.calls import Receipt
+from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
+from lightning_swarm.server.gradient_buffer import Ledger
+
+ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
+
+
+def filled(*receipts: Receipt) -> Ledger:
+    ledger = Ledger(step=3, attempt=1)
+    for receipt in receipts:
+        assert ledger.add(receipt) is True
+    return ledger
+
+
+def test_a_receipt_is_entered_once() -> None:
+    ledger = filled(ONE, TWO)
+    assert ledger.add(ONE) is False
+    assert ledger.holds(ONE)
+    assert not ledger.holds(THREE)
+
+
+def test_none_is_added_after_a_closing_that_does_not_name_it() -> None:
+    ledger = filled(ONE)
+    assert not ledger.frozen
+    ledger.freeze([ONE, TWO])
+    assert ledger.frozen
+    with pytest.raises(LeaseRevoked, match=r"step 3 is closed, .* microbatch \(4, 0, 0\)"):
+        ledger.add(THREE)
+    assert not ledger.holds(THREE)
+    assert ledger.add(TWO) is True
+    assert ledger.add(ONE) is False, "a repetition is harmless at any time"
+
+
+def test_a_frozen_ledger_adds_nothing_but_knows_what_it_holds() -> None:
+    ledger = filled(ONE)
+    ledger.freeze(())
+    assert ledger.add(ONE) is False
+    with pytest.raises(LeaseRevoked):
+        ledger.add(TWO)
+
+
+def test_it_says_all_that_it_holds_and_of_which_batches() -> None:
+    assert filled(THREE, ONE).held == {ONE, THREE}
+    assert filled().held == frozenset()
+    assert filled(THREE, ONE).holds_any({4, 8})
+    assert not filled(THREE, ONE).holds_any({1, 8})
+    assert not filled(THREE).holds_any(())
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 64, 1001])
+def test_bitmaps_come_back(length: int) -> None:
+    flags = [i % 3 == 0 for i in range(length)]
+    assert from_bitmap(to_bitmap(flags), length) == flags
+    with pytest.raises(ProtocolError, match="must have"):
+        from_bitmap(to_bitmap(flags) + b"\0", length)

@@ -1,0 +1,93 @@
+"""Which versions of the weights go with a loop that is between two batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, cast
+
+import pytest
+
+from lightning_swarm.client.session import News
+from lightning_swarm.strategy.rollback.loop_state import Between, LoopState, LoopStates
+
+
+def between(version: int, through: Sequence[int] = (), news: int | None = None) -> Between:
+    state = cast(LoopState, object())
+    return Between(state, version, version, through, News(version), None if news is None else News(news))
+
+
+def versions(one: Between, *, is_lead: bool = False, counted: Collection[int] = ()) -> list[int]:
+    """Of 0 to 9 those that go with it."""
+
+    def counts(step: int, firsts: Collection[int]) -> bool:
+        return step == one.version and set(firsts) <= set(counted)
+
+    return [version for version in range(10) if one.is_at(version, counts, is_lead=is_lead)]
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (between(4, news=4), [4]),
+        (between(4, news=7), [4, 5, 6, 7]),  # others filled steps
+        (between(4, [0], news=4), []),  # its batch is in no record as yet
+        (between(4, [0], news=5), [5]),
+        (between(4, [0], news=7), [5, 6, 7]),
+        (between(4), [4, 5, 6, 7, 8, 9]),  # whatever others do, its next batch has no place
+        (between(4, [0]), []),
+    ],
+)
+def test_from_its_last_step_to_that_of_its_next_batch(one: Between, expected: list[int]) -> None:
+    assert versions(one) == expected
+
+
+def test_what_its_server_knows_counts_before_it_has_heard() -> None:
+    assert versions(between(4, [0, 8]), counted=[0, 4, 8]) == [5, 6, 7, 8, 9]
+    assert versions(between(4, [0, 8]), counted=[0, 4]) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (between(4, news=4), [4]),
+        (between(4, news=7), [4, 7]),  # what others logged came for all steps together
+        (between(4, [0], news=5), [5]),
+        (between(4), [4]),
+        (between(4, [0]), []),
+    ],
+)
+def test_the_lead_needs_what_others_logged(one: Between, expected: list[int]) -> None:
+    assert versions(one, is_lead=True, counted=[0]) == expected
+
+
+def states(*kept: Between, is_lead: bool = False) -> LoopStates:
+    found = LoopStates(cast(Any, None), (), is_lead=is_lead)
+    found._kept = kept
+    return found
+
+
+def test_it_goes_on_as_late_as_can_be() -> None:
+    early, late = between(3, news=5), between(5)
+    assert states(early, late).find(5) is late
+    assert states(early, late).find(4) is early
+    assert states(early, late).find(2) is None
+
+
+def test_what_goes_with_no_snapshot_is_forgotten() -> None:
+    one, two, three, newest = between(1, news=2), between(2, [0], news=3), between(3, [0], news=4), between(4)
+    kept = states(one, two, three, newest)
+    kept.forget([2, 4])
+    assert kept._kept == (one, newest)
+    kept.forget([])
+    assert kept._kept == (newest,)
+
+
+def test_the_lead_says_which_versions_it_has() -> None:
+    assert set(states(between(1, news=2), between(2, [0], news=3), between(3, [0]), is_lead=True).versions) == {1, 2, 3}
+
+
+def test_only_the_first_place_after_it_is_news() -> None:
+    kept = states(between(4, [0]))
+    kept.placed(News(6))
+    kept.placed(News(8))
+    assert versions(kept._kept[0]) == [5, 6]

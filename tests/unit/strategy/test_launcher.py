@@ -1,0 +1,247 @@
+"""Which surroundings the launcher can start peers from."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_swarm import SwarmStrategy
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.core.process import leaving_on_signals
+from lightning_swarm.network.addresses import Address
+from lightning_swarm.peer import process
+from lightning_swarm.strategy import launcher
+from lightning_swarm.strategy.launcher import SwarmLauncher
+
+ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
+
+
+@pytest.mark.parametrize(("num_peers", "fits"), [(1, True), (2, False)])
+def test_a_notebook_has_no_script_to_run_again_for_a_second_peer(num_peers: int, fits: bool) -> None:
+    assert SwarmLauncher(SwarmStrategy(), num_peers).is_interactive_compatible is fits
+
+
+def test_peers_that_would_build_another_module_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(SwarmLauncher, "_first_module", None)
+    monkeypatch.setattr(SwarmLauncher, "_start_peers", lambda self, _: started.append(self._num_peers))
+
+    def launch(module: L.LightningModule, num_peers: int) -> None:
+        strategy: Any = SimpleNamespace(config=SwarmStrategy().config, peer=None, check=lambda *_: None)
+        trainer: Any = SimpleNamespace(lightning_module=module)
+        SwarmLauncher(strategy, num_peers).launch(lambda: None, trainer=trainer)
+
+    first, second = L.LightningModule(), L.LightningModule()
+    launch(first, 2)
+    launch(first, 2)
+    launch(second, 1)
+    with pytest.raises(ConfigError, match=r"module of the script's first `fit`; this LightningModule is another one"):
+        launch(second, 2)
+    assert started == [2, 2, 1]
+
+
+def test_whom_to_join_comes_from_the_script_or_from_who_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = SwarmStrategy(initial_peers=f"203.0.113.7:31337/{ID}").config
+    assert process.settle(named, 0) == named
+    monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:5/{ID} /ip4/192.0.2.2/tcp/5/p2p/{ID}")
+    for config in named, SwarmStrategy().config:
+        told = process.settle(config, 0)
+        assert [str(address.place) for address in told.initial_peers] == ["192.0.2.1:5", "192.0.2.2:5"]
+        assert told.only_serves
+    monkeypatch.setenv("SWARM_JOIN", "192.0.2.1:5")
+    with pytest.raises(ConfigError, match="must be host:port/id"):
+        process.settle(named, 0)
+
+
+def test_children_serve_at_places_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_JOIN", f"192.0.2.1:31337/{ID}")
+    monkeypatch.setenv("SWARM_RUN_ID", "the parent's")
+    config = SwarmStrategy(
+        role="trainer", listen="0.0.0.0:31337", announce="192.0.2.1:31337", identity_path="key"
+    ).config
+    child = process.settle(config, 2)
+    assert child.only_serves
+    assert child.run_id == "the parent's"
+    assert (str(child.listen), str(child.announce[0]), child.identity_path) == (
+        "0.0.0.0:31339",
+        "192.0.2.1:31339",
+        None,
+    )
+
+
+def test_peers_that_are_started_together_know_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def popen(command: Any, env: dict[str, str], **options: Any) -> None:
+        told.append(env["SWARM_LAUNCH_ID"])
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", popen)
+    lead = SwarmLauncher(SwarmStrategy(), 3)
+    lead._start_children([], [])
+    first = lead.launch_id
+    lead._start_children([], [])
+    assert told == [first, first, lead.launch_id, lead.launch_id]
+    assert len(set(told)) == 2
+    monkeypatch.setenv("SWARM_LAUNCH_ID", first)
+    assert SwarmLauncher(SwarmStrategy(), 3).launch_id == first
+
+
+@pytest.mark.parametrize(
+    ("fn", "role", "invites"),
+    [
+        (TrainerFn.FITTING, "auto", True),
+        (TrainerFn.VALIDATING, "auto", False),
+        (TrainerFn.TESTING, "auto", False),
+        (TrainerFn.PREDICTING, "auto", False),
+        (TrainerFn.VALIDATING, "server", True),
+    ],
+)
+def test_only_who_lets_others_in_invites_them(
+    monkeypatch: pytest.MonkeyPatch, fn: TrainerFn, role: Any, invites: bool
+) -> None:
+    said: list[str] = []
+    runtime = SimpleNamespace(run=lambda _: [f"/ip4/127.0.0.1/tcp/5/p2p/{ID}"])
+    transport = SimpleNamespace(addresses=lambda: None)
+    peer = SimpleNamespace(runtime=runtime, transport=transport, check_run_id=lambda: None)
+    monkeypatch.setattr(launcher, "hivemind_peer", lambda _: peer)
+    monkeypatch.setattr(launcher, "rank_zero_info", said.append)
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=fn))
+    SwarmLauncher(SwarmStrategy(role=role), 1)._start_peers(trainer)
+    assert len(said) == invites
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "named"),
+    [
+        (["/home/me/train.py", "--lr", "0.1"], None, "train.py --lr 0.1"),
+        (["/home/me/my project/train.py"], None, "train.py"),
+        (["/site/my_project/train.py", "x"], "my_project.train", "-m my_project.train x"),
+        (["/bin/lightning-swarm", "fit", "--config", "run.yaml"], None, "--config run.yaml"),
+        (["/site/lightning_swarm/__main__.py", "fit", "-c", "a b"], "lightning_swarm.__main__", "-c 'a b'"),
+        (
+            [
+                "lightning-swarm",
+                "fit",
+                "-c",
+                "x",
+                "--trainer.strategy.role=both",
+                "--trainer.strategy.num_stages",
+                "2",
+                "--trainer.strategy.init_args.announce",
+                "192.0.2.9:5",
+                "--trainer.devices",
+                "4",
+                "--seed_everything=1",
+            ],
+            None,
+            "-c x --trainer.strategy.num_stages 2 --seed_everything=1",
+        ),
+    ],
+)
+def test_the_invitation_names_the_address_and_the_program(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], name: str | None, named: str
+) -> None:
+    monkeypatch.setattr("sys.argv", argv)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", name and SimpleNamespace(name=name))
+    inner, outer = Address.parse(f"127.0.0.1:5/{ID}"), Address.parse(f"192.0.2.1:5/{ID}")
+    config = SwarmStrategy().config
+    line = process.invitation(config, [inner, outer])
+    assert line == f"Peers can join this run: lightning-swarm join 192.0.2.1:5/{ID} {named}"
+    line = process.invitation(config, [inner])
+    assert line.startswith("Peers of this machine only (others: set `listen`")
+    assert line.endswith(f"lightning-swarm join 127.0.0.1:5/{ID} {named}")
+    start, more = process.invitation(SwarmStrategy(role="server").config, [outer]).split("\n")
+    if "lightning" in argv[0]:
+        place = f"--trainer.strategy.role both --trainer.strategy.initial_peers 192.0.2.1:5/{ID}"
+        assert start == f"This server waits for its run. A peer starts it with lightning-swarm fit {named} {place}"
+    else:
+        assert start.endswith(f"starts it with SwarmStrategy(role='both', initial_peers='192.0.2.1:5/{ID}')")
+    assert more == f"More servers: lightning-swarm serve 192.0.2.1:5/{ID} {named}"
+    line = process.invitation(SwarmStrategy(initial_peers=f"192.0.2.9:5/{ID}").config, [outer])
+    assert line.startswith(
+        "This peer asks for a place in run 'swarm'. Ctrl-C or SIGTERM has it leave between two steps. "
+    )
+    assert line.endswith(f"lightning-swarm join 192.0.2.1:5/{ID} {named}")
+
+
+def test_the_first_signal_asks_to_leave_and_the_second_ends_at_once() -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    told: list[str] = []
+    with leaving_on_signals(told.append):
+        signal.raise_signal(signal.SIGTERM)
+        assert told == ["SIGTERM"]
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGINT)
+    assert ended.value.code == 130
+    assert told == ["SIGTERM"]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_signals_are_left_alone_beside_the_main_thread() -> None:
+    def serve() -> None:
+        with leaving_on_signals(lambda _: None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    seen: list[Any] = []
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+class Child:
+    """A process of this machine's that ends when it is asked to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.stdin = io.BytesIO()
+        self.pid = 0
+
+    def terminate(self) -> None:
+        self.asked.append("terminate")
+
+    def kill(self) -> None:
+        self.asked.append("kill")
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.asked.append(f"wait {timeout is not None and timeout > 100.0}")
+        return 0
+
+
+def leaving(reason: Callable[[SwarmLauncher], None], role: Any = "server") -> tuple[list[str], list[str]]:
+    """What a launcher with one child does when it is to leave: at its peer, and at the child."""
+    left: list[str] = []
+    peer = SimpleNamespace(leave=lambda: left.append("left"))
+    strategy: Any = SimpleNamespace(config=SwarmStrategy(role=role).config, peer=peer)
+    one, child = SwarmLauncher(strategy, 2), Child()
+    one._children = [child]  # type: ignore[list-item]
+    reason(one)
+    one._end_children_in_order(0)
+    return left, child.asked
+
+
+def test_who_leaves_has_its_machine_leave_and_waits_for_it() -> None:
+    for reason in (lambda one: one._leave("SIGTERM"), lambda one: one._heed("AWS will stop this spot instance")):
+        assert leaving(reason) == (["left"], ["terminate", "wait True"])
+
+
+def test_a_trainer_takes_a_notice_for_a_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If somebody looks out for one, as Lightning does; else it would be the end of the process."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(launcher.os, "kill", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr(launcher.signal, "getsignal", lambda _: signal.SIG_DFL)
+    leaving(lambda one: one._heed("GCP preempts this machine"), role="both")
+    assert sent == []
+    monkeypatch.setattr(launcher.signal, "getsignal", lambda _: lambda *_: None)
+    assert leaving(lambda one: one._heed("GCP preempts this machine"), role="both") == ([], ["wait False"])
+    assert sent == [(os.getpid(), signal.SIGTERM)]
