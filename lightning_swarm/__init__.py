@@ -35,16 +35,8 @@ __all__ = [
     "SwarmStrategy",
     "SwarmView",
     "__version__",
-    "boundary",
-    "config",
-    "errors",
-    "events",
     "insert_boundary",
-    "nn",
-    "preemption",
     "restore_boundary",
-    "status",
-    "view",
 ]
 
 # Modules that users import by these names, wherever they stand: `import lightning_swarm.nn`.

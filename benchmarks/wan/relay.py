@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline import microbatch_run
+from lightning_swarm.client.pipeline import pipeline
 from lightning_swarm.client.pipeline.microbatch_run import Passage, _nothing, _settle
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
@@ -38,7 +38,7 @@ def install() -> Switch:
 
         relays = property(lambda self: switch.on)
 
-    microbatch_run.Passage = Either  # type: ignore[misc]
+    pipeline.Passage = Either  # type: ignore[misc]
     return switch
 
 

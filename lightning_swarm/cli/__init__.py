@@ -1,6 +1,6 @@
 """The command `lightning-swarm`, and `SwarmCLI` for commands of one's own."""
 
-from lightning_swarm.cli.main import main
+from lightning_swarm.cli.commands import main
 from lightning_swarm.cli.swarm_cli import SwarmCLI
 
 __all__ = ["SwarmCLI", "main"]

@@ -19,6 +19,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.events import EventKind, Noted
 
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
+_outage_log = logging.getLogger(__name__)
 
 _WARNED: Final = frozenset({"strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
 _FATES: Final = frozenset({"gone", "left", "joined"})  # of a peer: each ends another
@@ -206,7 +207,7 @@ class Vigil:
             )
         if now_s >= wait.told_s + _INTERVAL_S:
             wait.told_s = now_s
-            _log.warning(
+            _outage_log.warning(
                 "Step %d waits for stage %d: nobody of it is there. %s was lost last, %.0f s ago (%s). The run goes on "
                 "as soon as one of %s answers; others join with `lightning-swarm join %s`. It is given up in %.0f s.",
                 step,

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from lightning_swarm import cli
-from lightning_swarm.cli import join, main, trainer
+from lightning_swarm.cli import commands, join, trainer
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
 from lightning_swarm.cli.swarm_cli import SwarmCLI
 from lightning_swarm.network import addresses as addresses_module
@@ -198,8 +198,8 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "path", [*sys.path]),
         mock.patch.dict(sys.modules, {"my_project": my_project, "my_project.train": ModuleType("train")}),
-        mock.patch.object(main, "_run", run),
-        mock.patch.object(main, "follow_environment"),
+        mock.patch.object(commands, "_run", run),
+        mock.patch.object(commands, "follow_environment"),
         mock.patch.object(SwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(OtherSwarmCLI, "_run_subcommand", run_subcommand),
         mock.patch.object(_bootstrap, "run", told.append),

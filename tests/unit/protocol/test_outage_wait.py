@@ -17,7 +17,7 @@ def keep(vigil: Vigil, now_s: float, gone: dict[PeerId, SwarmError] | None = Non
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.endswith("vigil")]
+    return [record.getMessage() for record in caplog.records if record.name == "lightning_swarm.protocol.events"]
 
 
 def test_one_line_a_minute_says_what_is_missing_and_how_to_join(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from lightning_swarm import network as network_module
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import (
     Busy,
@@ -236,7 +235,7 @@ def test_a_ticket_larger_than_the_limit_is_refused(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("num_bytes", "num_fetched"), [(60_000, 0), (SMALL_BYTES - 4, 0), (SMALL_BYTES, 1)])
 def test_what_is_small_comes_with_the_word_that_it_is_there(pair: Pair, num_bytes: int, num_fetched: int) -> None:
-    bound = network_module.SMALL_BYTES
+    bound = tickets.SMALL_BYTES
     pair.holder.offer("x", Message(b"body", (torch.zeros(num_bytes, dtype=torch.uint8),)))
     message = pair.run(pair.asker.fetch(pair.holder.ticket("x"), timeout=1.0))
     assert (message.body, message.tensors[0].numel()) == (b"body", num_bytes)
@@ -260,7 +259,7 @@ def test_no_more_comes_than_was_asked_for(pair: Pair, take_bytes: int) -> None:
     for name in ("x", "large"):
         request = Message(encode(WaitRequest(name=name, hold_s=1.0, take_bytes=take_bytes)))
         answer = pair.run(pair.asker._transport.stream(PeerId("holder"), WAIT_METHOD, request, timeout=1.0))
-        is_taken = name == "x" and take_bytes > 10 and network_module.SMALL_BYTES > 0
+        is_taken = name == "x" and take_bytes > 10 and tickets.SMALL_BYTES > 0
         assert decode(answer.body, WaitReply) == WaitReply(ready=True, taken=b"body" if is_taken else None)
         assert len(answer.tensors) == is_taken
 
