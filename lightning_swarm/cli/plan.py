@@ -21,7 +21,6 @@ from lightning_swarm.monitor.survey import picture, short_name
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.config import Compression
-from lightning_swarm.planner import probe
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumed, Live, Pace, read
 from lightning_swarm.planner.machine_files import NOTHING_SAID, Travel, read_machines, read_travel
@@ -313,8 +312,9 @@ def _of_numbers(arguments: argparse.Namespace) -> _Subject:
 
 def _of_file(path: Path, *, measured: bool) -> _Subject:
     """The model of a file that `fit` takes; its Trainer and data are made, too, and not used."""
-    require_jsonargparse("plan --config")
+    from lightning_swarm.planner import probe
 
+    require_jsonargparse("plan --config")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)

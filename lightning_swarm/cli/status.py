@@ -11,7 +11,6 @@ from lightning_swarm.core.errors import ConfigError, PeerError, Unreachable
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.doctor import Obstacle, knock
 from lightning_swarm.monitor.survey import Picture, Sighting, picture
-from lightning_swarm.network import hivemind
 from lightning_swarm.network.addresses import Address
 
 _START_TIMEOUT_S: Final = 30.0
@@ -44,6 +43,7 @@ def looks(address: Address, *, every_s: float | None, timeout: float) -> Generat
                 f"`{name}` must be a number of seconds above 0, got {seconds}. Leave it out, or raise it."
             )
     from lightning_swarm.core.event_loop import ThreadRuntime
+    from lightning_swarm.network import hivemind  # a second, and only needed here
 
     with contextlib.closing(ThreadRuntime("status")) as runtime:
         transport, directory = runtime.run(hivemind.start(startup_timeout=_START_TIMEOUT_S))

@@ -22,7 +22,7 @@ from typing import Final
 from packaging.specifiers import SpecifierSet
 
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
-from lightning_swarm.network import Transport, hivemind
+from lightning_swarm.network import Transport
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import handshake
 from lightning_swarm.protocol.handshake import Meeting, installed_version
@@ -348,6 +348,7 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
 def meet(addresses: Sequence[Address]) -> Iterator[tuple[Dialed, Meeting | None]]:
     """Ask the peers at addresses, behind each of which libp2p answers, who they are."""
     from lightning_swarm.core.event_loop import ThreadRuntime
+    from lightning_swarm.network import hivemind  # a second, and only needed here
 
     with contextlib.closing(ThreadRuntime("doctor")) as runtime:
         transport, directory = runtime.run(hivemind.start(startup_timeout=_TIMEOUT_S))

@@ -17,7 +17,7 @@ from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilLost
 from lightning_swarm.core.process import Housekeeping
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
-from lightning_swarm.network import Directory, Transport, hivemind
+from lightning_swarm.network import Directory, Transport
 from lightning_swarm.network.addresses import Address, widest
 from lightning_swarm.network.bandwidth import Carried, Link
 from lightning_swarm.peer import discovery, lead, preemption
@@ -259,6 +259,8 @@ class Peer:
 
 def hivemind_peer(config: SwarmConfig) -> Peer:
     """A peer on a real network, with its loop and its compute in threads of their own."""
+    from lightning_swarm.network import hivemind  # starts nothing, but costs a second that tests can do without
+
     runtime = ThreadRuntime(housekeeping=Housekeeping(keeps_memory=not tunes_malloc()))
     try:
         transport, directory = runtime.run(

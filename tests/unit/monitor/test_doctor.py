@@ -294,7 +294,6 @@ def test_a_peer_that_is_no_address(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 
 def test_a_daemon_that_does_not_start_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_swarm.monitor import doctor
 
     async def start(**_: object) -> None:
         raise OSError("no such luck")

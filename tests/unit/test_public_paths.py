@@ -1,0 +1,40 @@
+"""Modules keep the names by which users import them, wherever they stand in the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PATHS = {
+    "lightning_swarm.boundary": "Bottleneck",
+    "lightning_swarm.cli": "SwarmCLI",
+    "lightning_swarm.config": "Compression",
+    "lightning_swarm.errors": "ConfigError",
+    "lightning_swarm.events": "Event",
+    "lightning_swarm.nn": "Sequential",
+    "lightning_swarm.preemption": "watch",
+    "lightning_swarm.pytorch_lightning": "SwarmStrategy",
+    "lightning_swarm.status": "SwarmStatus",
+    "lightning_swarm.strategy": "SwarmStrategy",
+    "lightning_swarm.testing": "local_swarm",
+    "lightning_swarm.view": "SwarmView",
+}
+
+
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    """What a fresh process imports by each path alone, before anything else of the package."""
+    program = "\n".join(
+        f"from {path} import {name}; import {path}; assert {path}.{name} is {name}; print('{path}')"
+        for path, name in PATHS.items()
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200.0, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_public_path_imports(path: str, imported: set[str]) -> None:
+    assert path in imported
