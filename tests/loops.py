@@ -11,7 +11,7 @@ from lightning_swarm.protocol.messages.batches import NEEDED, TravellingLoop
 
 
 def travelling(**changes: Any) -> dict[str, Any]:
-    """A value of `plain`'s, which a peer that could lead keeps."""
+    """A value of `plain_values`'s, which a peer that could lead keeps."""
     checkpoint = {**dict.fromkeys(NEEDED), "epoch": 1, "loops": {"fit_loop": {"state_dict": {}}}}
     loop = TravellingLoop(
         checkpoint=checkpoint,

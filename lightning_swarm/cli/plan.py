@@ -93,7 +93,7 @@ def add_live_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_live(arguments: argparse.Namespace) -> int:
-    """Look at the swarm twice, plan, and print it. Returns the exit status, as `planning.run`.
+    """Look at the swarm twice, plan, and print it. Returns the exit status, as `run`.
 
     Raises:
         ConfigError: What was given cannot be.

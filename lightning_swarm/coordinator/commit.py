@@ -1,7 +1,7 @@
 """The end of a step: freeze, average, decide, apply.
 
 Who does not answer is left out of the rest of the step, and of the next roster by its record; what it held is computed
-again elsewhere (`sums.py`), and the round is repeated.
+again elsewhere (`step/reconcile.py`), and the round is repeated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Deciding a record: a majority of the previous record's voters accepted it under one term. Pure.
+"""Deciding a record: a majority of the previous record's voters accepted it under one term.
 
 A slot is a step of a run's generation; one record is decided for it. Whoever wants to decide first has a majority
 promise to accept nothing of a lower term any more, hears from them what they have accepted, and finishes the one of the
-highest term. `Voter` is one vote; `Ballot` is one proposer's part in one slot. `proposer.py` puts both on a network.
+highest term. `Voter` is one vote; `Ballot` is one proposer's part in one slot. `Proposer` puts both on a network.
 
 Source: single-decree Paxos (Lamport, The Part-Time Parliament, 1998), with promises kept from slot to slot while the
 voters stay the same. Beyond it: a *fence*. The servers hold the mean gradients of one round only, and a record can be

@@ -144,6 +144,9 @@ def _outcome(
     return Outcome(record, logs, {first: one for first, one in found.items() if one is not None})
 
 
+# Succession of the lead. A peer that holds the state of the lead's loop goes back with the run, to the newest snapshot
+# of all stages and of the loop. The coordinator names it to all servers; from then on they release the run on its word.
+# It begins the next generation only if a majority of the voters heard its name: they vote for no record of the old one.
 def choose_heir(held: Held, seniority: Sequence[PeerId], num_stages: int) -> tuple[PeerId, int] | None:
     """Who goes on from where: the newest version that is whole, and of those who have its loop the oldest. Pure.
 

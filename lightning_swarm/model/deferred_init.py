@@ -4,8 +4,6 @@ So a model that fits nowhere is built as its author wrote it, and any part of it
 have if all of it had been built on a device, random ones included.
 
 The idea is that of `deferred_init` in torchdistX.
-
-`recording.py` writes down, `redoing.py` does again, `notes.py` is what is written.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ class Folder:
         return any(path[:2] == (OPTIMIZER, "param_groups") for path in self._paths.values())
 
     def read_groups(self) -> dict[str, Any]:
-        """The optimizer's parameter groups, as `optimizer_states.by_names` has them; of its state, what is theirs."""
+        """The optimizer's parameter groups, as `optimizer_state.by_names` has them; of its state, what is theirs."""
         groups = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "param_groups")]
         written = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3] == GROUP]
         return {"state": {}, **self._read([*groups, *written])[OPTIMIZER]}

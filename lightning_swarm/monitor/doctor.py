@@ -372,8 +372,6 @@ async def _meet(transport: Transport, address: Address) -> tuple[Dialed, Meeting
         return Dialed(address=at, obstacle=obstacle, detail=str(error)), None
 
 
-__all__ = ["Finding", "examine"]
-
 _SOCKETS = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
 _START_TIMEOUT_S = 30.0
 

@@ -245,8 +245,6 @@ def _duration(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes >= 1 else f"{seconds:.0f} s"
 
 
-__all__ = ["REPORT", "Sighting", "answer", "look", "run_id_of"]
-
 REPORT: Final = "peer.report"
 OTHERS: Final = "peer.others"
 

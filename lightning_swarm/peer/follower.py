@@ -31,6 +31,9 @@ CLAIM: Final = "run.claim"
 _POLL_S: Final = 0.2
 
 
+# Exactly one program begins a run. Each one that would begin it announces it, then asks all others that did. It gives
+# way to one that begins already, or has the lower id; of any two, at least one has heard of the other. A program that
+# gave way waits for the run, and claims it anew when nothing comes of it.
 async def find_run(directory: Directory, transport: Transport, config: SwarmConfig) -> RunView | None:
     """The run that is under way, as its coordinator shows it."""
     timeout = config.limits.leave_timeout

@@ -52,6 +52,8 @@ _SOON_S: Final = 600.0
 """Left out again so soon after it came back, it counts as one that cannot stay."""
 
 
+# A server that did not answer for a while, because its machine slept or its link was down, is left out by a record. It
+# is no member any more, and comes back as any joiner does.
 class Stay:
     """One server's.
 

@@ -72,7 +72,7 @@ def alone(model: Model, machine: Machine, batch_size: int) -> Alone | None:
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
-    """Machines by stage, so that the slowest stage is about as fast as can be; as `rebalancing.optimum` does.
+    """Machines by stage, so that the slowest stage is about as fast as can be; as `rebalancing.policy` does.
 
     Args:
         rates: Samples/s of each machine at a stage, all of them above 0. The first one is the starter's.
@@ -108,6 +108,8 @@ STEP_TRIPS: Final = 6
 """Round trips one after the other in it: grant, freeze, two of the averaging, accept, decided."""
 
 
+# A step is: all microbatches forward, the loss, all of them backward, the averaging within the stages, the record.
+# Stages work at the same time; a machine's line and its processor take turns.
 class Predictor:
     """Says for one number of stages, and of machines, what each size of batch gives.
 

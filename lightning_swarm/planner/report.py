@@ -16,6 +16,8 @@ WIDTHS: Final = tuple(2**power for power in range(7, 15))
 """From 128 to 16384 features of a token."""
 
 
+# Compute grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
+# Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
 def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
     """The share of its time for which a machine with one block as its stage computes, one sample at a time.
 

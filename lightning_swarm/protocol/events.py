@@ -1,6 +1,6 @@
-"""Waiting for a stage of which nobody is there: what is said meanwhile, and until when.
+"""Events of a peer, noted and counted; and the wait for a stage that nobody serves, with what is said meanwhile.
 
-The time comes with each call, so it asks no clock.
+The wait is told the time with each call, so it asks no clock.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _MAX_LOGS: Final = 4096
 """Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come."""
 
 
+# Each peer has one `EventLog`. The code that handles a fault notes it, and decides nothing by it. Peers tell the
+# coordinator how often they noted what; the coordinator tells the lead, whose loggers get the sum.
 @dataclass(frozen=True)
 class Event:
     """One of them.

@@ -1,14 +1,7 @@
-"""Steps: each granted sample in exactly one decided record.
+"""Names of the methods that peers call on each other.
 
-``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed what trains,
-``select -> settle`` come first. `policy.py` counts what the open step was granted, `books.py` is all that who
-coordinates knows; `trainers.py` answers trainers by it, `places.py` says who gets a place, `windows.py` which batches a
-step takes, `ends.py` what is told of a step's end, `coordinator.py` is the role as a whole. `closing.py` ends steps,
-`sums.py` brings the servers' sums to what a step counts, `ledgers.py` reads what they hold, `planning.py` says how,
-`replays.py` has computed again what is missing, and `attendance.py` knows who takes part; `voting.py` is how records
-are decided, `proposer.py` decides them, `told.py` knows of which events the lead was told. `gate.py` hears which
-servers join and leave, `enrolment.py` which trainers; `rosters.py` says who is in then. At a trainer, `client.py` asks
-for places and records, `enlisting.py` for a part in the run; `coordinator_calls.py` finds who answers.
+A step is ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed
+what trains, ``select -> settle`` come first. So each granted sample is in exactly one decided record.
 """
 
 ADMIT = "server.admit"

@@ -13,6 +13,7 @@ from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.server.averaging import deterministic
 
 
+# The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
 class Ledger:
     """Receipts of one stage for one attempt of one step."""
 
@@ -138,7 +139,7 @@ class ExactSum(GradientSum):
     What does not fit is not added but counted: then the sum has no mean.
 
     Attributes:
-        values: As in `averaging.fixed_point`.
+        values: As in `averaging.deterministic`.
     """
 
     @staticmethod

@@ -37,6 +37,9 @@ def copy_overrides(optimizer: Optimizer, pairs: Iterable[tuple[nn.Parameter, nn.
         configs.update({id(copied): configs[id(own)] for own, copied in pairs if id(own) in configs})
 
 
+# A user of bitsandbytes may have some parameters optimized otherwise than the rest, embeddings with 32 bits of state,
+# say. One `GlobalOptimManager` for the whole process knows them, by a parameter's id and by its place in its parameter
+# group. A stage has only part of a group, and other optimizers in this process have other stages.
 def _manager(optimizer: Optimizer) -> Any:
     """Told by what it has: bitsandbytes is slow to import, and few use its optimizers."""
     manager = getattr(optimizer, "mng", None)

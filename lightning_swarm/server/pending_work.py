@@ -98,6 +98,8 @@ _MOST_OF_A_TIMEOUT: Final = 0.25
 """Of those who wait for this server's part."""
 
 
+# All microbatches of a batch go forward before the first one goes back, so lines are busiest then. Averaging that has
+# time waits for the end of the forwards: what it took of the line before, the batch would lack.
 class Lull:
     """A server's.
 

@@ -91,6 +91,8 @@ class StageLoad:
 NOWHERE: Final[Mapping[str, Versions]] = MappingProxyType({})
 
 
+# A step of the optimizer writes into other memory than that of the weights before it. So a microbatch whose backward is
+# still to come finds the weights of its forward, and each step costs one copy.
 class Versions:
     """The newest of some parameters, which they hold themselves, and those before.
 

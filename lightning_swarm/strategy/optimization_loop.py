@@ -1,7 +1,7 @@
 """What takes the place of Lightning's automatic optimization: one swarm step is one ``global_step``.
 
-`optimization.py` runs batches and waits for records; `counters.py` says where a step ends by Lightning's own,
-`through.py` knows the batches that no record counts yet, `schedulers.py` moves schedulers once for each record.
+It runs batches and waits for records. `loop_counters.py` says where a step ends by Lightning's own counters, knows the
+batches that no record counts yet, and moves schedulers once for each record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peers that do not keep to the protocol, over wires that do: both sides of `network/exchange.py`."""
+"""Peers that do not keep to the protocol, over wires that do: both sides of `network/rpc.py`."""
 
 from __future__ import annotations
 

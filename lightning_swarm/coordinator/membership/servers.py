@@ -46,6 +46,8 @@ _MAX_MISSING: Final = 1024
 _FIRST_EXCLUSION_S: Final = 5.0
 
 
+# Rounds that joiners missed, and how long a joiner that missed some must wait. The time comes with each call, so this
+# asks no clock.
 @dataclass
 class _Missed:
     count: int = 0

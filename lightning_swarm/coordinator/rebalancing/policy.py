@@ -53,7 +53,7 @@ class Costs:
 
     Args:
         move_s: Seconds in which who moves computes nothing, by stage that it moves to.
-        horizon_s: For how long a gain lasts on the average: until the swarm changes, see `rebalancing.pace`.
+        horizon_s: For how long a gain lasts on the average: until the swarm changes, see `Pace`.
         lost_s: Seconds that it costs when a change takes the only server of a stage, times how often it would.
     """
 
@@ -376,6 +376,8 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
     return min(stages.rates)
 
 
+# Giving up one stage of several. Each peer of a stage gets as many of its microbatches as the peer is fast, whatever
+# other stages it computes. So a peer with several stages holds up the newcomers of each, until it leaves them one.
 @dataclass(frozen=True)
 class Shed:
     """A peer is to give up a stage, and to stay in its others.

@@ -77,7 +77,7 @@ class StageModule(nn.Module):
         Args:
             inputs: All inputs of the first block; of a stage that is not the first, one value.
             extras: Keyword arguments of the pipeline's call, those that no block here names are ignored; or what
-                `bindings.bind` made of the calls of a list's blocks.
+                `call_binding.bind` made of the calls of a list's blocks.
         """
         if call_binding.CALLS in extras:
             return call_binding.call_bound(self.blocks, self._names, inputs, extras)

@@ -18,6 +18,8 @@ from lightning_swarm.model.random.operators import HANDLERS, Handler, plain_atte
 from lightning_swarm.model.random.philox import key_seed
 
 
+# The rules of random operations. A rule is called as (mode, func, args, kwargs); most operations have none. Torch tags
+# its random operations, so one that this package has never heard of is noticed.
 class Mode(Protocol):
     """What a rule needs of `KeyedRandom`."""
 
@@ -225,6 +227,8 @@ _MAX_ALARMS: Final = 3
 """Of one kind. Where another thread draws so often while a stage computes, all would be computed twice."""
 
 
+# Every operation inside `KeyedRandom` passes through Python, which takes a few per cent of a stage's time on a CPU.
+# Most models draw nothing, so it is entered only where it is needed.
 class KeyedOnDemand:
     """Runs computations of a stage, those that draw random numbers in `KeyedRandom`.
 

@@ -25,6 +25,9 @@ from typing_extensions import override
 from lightning_swarm.network.hivemind._engine import P2P
 
 
+# Cancelling a task cancels the future that it waits for at once, but hivemind's client forgets the call only when the
+# task runs again. If the answer is read between the two, the client sets the result of a cancelled future. That raises
+# in the task that reads for all calls, and from then on no call of this process is ever answered.
 class _Answer(asyncio.Future[Any]):
     """A future that takes an answer which nobody waits for any more."""
 

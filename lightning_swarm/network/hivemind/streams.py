@@ -19,6 +19,8 @@ _STAGING_BYTES: Final = 64 << 10
 """Room for what nobody waits for yet, and for what is small. When it is full, the socket is not read."""
 
 
+# Bytes go from the socket straight into the memory that they are for. asyncio's `StreamReader` copies each byte three
+# times on its way there, and wakes its reader for every piece.
 class Inbox(asyncio.BufferedProtocol):
     """A `Reader` of a connected socket, and whether its other direction has room.
 

@@ -45,6 +45,8 @@ _MAX_UNSENT_BYTES: Final = 8 << 20  # left by calls that were given up, for a pe
 Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
+# All calls to one peer share a stream that stays open, and are answered in any order. libp2p's own unary calls cost the
+# daemon two to three times the work, and open a stream each time.
 class Calls:
     """Calls to other peers.
 

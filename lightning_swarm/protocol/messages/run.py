@@ -332,6 +332,9 @@ class PullRequest(Wire, frozen=True):
     step: Count
 
 
+# Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each adds up its own part
+# of the gradient; the parts together are the gradient that one machine would have. All of them take the same step with
+# it, so the parameter stays the same in all.
 class Ties:
     """What the stages of a run have in common.
 

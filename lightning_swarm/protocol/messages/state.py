@@ -127,7 +127,7 @@ class HeldSnapshots(Wire, frozen=True):
 
 
 class KeptLoop(Wire, frozen=True):
-    """Goes with the lead's loop as it was at one version, but for what the servers have: see `plain`."""
+    """Goes with the lead's loop as it was at one version, but for what the servers have: see `plain_values`."""
 
     generation: Count
     version: Count

@@ -31,6 +31,9 @@ _FIXED_POINT_SLICE: Final = 1 << 17
 """Elements that are added at once: what they are made into takes memory several times."""
 
 
+# Whole numbers may be added in any order, floats may not. Each element of a sum has two of 64 bits, one of coarse units
+# and one of fine ones. Together they hold what is below `LIMIT` to half of `FINE`, and `MAX_ADDED` of that without
+# overflowing. A last column counts what was added, and what could not be.
 def nothing(length: int, device: torch.device) -> Tensor:
     """``[2, length + 1]``, the sum of no vector."""
     return torch.zeros(2, length + 1, dtype=torch.int64, device=device)

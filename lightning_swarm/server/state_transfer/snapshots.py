@@ -42,6 +42,8 @@ from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.step_handlers import Stepping
 
 
+# The loop's state came from the lead, and only this peer reads it. It is checked when it comes, so that what cannot be
+# read is refused then.
 class Loops:
     """Those that this peer keeps: no more than there are snapshots.
 
@@ -78,7 +80,7 @@ class Loops:
         return sorted(self._kept)
 
     def get(self, version: int) -> Any:
-        """What the loop was at: a value of `plain`'s.
+        """What the loop was at: a value of `plain_values`'s.
 
         Raises:
             KeyError: It is not kept here.

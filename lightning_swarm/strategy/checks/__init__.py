@@ -1,7 +1,7 @@
 """What cannot work, or not yet, is refused before anything starts: the rule, what was found, what to do.
 
-`trainer.py` reads the Trainer and its module, `callbacks.py` and `imports.py` what is handed to it, `model.py` where a
-model's weights are; `checkpoints.py` and `optimizers.py` check those, `several.py` what several trainers do together.
+`trainer.py` checks the Trainer, its callbacks and what is handed to it; `model.py` the model, its optimizers and its
+checkpoints; `multi_trainer.py` what several trainers do together.
 """
 
 from lightning_swarm.strategy.checks.model import (

@@ -1,10 +1,10 @@
 """The data of a run that several trainers may bring: one order of all batches, whoever reads them.
 
-All trainers list the same samplers with the same random numbers, which the lead's plan of an epoch brings with a digest
-of what it listed: `listing.py`, `random_numbers.py`. So a number names a batch, and no index travels. Each reads a lane
-of the epoch ahead, with the workers that its DataLoader has (`loader.py`); who coordinates says which batch is whose
-(`steps.places`), and a trainer that waits for others reads one besides. `sharing.py` is what a trainer knows of it all.
-An iterable dataset has no numbers: `part.py`.
+All trainers list the same samplers with the same random numbers, which the lead's plan of an epoch brings with a
+digest of what it listed. So a number names a batch, and no index travels. Each reads a lane of the epoch ahead, with
+the workers that its DataLoader has (`loader.py`); the coordinator says which batch is whose (its `step/leases.py`),
+and a trainer that waits for others reads one besides. `shared.py` is what a trainer knows of it all. An iterable
+dataset has no numbers: each trainer takes every n-th sample.
 """
 
 from lightning_swarm.strategy.data.loader import SharedLoader, own_generators, part_of

@@ -1,7 +1,7 @@
 """A loop's state on its way to peers that could take the run over, and back into a loop: without pickle.
 
-What a callback, a metric or a hook keeps may be anything. A part that `plain` does not know is left out, with a warning
-that names it: if the run is inherited, that part begins anew.
+What a callback, a metric or a hook keeps may be anything. A part that `plain_values` does not know is left out, with
+a warning that names it: if the run is inherited, that part begins anew.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def unpack(value: Any, version: int, trainer: Trainer) -> Between:
     """The same, to go on from in another process.
 
     Args:
-        value: As `plain` unpacked it.
+        value: As `plain_values` unpacked it.
         version: Of the weights that it goes on with.
         trainer: Whose loop is to go on.
 
