@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm import Bottleneck, Maxout, SwarmStrategy, insert_boundary, restore_boundary
@@ -20,7 +19,6 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import Boundary, boundary_layers
 from lightning_swarm.model.export import export_safetensors
 from lightning_swarm.model.partition import StageModule
-from lightning_swarm.strategy import extra_trainers
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity import test_moving as moving
 from tests.parity.harness import (
@@ -51,7 +49,7 @@ from tests.parity.test_going_back import plain as plain_to_the_end
 from tests.parity.test_joining import Joining
 from tests.parity.test_resume import EPOCH, go
 from tests.parity.trainers import assert_exact as assert_exact_curve
-from tests.parity.trainers import numbered, train
+from tests.parity.trainers import shuffled, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -216,15 +214,12 @@ def test_halves_are_compiled_with_their_stages(boundary: Boundary) -> None:
     assert_exact(run, run_plain(lambda: inserted(gpt_with_losses(), boundary, after), loader(sentences()), max_steps=4))
 
 
-def test_several_trainers_train_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        extra_trainers, "reseed", lambda rank: None
-    )  # the seed belongs to the process, here to all trainers
+def test_several_trainers_train_the_layers() -> None:
     after = ["transformer.h.1"]
     seen = train(
         2,
         lambda _: gpt(),
-        data=lambda: DataLoader(numbered(sentences()), batch_size=4, shuffle=True),
+        data=lambda: shuffled(sentences()),
         swarm={"pipeline": "transformer.h", "split": ["2"], "boundary": HALF},
     )
     assert_exact_curve(seen, lambda: inserted(gpt(), HALF, after), sentences(), num_trainers=2)

@@ -309,8 +309,13 @@ def seen_in_order(seen: Seen) -> list[list[int]]:
 
 
 def test_without_sharing_every_trainer_draws_for_itself() -> None:
-    draws = DataLoader(numbered(digits()), batch_size=4, shuffle=True)
-    seen = train(2, data=lambda: draws, use_distributed_sampler=False, max_steps=3)
+    seeds = iter(range(2))  # the generators of the process are all trainers', which are threads here
+
+    def draws() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(next(seeds))
+        return DataLoader(numbered(digits()), batch_size=4, shuffle=True, generator=generator)
+
+    seen = train(2, data=draws, use_distributed_sampler=False, max_steps=3)
     firsts = {rank: ids for (_, _), (rank, ids) in sorted(seen.batches.items(), reverse=True)}
     assert set(firsts) == {0, 1}
     assert firsts[0] != firsts[1]

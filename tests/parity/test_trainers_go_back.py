@@ -301,9 +301,13 @@ def test_a_trainer_that_was_elsewhere_goes_back_to_where_it_was(batch: int) -> N
 
 
 class Ended(L.Callback):
-    """Notes how often a trainer's loop came to its end."""
+    """Has a trainer's data end after two batches, and counts how often its loop came to its end."""
 
     num_ends = 0
+
+    @override
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        trainer.limit_train_batches, trainer.fit_loop.max_epochs = 2, 1
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -311,7 +315,10 @@ class Ended(L.Callback):
 
 
 def test_a_trainer_whose_data_is_at_its_end_goes_back() -> None:
-    """It has served since then. Who dies has a batch left: a thread that waits for the run's end cannot be killed."""
+    """It has served since then. Who dies has a batch left: a thread that waits for the run's end cannot be killed.
+
+    The two that wait have far more data: with their last batch in hand they keep others from any but the same step's.
+    """
     found: list[Seen] = []
     ended = Ended()
 
