@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from benchmarks import train
-from lightning_swarm.client.pipeline.replay_buffer import Copies, Copy
+from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer, ReplayCopy
 from lightning_swarm.coordinator.membership import rosters
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.liveness import Liveness, _Watched
-from lightning_swarm.protocol.messages.run import Member, Seats
+from lightning_swarm.protocol.messages.run import Member, SeatedMembers
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
@@ -27,10 +27,10 @@ def is_bare(step: int) -> bool:
 
 def take_turns() -> None:
     """In the bare steps: no copies of microbatches, no pings, and nobody votes but the coordinator."""
-    keep, arm, apply = Copies.keep, Liveness._arm, RunState.apply
+    keep, arm, apply = ReplayBuffer.keep, Liveness._arm, RunState.apply
     step = 0  # that is open
 
-    async def keep_by_turns(self: Copies, copy: Copy) -> None:
+    async def keep_by_turns(self: ReplayBuffer, copy: ReplayCopy) -> None:
         if not is_bare(copy.microbatch.key.step):
             await keep(self, copy)
 
@@ -38,7 +38,7 @@ def take_turns() -> None:
         if not is_bare(step):
             arm(self, peer, watched)
 
-    def count(self: RunState, record: Record, seats: Seats | None = None) -> None:
+    def count(self: RunState, record: Record, seats: SeatedMembers | None = None) -> None:
         nonlocal step
         apply(self, record, seats)
         step = record.step + 1
@@ -49,7 +49,7 @@ def take_turns() -> None:
         chosen = rosters.choose_voters(members, voters, hosts)
         return chosen[:1] if is_bare(step + 1) else chosen  # for the step after the one that closes
 
-    Copies.keep = keep_by_turns  # type: ignore[method-assign]
+    ReplayBuffer.keep = keep_by_turns  # type: ignore[method-assign]
     Liveness._arm = arm_by_turns  # type: ignore[method-assign]
     RunState.apply = count  # type: ignore[method-assign]
     rosters.choose_voters = choose

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import SGD
 
 from benchmarks.counting import OF_TENSORS, Calls, CountedDirectory
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.microbatch_run import Passage
-from lightning_swarm.client.pipeline.replay_buffer import Copies, Microbatch
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.step_client import StepClient
 from lightning_swarm.coordinator.membership.rosters import choose_voters
@@ -32,7 +32,7 @@ from lightning_swarm.network import Directory, PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer import discovery
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.calls import CallKey, Mode
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
@@ -40,7 +40,7 @@ from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 
 NUM_STAGES: Final = 2
 NUM_MICROBATCHES: Final = 4  # of a batch; of one sample each
@@ -77,7 +77,7 @@ class Trainer:
             router.set_peers(member.peer_id for member in roster)
         events = EventLog()
         tickets = TicketStore(transport, max_bytes=1 << 30)
-        self._link = Link(transport, tickets, routers, LIMITS.call_timeout, events, Copies(1 << 30))
+        self._link = PipelineContext(transport, tickets, routers, LIMITS.call_timeout, events, ReplayBuffer(1 << 30))
         self.steps = StepClient(
             transport,
             run,
@@ -102,10 +102,10 @@ class Trainer:
                 num_rows=1,
                 inputs=(torch.ones(1, WIDTH),),
                 extras=[{} for _ in range(NUM_STAGES)],
-                mode=Mode(training=True, grad=True),
+                mode=ComputeMode(training=True, grad=True),
                 weight=grant.weight,
             )
-            passages.append(Passage(self._link, microbatch))
+            passages.append(MicrobatchRun(self._link, microbatch))
         outputs = await gather(passage.forward() for passage in passages)
         await asyncio.sleep(COMPUTING_S)
         receipts = [passage.microbatch.key.receipt for passage in passages]
@@ -141,11 +141,11 @@ class Swarm:
         self._directories[name] = CountedDirectory(self.network.directory(transport), self.directory)
         return transport
 
-    def _model(self) -> Model:
+    def _model(self) -> PeerModel:
         torch.manual_seed(0)
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_STAGES)))
         self._module = module
-        return Model(
+        return PeerModel(
             module,
             find_blocks(module, None),
             lambda _: SGD(module.parameters(), lr=0.1),

@@ -14,7 +14,7 @@ from typing import Final
 
 from benchmarks.report import picture, table, write
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.coordinator.rebalancing.policy import Costs, Stages, plan
+from lightning_swarm.coordinator.rebalancing.policy import MoveCosts, StageRates, plan
 from lightning_swarm.network import PeerId
 
 NUM_PEERS: Final = (10, 100, 1_000, 10_000)
@@ -50,10 +50,10 @@ def route_us(num_peers: int) -> float:
 def move_us(num_stages: int, num_lost: int) -> tuple[float, int]:
     """To decide on moves after a stage has lost some of its peers; and how many moves that brings."""
     rng = random.Random(0)
-    stages = Stages(num_stages)
+    stages = StageRates(num_stages)
     for number in range(PER_STAGE * num_stages):
         stages.put(PeerId(f"peer-{number}"), number % num_stages, rng.choice([1.0, 2.0, 5.0]))
-    costs = Costs([30.0] * num_stages, horizon_s=600.0)
+    costs = MoveCosts([30.0] * num_stages, horizon_s=600.0)
     while moves := plan(stages, costs):
         for move in moves:
             stages.move(move)

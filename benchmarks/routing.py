@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from benchmarks.report import picture, table, write
-from lightning_swarm.client.pipeline.router import SMOOTHING, Charge, StageRouter
+from lightning_swarm.client.pipeline.router import SMOOTHING, PeerCharge, StageRouter
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
 
@@ -45,8 +45,8 @@ SLOWED: Final = 0.2
 class Router(Protocol):
     """What chooses for one trainer."""
 
-    def choose(self, num_samples: int, *, now_s: float) -> Charge: ...  # noqa: D102
-    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None: ...  # noqa: D102
+    def choose(self, num_samples: int, *, now_s: float) -> PeerCharge: ...  # noqa: D102
+    def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None: ...  # noqa: D102
 
 
 @dataclass
@@ -67,14 +67,14 @@ class Accounts:
         self._seen = {peer: _Seen() for peer in peers}
         self._assigned_s = dict.fromkeys(peers, 0.0)
 
-    def choose(self, num_samples: int, *, now_s: float) -> Charge:
+    def choose(self, num_samples: int, *, now_s: float) -> PeerCharge:
         """See `StageRouter`."""
         peer = min(self._assigned_s, key=lambda one: (self._assigned_s[one], self._rng.random()))
-        charge = Charge(peer, num_samples, self._seen[peer].wait_s())
+        charge = PeerCharge(peer, num_samples, self._seen[peer].wait_s())
         self._assigned_s[peer] += charge.expected_s
         return charge
 
-    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
+    def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """See `StageRouter`."""
         self._assigned_s[charge.peer] += busy_s - charge.expected_s
         self._seen[charge.peer].rate.measure(charge.num_samples / busy_s)
@@ -88,13 +88,13 @@ class TwoChoices:
         self._peers = list(peers)
         self._seen = {peer: _Seen() for peer in peers}
 
-    def choose(self, num_samples: int, *, now_s: float) -> Charge:
+    def choose(self, num_samples: int, *, now_s: float) -> PeerCharge:
         """See `StageRouter`."""
         peer = min(self._rng.sample(self._peers, 2), key=lambda one: self._seen[one].wait_s())
         self._seen[peer].queued += 1
-        return Charge(peer, num_samples, self._seen[peer].wait_s())
+        return PeerCharge(peer, num_samples, self._seen[peer].wait_s())
 
-    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
+    def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """See `StageRouter`."""
         self._seen[charge.peer].queued = queued
         self._seen[charge.peer].rate.measure(charge.num_samples / busy_s)
@@ -103,17 +103,17 @@ class TwoChoices:
 class LeastWait(TwoChoices):
     """Of all servers the one where a microbatch would be through first, likewise: what reports can do at the most."""
 
-    def choose(self, num_samples: int, *, now_s: float) -> Charge:
+    def choose(self, num_samples: int, *, now_s: float) -> PeerCharge:
         """See `StageRouter`."""
         peer = min(self._peers, key=lambda one: (self._seen[one].wait_s(), self._rng.random()))
         self._seen[peer].queued += 1
-        return Charge(peer, num_samples, self._seen[peer].wait_s())
+        return PeerCharge(peer, num_samples, self._seen[peer].wait_s())
 
 
 class OwnWait(LeastWait):
     """Likewise by what this trainer has under way there itself: nothing needs to be reported."""
 
-    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
+    def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """See `StageRouter`."""
         super().settle(charge, busy_s=busy_s, queued=self._seen[charge.peer].queued - 1)
 
@@ -126,13 +126,13 @@ class JoinIdle:
         self._peers = list(peers)
         self._idle = dict.fromkeys(rng.sample(self._peers, len(peers)))
 
-    def choose(self, num_samples: int, *, now_s: float) -> Charge:
+    def choose(self, num_samples: int, *, now_s: float) -> PeerCharge:
         """See `StageRouter`."""
         peer = next(iter(self._idle), None) or self._rng.choice(self._peers)
         self._idle.pop(peer, None)
-        return Charge(peer, num_samples, 1.0)
+        return PeerCharge(peer, num_samples, 1.0)
 
-    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
+    def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """See `StageRouter`."""
         if queued == 0:
             self._idle[charge.peer] = None
@@ -182,18 +182,18 @@ class Stage:
             self.now_s, _, do, what = heapq.heappop(self._events)
             do(*what)
 
-    def send(self, charge: Charge, answered: Callable[[Charge, float, int], None]) -> None:
+    def send(self, charge: PeerCharge, answered: Callable[[PeerCharge, float, int], None]) -> None:
         """A microbatch to a server. `answered` is called with the time that it took, and what waits there."""
         self.at(self.now_s + LATENCY_S, self._arrive, charge, answered)
 
-    def _arrive(self, charge: Charge, answered: Callable[[Charge, float, int], None]) -> None:
+    def _arrive(self, charge: PeerCharge, answered: Callable[[PeerCharge, float, int], None]) -> None:
         peer = charge.peer
         busy_s = max(0.2, self._rng.gauss(1.0, SCATTER)) * charge.num_samples / self.rates[peer]
         self._free_s[peer] = max(self._free_s[peer], self.now_s) + busy_s
         self._held[peer] += 1
         self.at(self._free_s[peer], self._finish, charge, answered, busy_s)
 
-    def _finish(self, charge: Charge, answered: Callable[[Charge, float, int], None], busy_s: float) -> None:
+    def _finish(self, charge: PeerCharge, answered: Callable[[PeerCharge, float, int], None], busy_s: float) -> None:
         self._held[charge.peer] -= 1
         self.at(self.now_s + LATENCY_S, answered, charge, busy_s, self._held[charge.peer])
 
@@ -209,7 +209,7 @@ def step(stage: Stage, routers: Sequence[Router], num_each: int) -> float:
             if next(left, None) is not None:
                 stage.send(router.choose(1, now_s=stage.now_s), answered)
 
-        def answered(charge: Charge, busy_s: float, queued: int) -> None:
+        def answered(charge: PeerCharge, busy_s: float, queued: int) -> None:
             router.settle(charge, busy_s=busy_s, queued=queued)
             send()
 

@@ -21,7 +21,7 @@ from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from benchmarks.waiting import PACES
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Direction, Line
+from lightning_swarm.network.memory import Direction, SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work, simulate
 
@@ -43,10 +43,10 @@ class _Host:
     mbit: float
     latency_s: float
 
-    def line(self) -> Line:
+    def line(self) -> SimulatedLink:
         """As simulated, a new one."""
         bytes_per_s = self.mbit * 1e6 / 8
-        return Line(Direction(bytes_per_s), Direction(bytes_per_s), self.latency_s)
+        return SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), self.latency_s)
 
 
 @dataclass(frozen=True)

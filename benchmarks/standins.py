@@ -17,7 +17,7 @@ from lightning_swarm.network.memory import MemoryTransport
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
-from lightning_swarm.protocol.messages.events import EVENT_KINDS, Noted
+from lightning_swarm.protocol.messages.events import EVENT_KINDS, EventCounts
 from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
@@ -73,7 +73,7 @@ class Standin:
             busy_share=0.5,
         )
         self._num_noted += 1  # something of everything in each step, which is the most that there is to say
-        noted = Noted(log=self._member.boot_id, counts=dict.fromkeys(EVENT_KINDS, self._num_noted))
+        noted = EventCounts(log=self._member.boot_id, counts=dict.fromkeys(EVENT_KINDS, self._num_noted))
         return encode(FreezeReply(boot_id=self._member.boot_id, ledgers=[ledger], noted=noted))
 
     async def _average(self, _: PeerId, body: bytes) -> bytes:

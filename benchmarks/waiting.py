@@ -22,7 +22,7 @@ from typing_extensions import override
 from benchmarks.train import Clock
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.peer import process
-from lightning_swarm.planner.simulator.microbatches import Block, Simulated, batches
+from lightning_swarm.planner.simulator.microbatches import Simulated, SyntheticBlock, batches
 
 PACES = "BENCHMARK_PACES"
 """The folder where paces are taken from: files named by stage, a dash, and microbatches/s."""
@@ -62,7 +62,7 @@ class _Wait(torch.autograd.Function):
 class Waiting(nn.Module):
     """A stage that waits, too."""
 
-    def __init__(self, stage: int, block: Block) -> None:
+    def __init__(self, stage: int, block: SyntheticBlock) -> None:
         super().__init__()
         self._stage = stage
         self.block = block

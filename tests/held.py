@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from lightning_swarm.coordinator.server_calls import Servers
+from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, to_ranges, unpack
-from lightning_swarm.protocol.messages.step import AverageReply, Closing, Named, Record
+from lightning_swarm.protocol.messages.step import AverageReply, Closing, NamedReceipts, Record
 
 
 class Held:
@@ -20,7 +20,7 @@ class Held:
     def __init__(self) -> None:
         self._rounds: defaultdict[tuple[int, int, int], dict[tuple[int, PeerId], set[Receipt]]] = defaultdict(dict)
 
-    def note(self, peer: PeerId, closing: Closing, named: Sequence[Named]) -> None:
+    def note(self, peer: PeerId, closing: Closing, named: Sequence[NamedReceipts]) -> None:
         """Say what a server holds."""
         for one in named:
             self._rounds[_round(closing)][one.stage_index, peer] = unpack(one.receipts)
@@ -57,14 +57,14 @@ def batches_of(record: Record) -> list[int]:
 def watched() -> Iterator[Held]:
     """Whatever coordinates in this process meanwhile is listened to."""
     held = Held()
-    average = Servers.average
+    average = ServerCalls.average
 
     async def noted(
-        self: Servers, closing: Closing, named: Mapping[PeerId, list[Named]], *, late: bool
+        self: ServerCalls, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], *, late: bool
     ) -> dict[PeerId, AverageReply | SwarmError]:
         for peer, one in named.items():
             held.note(peer, closing, one)
         return await average(self, closing, named, late=late)
 
-    with patch.object(Servers, "average", noted):
+    with patch.object(ServerCalls, "average", noted):
         yield held

@@ -29,7 +29,7 @@ from typing_extensions import override
 from benchmarks.hosts import DEVICE, Hosts
 from benchmarks.runs import Stepped
 from benchmarks.waiting import _Wait
-from lightning_swarm.planner.simulator.microbatches import Block
+from lightning_swarm.planner.simulator.microbatches import SyntheticBlock
 
 WAYS: Final = ("gpipe", "1f1b", "ddp", "hivemind")
 _MODULE = "benchmarks.wan.peers"
@@ -46,7 +46,7 @@ class Layer(nn.Module):
         seconds: Of a microbatch, forward and backward.
     """
 
-    def __init__(self, block: Block, seconds: float) -> None:
+    def __init__(self, block: SyntheticBlock, seconds: float) -> None:
         super().__init__()
         self.block = block
         self._seconds = seconds
@@ -70,7 +70,7 @@ class Peers:
         width, size = arguments.boundary_bytes // _FLOAT_BYTES, arguments.layer_bytes // _FLOAT_BYTES
         gives = [width] * (self.size - 1) + [1]
         takes = [1, *gives[:-1]]
-        self._layers = [Layer(Block(one, size), arguments.seconds) for one in gives]
+        self._layers = [Layer(SyntheticBlock(one, size), arguments.seconds) for one in gives]
         own = nn.Sequential(self._layers[self.rank])
         first = torch.ones(1, takes[self.rank], requires_grad=self.rank > 0)  # else no gradient comes back
         last = torch.ones(1, gives[self.rank], requires_grad=True)
@@ -83,7 +83,7 @@ class Peers:
             )
             for name, schedule in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B))
         }
-        whole = nn.Sequential(*(Layer(Block(one, size), arguments.seconds) for one in gives))
+        whole = nn.Sequential(*(Layer(SyntheticBlock(one, size), arguments.seconds) for one in gives))
         self._parallel = DistributedDataParallel(whole)
         self._whole = torch.optim.Adam(whole.parameters(), lr=1e-4)
 
@@ -137,7 +137,7 @@ class Collaboration:
             new.rename(known)
         width, size = arguments.boundary_bytes // _FLOAT_BYTES, arguments.layer_bytes // _FLOAT_BYTES
         gives = [width] * (arguments.size - 1) + [1]
-        self._model = nn.Sequential(*(Layer(Block(one, size), arguments.seconds) for one in gives))
+        self._model = nn.Sequential(*(Layer(SyntheticBlock(one, size), arguments.seconds) for one in gives))
         self._optimizer = hivemind.Optimizer(
             dht=self._dht,
             run_id="wan",

@@ -15,10 +15,10 @@ import msgspec
 from typing_extensions import override
 
 from lightning_swarm.client.pipeline import pipeline
-from lightning_swarm.client.pipeline.microbatch_run import Passage, _nothing, _settle
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, _nothing, _settle
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import from_message
-from lightning_swarm.protocol.messages.calls import BackwardRequest, ForwardRequest, Mode, StageReport
+from lightning_swarm.protocol.messages.calls import BackwardRequest, ComputeMode, ForwardRequest, StageReport
 from lightning_swarm.protocol.methods import BACKWARD, FORWARD
 
 
@@ -38,11 +38,11 @@ def install() -> Switch:
 
         relays = property(lambda self: switch.on)
 
-    pipeline.Passage = Either  # type: ignore[misc]
+    pipeline.MicrobatchRun = Either  # type: ignore[misc]
     return switch
 
 
-class Relayed(Passage):
+class Relayed(MicrobatchRun):
     """A microbatch whose tensors all go through the trainer. What fails is not mended."""
 
     relays = True
@@ -82,7 +82,7 @@ class Relayed(Passage):
                 calls.release()
         return gradients
 
-    def _mode(self, stage: int) -> Mode:
+    def _mode(self, stage: int) -> ComputeMode:
         """What comes to a later stage is an output that wants its gradient."""
         mode = self.microbatch.mode
         return msgspec.structs.replace(mode, input_grad=mode.grad) if stage else mode

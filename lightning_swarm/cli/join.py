@@ -11,7 +11,7 @@ from typing import Final, get_args
 
 from lightning_swarm.cli.trainer import run_trainer
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.network.addresses import Address, Place
+from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer import _bootstrap
 from lightning_swarm.peer.config import Preemption
 from lightning_swarm.peer.process import IDENTITY, JOIN, LISTEN, PREEMPTION, ROLE
@@ -147,7 +147,7 @@ def _environment(name: str, chosen: argparse.Namespace) -> dict[str, str]:
     if chosen.address:
         told[JOIN] = str(Address.parse(chosen.address))
     if chosen.listen:
-        told[LISTEN] = str(Place.to_listen(chosen.listen))
+        told[LISTEN] = str(HostPort.to_listen(chosen.listen))
     if chosen.identity:
         told[IDENTITY] = chosen.identity
     if chosen.preemption:

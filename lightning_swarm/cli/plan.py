@@ -22,10 +22,10 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.planner.cost_model import transformer
-from lightning_swarm.planner.live import Assumed, Live, Pace, read
-from lightning_swarm.planner.machine_files import NOTHING_SAID, Travel, read_machines, read_travel
+from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
+from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_machines, read_travel
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
-from lightning_swarm.planner.records import Machine, Model, Now
+from lightning_swarm.planner.records import Machine, ModelProfile, Now
 from lightning_swarm.planner.report import describe, describe_now
 from lightning_swarm.protocol.messages.run import CodecName
 from lightning_swarm.strategy.framework import LIGHTNING
@@ -43,7 +43,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--boundary-ratio", type=int, metavar="K", help="through `Bottleneck(ratio=K)` between stages")
 
 
-def of_command(arguments: argparse.Namespace) -> Travel:
+def of_command(arguments: argparse.Namespace) -> TransferCost:
     """What the options say.
 
     Raises:
@@ -54,7 +54,7 @@ def of_command(arguments: argparse.Namespace) -> Travel:
     said = {name: _value(text) for name, text in options.items() if text is not None}
     if said and every is not None:
         said = {**dict.fromkeys(("activations", "gradients", "averaging"), every), **said}
-    return Travel.parse(said or every, arguments.boundary_ratio)
+    return TransferCost.parse(said or every, arguments.boundary_ratio)
 
 
 def _value(text: str) -> object:
@@ -102,10 +102,10 @@ def run_live(arguments: argparse.Namespace) -> int:
     """
     _check_live(arguments)
     line_bytes_per_s = arguments.line_mbit * _MBIT
-    assumed = Assumed(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
+    assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
     said = of_command(arguments)
     live = _look(arguments, assumed)
-    has = Travel(Compression(**msgspec.structs.asdict(live.encoding)))
+    has = TransferCost(Compression(**msgspec.structs.asdict(live.encoding)))
     travel = said.or_else(has)
     model = replace(live.model, wire=travel.wire)
     plan = make_plan(
@@ -145,17 +145,19 @@ def _check_live(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"`--{name.replace('_', '-')}` must be a number above 0, got {value}. Raise it.")
 
 
-def _look(arguments: argparse.Namespace, assumed: Assumed) -> Live:
+def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
     address = Address.parse(arguments.swarm)
     with contextlib.closing(status.looks(address, every_s=arguments.over, timeout=arguments.timeout)) as looks:
         before, now = next(looks), next(looks)
     seen = {PeerId(one.peer_id): one for one in picture(now, before).peers}
     reports = {one.peer_id: one.report for one in now if one.report is not None}
-    paces = {peer: Pace(seen[peer].samples_per_s, seen[peer].sent_gb_per_hour * _GB / 3600) for peer in reports}
+    paces = {
+        peer: PeerThroughput(seen[peer].samples_per_s, seen[peer].sent_gb_per_hour * _GB / 3600) for peer in reports
+    }
     return read(reports, paces, assumed, str if arguments.json else short_name)
 
 
-def _now(live: Live, model: Model) -> Now:
+def _now(live: LiveRates, model: ModelProfile) -> Now:
     setting = live.setting
     return Now(
         setting=setting,
@@ -207,11 +209,11 @@ class _Subject:
         travel: How its tensors do, as far as it is said.
     """
 
-    model: Model
+    model: ModelProfile
     measure: Callable[[], float]
     sequence: int = 1024
     width: int | None = None
-    travel: Travel = NOTHING_SAID
+    travel: TransferCost = NOTHING_SAID
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -329,7 +331,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     swarm = strategy.config if isinstance(strategy, SwarmHooks) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
-    travel = Travel(swarm.compression if swarm else None, boundary.ratio if boundary else None)
+    travel = TransferCost(swarm.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
     # Counting takes the weights away, so it comes second.

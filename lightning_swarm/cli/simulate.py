@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_swarm.planner.simulator import microbatches, report
 from lightning_swarm.planner.simulator.fluid import Span, simulate
-from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.protocol.messages.run import Rebalancing
 
 WHAT: Final = "Simulate a swarm whose peers come and go: how fast it would be, by which rule."
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, draw. Returns the exit status."""
-    found = simulated(Runs(arguments.scenario))
+    found = simulated(ScenarioRuns(arguments.scenario))
     print(report.table(found))  # noqa: T201 - a command
     if arguments.picture is not None:
         report.draw(found, arguments.picture)
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(runs: Runs) -> dict[Rebalancing, list[Sequence[Span]]]:
+def simulated(runs: ScenarioRuns) -> dict[Rebalancing, list[Sequence[Span]]]:
     """By each rule, of each seed."""
     found: dict[Rebalancing, list[Sequence[Span]]] = {rule: [] for rule in runs.plan.rules}
     for seed in range(runs.plan.seeds):

@@ -10,13 +10,13 @@ from typing import Final
 from lightning_swarm.core.errors import ConfigError, PeerError, Unreachable
 from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.doctor import Obstacle, knock
-from lightning_swarm.monitor.survey import Picture, Sighting, picture
+from lightning_swarm.monitor.survey import Sighting, SwarmReport, picture
 from lightning_swarm.network.addresses import Address
 
 _START_TIMEOUT_S: Final = 30.0
 
 
-def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[Picture]:
+def watch(address: Address, *, every_s: float | None, timeout: float) -> Generator[SwarmReport]:
     """Look at the swarm of a peer. See `looks`."""
     before: Sequence[Sighting] = ()
     with contextlib.closing(looks(address, every_s=every_s, timeout=timeout)) as found:

@@ -15,14 +15,14 @@ import yaml
 
 from lightning_swarm.cli import pytorch_lightning, swarm_cli
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.strategy.framework import LIGHTNING, Framework, framework_of_class, mixed_import
+from lightning_swarm.strategy.framework import LIGHTNING, ImportTree, framework_of_class, mixed_import
 
 _MODEL, _DATA, _STRATEGY = "model", "data", "trainer.strategy"
 _CLASSES: Final = (_MODEL, _DATA, _STRATEGY)
 """What decides, the first before the others."""
 
 
-def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> Framework:
+def choose_framework(arguments: Sequence[str], commands: Sequence[str]) -> ImportTree:
     """The tree whose Trainer can do what a command line says.
 
     What cannot be read or imported decides nothing: whoever parses it in earnest says what is wrong with it.

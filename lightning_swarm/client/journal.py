@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import Message
-from lightning_swarm.protocol.messages.batches import BatchDone, Grant, GrantRequest, Lease, Logged, ReportReply
+from lightning_swarm.protocol.messages.batches import BatchDone, Grant, GrantRequest, Lease, LoggedValue, ReportReply
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber, EpochPlan
 
 
 @dataclass
-class Entry:
+class JournalEntry:
     """A batch that was granted its place."""
 
     grant: Grant
@@ -26,15 +26,15 @@ class Entry:
     armed: list[Receipt] | None = None
     withdrawn: bool = False
     dropped: bool = False  # by its own `training_step`
-    logs: Sequence[Logged] = ()
+    logs: Sequence[LoggedValue] = ()
     metrics: Message | None = None
 
 
-class Journal:
+class BatchJournal:
     """One trainer's, in one generation of the run."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int], Entry] = {}  # by step and lease
+        self._entries: dict[tuple[int, int], JournalEntry] = {}  # by step and lease
         self._closed: dict[int, float | None] = {}  # the steps that this trainer asked to close, and their windows
         self._begun = False
         self._decided = -1  # the newest step whose record is known
@@ -46,7 +46,7 @@ class Journal:
         self._begun = True
         for entry in self._entries.values():  # a trainer has one batch in hand: what is unfinished was struck
             entry.withdrawn |= entry.completed is None
-        self._entries[grant.step, grant.lease] = Entry(grant, request)
+        self._entries[grant.step, grant.lease] = JournalEntry(grant, request)
 
     def planned(self, plan: EpochPlan, position: BatchNumber, over: BatchNumber | None) -> None:
         """At the lead: an epoch has its order.
@@ -65,7 +65,7 @@ class Journal:
         if (entry := self._entries.get((step, lease))) and entry.completed is None and not entry.withdrawn:
             entry.metrics = metrics
 
-    def armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+    def armed(self, step: int, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
         """Servers can complete the batch by themselves."""
         if entry := self._entries.get((step, lease)):
             entry.armed, entry.logs = list(receipts), logs
@@ -94,15 +94,15 @@ class Journal:
         entry = self._entries.get((step, lease))
         return 0 if entry is None else entry.grant.first
 
-    def through(self, step: int) -> list[Entry]:
+    def through(self, step: int) -> list[JournalEntry]:
         """The batches of an open step that are through and count, as far as this trainer knows."""
         return [entry for (of, _), entry in self._entries.items() if of == step and _is_through(entry)]
 
-    def through_from(self, step: int) -> list[Entry]:
+    def through_from(self, step: int) -> list[JournalEntry]:
         """Likewise, of a step and of those after it."""
         return [entry for (of, _), entry in self._entries.items() if of >= step and _is_through(entry)]
 
-    def decided(self, step: int, counted: Collection[int]) -> tuple[list[Entry], list[Entry]]:
+    def decided(self, step: int, counted: Collection[int]) -> tuple[list[JournalEntry], list[JournalEntry]]:
         """The record of a step is known.
 
         Args:
@@ -152,5 +152,5 @@ class Journal:
         return entry.metrics
 
 
-def _is_through(entry: Entry) -> bool:
+def _is_through(entry: JournalEntry) -> bool:
     return entry.completed is not None and not entry.withdrawn

@@ -34,7 +34,7 @@ from lightning_swarm.protocol.messages.state import (
     StateRequest,
     WriteReply,
     WriteRequest,
-    Written,
+    WrittenValue,
 )
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import LEND, LOAD, SNAPSHOT, STATE, WRITE
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class ModelState:
     """A model at a version.
 
     Args:
@@ -62,7 +62,7 @@ class Whole:
 
 async def gather_snapshots(
     transport: Transport, run: RunState, versions: Collection[int], *, timeout: float, max_bytes: int
-) -> Whole | None:
+) -> ModelState | None:
     """The newest of `versions` of which every stage is kept by somebody who answers; None: there is none.
 
     Raises:
@@ -88,7 +88,7 @@ async def gather_snapshots(
         del fetched
         weights.update(own_weights)
         optimizer.update(own_state)
-    return Whole(version=version, weights=weights, optimizer=optimizer)
+    return ModelState(version=version, weights=weights, optimizer=optimizer)
 
 
 _Tensors = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
@@ -316,7 +316,7 @@ _State = Mapping[str, dict[str, Any]]
 def save(
     path: Path,
     checkpoint: Mapping[str, Any],
-    write_stages: Callable[[Path], list[Written]],
+    write_stages: Callable[[Path], list[WrittenValue]],
     *,
     part: int,
     also: Mapping[str, str],
@@ -380,7 +380,7 @@ async def write_stages(
     *,
     timeout: float,
     max_bytes: int,
-) -> list[Written]:
+) -> list[WrittenValue]:
     """Have each stage written by a server of it that sees the folder. Of others the lead writes it, one at a time.
 
     Args:
@@ -400,7 +400,7 @@ async def write_stages(
     """
     here = asyncio.Lock()
 
-    async def one(index: int) -> list[Written]:
+    async def one(index: int) -> list[WrittenValue]:
         request = WriteRequest(
             stage_index=index,
             step=step,
@@ -430,7 +430,7 @@ async def write_stages(
 
 async def _by_server(
     transport: Transport, roster: Sequence[Member], request: WriteRequest, *, timeout: float
-) -> list[Written] | None:
+) -> list[WrittenValue] | None:
     """None: no member that answers sees the folder."""
     for member in sorted(roster, key=lambda member: member.peer_id != transport.peer_id):
         try:

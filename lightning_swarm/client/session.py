@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lightning_swarm.client.pipeline.local_layers import Around
-from lightning_swarm.client.pipeline.pipeline import BatchInHand, Pipeline
-from lightning_swarm.client.step_client import Ahead, Heard, Metrics, StepClient
+from lightning_swarm.client.pipeline.local_layers import LocalLayers
+from lightning_swarm.client.pipeline.pipeline import GrantedBatch, Pipeline
+from lightning_swarm.client.step_client import DecidedRecord, Metrics, NextGrant, StepClient
 from lightning_swarm.core.errors import PeerError, StepError
 from lightning_swarm.core.event_loop import Runtime
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.batches import Grant, Logged
+from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.events import EventKind
 from lightning_swarm.protocol.messages.run import (
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class News:
+class RunNews:
     """What a trainer heard of the run while its batch waited for a place.
 
     Args:
@@ -42,7 +42,7 @@ class News:
     """
 
     version: int
-    heard: Sequence[Heard] = ()
+    heard: Sequence[DecidedRecord] = ()
     lost: Mapping[int, Any] = field(default_factory=dict)
 
 
@@ -66,7 +66,7 @@ class Session:
         manifest: Manifest,
         *,
         is_lead: bool,
-        around: Around | None,
+        around: LocalLayers | None,
     ) -> None:
         self._runtime = runtime
         self.pipeline = pipeline
@@ -164,7 +164,7 @@ class Session:
             self.pipeline.version = self._steps.version
         if self.around is not None:
             self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
-        self.pipeline.batch = BatchInHand(grant)
+        self.pipeline.batch = GrantedBatch(grant)
         if not self.is_shared and self._steps.open > self._steps.version:  # who has a place need not train yet
             self.pipeline.batch.begin = partial(self._steps.begin, grant)
         return grant
@@ -195,7 +195,7 @@ class Session:
         """No batch will be there for the place that is kept for the next one."""
         self._runtime.run(self._steps.give_back())
 
-    def begin_backward(self, logs: Sequence[Logged]) -> None:
+    def begin_backward(self, logs: Sequence[LoggedValue]) -> None:
         """Nothing but the backward of the batch in hand is to come: with it, servers have all that they need of it.
 
         Args:
@@ -205,7 +205,7 @@ class Session:
         if batch is not None and self.num_trainers > 1 and self.around is None:
             batch.arm = partial(self._arm, batch, logs)
 
-    async def _arm(self, batch: BatchInHand, logs: Sequence[Logged], receipts: list[Receipt]) -> None:
+    async def _arm(self, batch: GrantedBatch, logs: Sequence[LoggedValue], receipts: list[Receipt]) -> None:
         async def confirm() -> None:
             await self._steps.done(batch.grant.lease, receipts, logs=logs)
             batch.completed = list(receipts)
@@ -228,12 +228,12 @@ class Session:
 
     def finish_batch(
         self,
-        logs: Sequence[Logged],
+        logs: Sequence[LoggedValue],
         metrics: Metrics,
         *,
         close: bool = False,
         window: float | None = None,
-        ahead: Ahead | None = None,
+        ahead: NextGrant | None = None,
     ) -> bool:
         """The batch is through. True when its step closes now: then `end_step`.
 
@@ -313,11 +313,11 @@ class Session:
         return self._steps.through
 
     @property
-    def news(self) -> News:
+    def news(self) -> RunNews:
         """Of records that were not taken."""
-        return News(self._steps.version, list(self._steps.heard))
+        return RunNews(self._steps.version, list(self._steps.heard))
 
-    def recall(self, news: News) -> None:
+    def recall(self, news: RunNews) -> None:
         """Have heard of this already when the run goes on."""
         self._steps.heard = list(news.heard)
         self._steps.newest = news.heard[-1].record if news.heard else None
@@ -327,7 +327,7 @@ class Session:
         lost, self._steps.lost = self._steps.lost, []
         return lost
 
-    def take(self, step: int) -> Heard | None:
+    def take(self, step: int) -> DecidedRecord | None:
         """A step's record; None: this trainer was busy elsewhere when it came, and has heard of a later one only.
 
         The lead hears of each.
@@ -376,13 +376,13 @@ class Session:
         """
         self._runtime.run(self._steps.retire(reason))
 
-    def _taken(self) -> BatchInHand:
+    def _taken(self) -> GrantedBatch:
         batch, self.pipeline.batch = self._in_hand(), None
         if self.around is not None:
             self.around.clear()
         return batch
 
-    def _in_hand(self) -> BatchInHand:
+    def _in_hand(self) -> GrantedBatch:
         if self.pipeline.batch is None:
             raise StepError("no batch is in hand")
         return self.pipeline.batch

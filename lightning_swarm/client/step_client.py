@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_swarm.client import coordinator_client
 from lightning_swarm.client.coordinator_client import CoordinatorCalls
-from lightning_swarm.client.journal import Entry, Journal
+from lightning_swarm.client.journal import BatchJournal, JournalEntry
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError, RunOver
 from lightning_swarm.network import MAX_STREAM_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
@@ -32,7 +32,7 @@ from lightning_swarm.protocol.messages.batches import (
     GrantReply,
     GrantRequest,
     LeaseMetricsRequest,
-    Logged,
+    LoggedValue,
     MetricsRequest,
     MetricState,
     Quit,
@@ -82,7 +82,7 @@ OnRecord: TypeAlias = Callable[[Record, Sequence[Sequence[Member]]], Awaitable[N
 
 
 @dataclass(frozen=True)
-class Heard:
+class DecidedRecord:
     """A record, and what comes with it for the lead.
 
     Args:
@@ -92,12 +92,12 @@ class Heard:
     """
 
     record: Record
-    logs: Sequence[Logged]
+    logs: Sequence[LoggedValue]
     metrics: Sequence[Metrics]
 
 
 @dataclass(frozen=True)
-class Ahead:
+class NextGrant:
     """What a trainer that trains alone says with the end of a batch, and asks: for a round trip less each.
 
     Args:
@@ -159,7 +159,7 @@ class StepClient:
             alone_s=alone_s,
         )
         self._enlisted = coordinator_client.EnlistedCalls(self._coordinator, run, transport.peer_id)
-        self._journal = Journal()
+        self._journal = BatchJournal()
         self._numbers = itertools.count(first_number)  # of batches
         self._kept: tuple[Grant, GrantRequest] | None = None  # the place of a batch that is to come
         self.ended: bool | None = None
@@ -171,7 +171,7 @@ class StepClient:
         self.imminent: int | None = None
         self._stepped_with: dict[int, list[dict[str, Any]]] = {}  # hyperparameters, by step
         self.newest: Record | None = None
-        self.heard: list[Heard] = []
+        self.heard: list[DecidedRecord] = []
         self.lost: list[int] = []
         self.hyperparameters: Callable[[], list[dict[str, Any]]] | None = None
         self.epoch: Callable[[], int] = int
@@ -194,7 +194,7 @@ class StepClient:
         self.open, self.imminent, self._stepped_with = self.run.version, None, {}
         self.newest, self.heard, self.lost = None, [], []
         self._kept, self.ended = None, None
-        self._journal = Journal()
+        self._journal = BatchJournal()
 
     async def select(self, selection: Selection) -> None:
         """Train what `selection` says, from the open step on; nothing may be granted in it yet."""
@@ -324,7 +324,7 @@ class StepClient:
             return []
         return [(decode(message.body, BatchMetrics).metrics, message.tensors)]
 
-    async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
+    async def armed(self, lease: int, receipts: Sequence[Receipt], logs: Sequence[LoggedValue] = ()) -> None:
         """From now on the batch counts without this trainer, too. See `BatchArmed` for the arguments.
 
         Raises:
@@ -347,10 +347,10 @@ class StepClient:
         *,
         close: bool = False,
         total_weight: float | None = None,
-        logs: Sequence[Logged] = (),
-        ahead: Ahead | None = None,
+        logs: Sequence[LoggedValue] = (),
+        ahead: NextGrant | None = None,
     ) -> bool:
-        """Report a batch that is through; True when its step closes now. See `BatchDone` and `Ahead` for the arguments.
+        """Report a finished batch; True when its step closes now. `BatchDone` and `NextGrant` explain the arguments.
 
         Raises:
             LeaseRevoked: It was struck from its step, for nothing was heard of this trainer. It may run again.
@@ -369,7 +369,7 @@ class StepClient:
         return await self._done(replaced(self._said(), close=True, total_weight=total_weight))
 
     def _said(
-        self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[Logged] = ()
+        self, lease: int | None = None, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()
     ) -> BatchDone:
         """Of the open step, and of a batch of it if there is a lease."""
         return BatchDone(
@@ -386,12 +386,12 @@ class StepClient:
             version=self.version,
         )
 
-    def _said_of(self, grant: Grant, completed: Sequence[Receipt] = (), logs: Sequence[Logged] = ()) -> BatchDone:
+    def _said_of(self, grant: Grant, completed: Sequence[Receipt] = (), logs: Sequence[LoggedValue] = ()) -> BatchDone:
         """Of a batch that may be of another step."""
         said = self._said(grant.lease, completed, logs)
         return replaced(said, step=grant.step, first=grant.first, generation=grant.generation)
 
-    def _following(self, ahead: Ahead | None) -> GrantRequest | None:
+    def _following(self, ahead: NextGrant | None) -> GrantRequest | None:
         if ahead is None or ahead.num_samples is None:
             return None
         return self._grant_request(self.number_batch(), ahead.num_samples, ahead.gradient_scale)
@@ -499,7 +499,7 @@ class StepClient:
         self._stepped_with = {of: values for of, values in self._stepped_with.items() if of > record.step}
         self.events.learn(reply.noted)  # once: it is not told again to who knows of the record
         metrics: list[Metrics] = []
-        self.heard.append(Heard(record, reply.logs, metrics))  # whatever becomes of the rest
+        self.heard.append(DecidedRecord(record, reply.logs, metrics))  # whatever becomes of the rest
         counted = {entry.grant.first for entry in self._journal.through(record.step)}
         counted = {first for first in counted if record.closing.counts(first)}
         lost, unknown = self._journal.decided(record.step, counted)
@@ -510,7 +510,7 @@ class StepClient:
         for first in reply.measured:
             metrics += await self._take_metrics(record.step, first)
 
-    async def _confirm(self, entries: Sequence[Entry]) -> None:
+    async def _confirm(self, entries: Sequence[JournalEntry]) -> None:
         """Ask whether batches that are through count still, by saying so again."""
         for entry in entries:
             try:

@@ -13,27 +13,27 @@ from typing import Any
 from msgspec.structs import replace as replaced
 
 from lightning_swarm.coordinator.consensus import Proposer
-from lightning_swarm.coordinator.membership.moves import Moves
+from lightning_swarm.coordinator.membership.moves import PlannedMoves
 from lightning_swarm.coordinator.membership.rosters import choose_voters, next_rosters
-from lightning_swarm.coordinator.membership.servers import Gate
-from lightning_swarm.coordinator.membership.trainers import Enrolment
-from lightning_swarm.coordinator.server_calls import Servers
-from lightning_swarm.coordinator.snapshot_schedule import SnapshotOrders
+from lightning_swarm.coordinator.membership.servers import ServerMembership
+from lightning_swarm.coordinator.membership.trainers import TrainerMembership
+from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
 from lightning_swarm.coordinator.step.open_step import OpenStep, add_up, clip_factor
-from lightning_swarm.coordinator.step.reconcile import Closed, Sums
+from lightning_swarm.coordinator.step.reconcile import ReconciledStep, SumReconciliation
 from lightning_swarm.coordinator.step.replay_plan import choose_blamed
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import host_of
-from lightning_swarm.protocol.events import EventLog, Vigil
+from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.protocol.messages.step import AverageReply, Candidate, Closing, Record, Vacancy
 from lightning_swarm.protocol.run_state import RunState
 
 
-class Closer:
+class StepCommit:
     """Ends steps, one after the other.
 
     Args:
@@ -53,12 +53,12 @@ class Closer:
     def __init__(
         self,
         run: RunState,
-        servers: Servers,
-        gate: Gate,
+        servers: ServerCalls,
+        gate: ServerMembership,
         proposer: Proposer,
-        snapshots: SnapshotOrders,
-        moves: Moves,
-        enrolment: Enrolment,
+        snapshots: SnapshotSchedule,
+        moves: PlannedMoves,
+        enrolment: TrainerMembership,
         *,
         lead_asks: Callable[[OpenStep], Awaitable[list[dict[str, Any]]]],
         fence: Callable[[OpenStep, Sequence[int]], None],
@@ -74,9 +74,9 @@ class Closer:
         self._enrolment = enrolment
         self._lead_asks = lead_asks
         self._fence = fence
-        self._vigil = Vigil(events, stage_timeout=limits.stage_timeout)
+        self._vigil = OutageWait(events, stage_timeout=limits.stage_timeout)
         self._events = events
-        self._sums: Sums | None = None  # of the newest step that closed
+        self._sums: SumReconciliation | None = None  # of the newest step that closed
         self._someone_gone = False  # in the last step, whose record left the rosters as they were
 
     async def finish(
@@ -187,10 +187,10 @@ class Closer:
         self._vigil.end(step=self._run.manifest.first_step)
         self._someone_gone = False
 
-    def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> Sums:
+    def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:
         """A step that takes batches again closes again: who is gone stays gone, and rounds go on."""
         if self._sums is None or not self._sums.are_of(step):
-            self._sums = Sums(
+            self._sums = SumReconciliation(
                 self._run,
                 self._servers,
                 step,
@@ -203,7 +203,9 @@ class Closer:
             )
         return self._sums
 
-    async def _average(self, sums: Sums, closed: Closed, reselected: Selection | None, *, late: bool) -> float | None:
+    async def _average(
+        self, sums: SumReconciliation, closed: ReconciledStep, reselected: Selection | None, *, late: bool
+    ) -> float | None:
         """The squared norm of the mean gradient over all stages. None: the round is to be repeated without some."""
         begin_s, closing = now_s(), closed.closing
         hearing = [] if late else self._gate.listen(closing, reselected, closed.version_hashes)

@@ -24,7 +24,7 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import NO_TERM, Member, Term
 from lightning_swarm.protocol.messages.step import Accepted, Prepare, Promise, Proposal, Record, Vote
-from lightning_swarm.protocol.messages.wire import Wire, decode, encode
+from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import PREPARE, PROPOSE
 from lightning_swarm.protocol.run_state import RunState
 
@@ -218,7 +218,7 @@ def slot_of(record: Record) -> Slot:
 
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T", bound=Wire)
+_T = TypeVar("_T", bound=WireMessage)
 
 _RETRY_S: Final = 1.0
 _SAY_S: Final = 60.0
@@ -333,7 +333,7 @@ class Proposer:
         if vote is not None:
             ballot.hear_vote(voter, vote)
 
-    async def _ask(self, voter: Member, method: str, request: Wire, kind: type[_T]) -> _T | None:
+    async def _ask(self, voter: Member, method: str, request: WireMessage, kind: type[_T]) -> _T | None:
         try:
             body = await self._transport.call(voter.peer_id, method, encode(request), timeout=self._timeout)
             return decode(body, kind)

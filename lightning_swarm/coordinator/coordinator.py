@@ -8,18 +8,18 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from lightning_swarm.coordinator.commit import Closer
+from lightning_swarm.coordinator.commit import StepCommit
 from lightning_swarm.coordinator.consensus import Proposer
-from lightning_swarm.coordinator.membership.moves import Moves, balance_of
-from lightning_swarm.coordinator.membership.servers import Gate
-from lightning_swarm.coordinator.server_calls import Servers, dismiss
-from lightning_swarm.coordinator.snapshot_schedule import SnapshotOrders
-from lightning_swarm.coordinator.step.books import Books, Outcome
+from lightning_swarm.coordinator.membership.moves import PlannedMoves, balance_of
+from lightning_swarm.coordinator.membership.servers import ServerMembership
+from lightning_swarm.coordinator.server_calls import ServerCalls, dismiss
+from lightning_swarm.coordinator.snapshot_schedule import SnapshotSchedule
+from lightning_swarm.coordinator.step.books import StepOutcome, StepState
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.takeover import appoint
-from lightning_swarm.coordinator.trainer_handlers import Trainers
-from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
+from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import NotCoordinator, StageLost, StepError, SwarmError
 from lightning_swarm.core.limits import Limits
@@ -62,7 +62,7 @@ class Coordinator:
         events: EventLog,
         on_deposed: Callable[[], None],
         step_aside: Callable[[], None],
-        books: Books | None,
+        books: StepState | None,
     ) -> None:
         timeout = limits.call_timeout
         self._limits = limits
@@ -73,13 +73,13 @@ class Coordinator:
         self._members = {*run.servers, *run.trainers}  # since the newest record
         self._tasks = TaskOwner()
         self.deposed = False
-        self.books = books or Books.of(run.manifest)
+        self.books = books or StepState.of(run.manifest)
         self._balance = balance_of(run.manifest, now_s=now_s())
-        self.gate = Gate(transport, run, self._balance, spawn=self._spawn, limits=limits, events=events)
+        self.gate = ServerMembership(transport, run, self._balance, spawn=self._spawn, limits=limits, events=events)
         self.gate.on_restarted_lead = self._note_restarted_lead
-        self._servers = Servers(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
-        self._snapshots = SnapshotOrders(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
-        self._watch = TrainerWatch(
+        self._servers = ServerCalls(transport, run, proposer.term, spawn=self._spawn, timeout=timeout)
+        self._snapshots = SnapshotSchedule(transport, run, interval_s=limits.snapshot_interval, timeout=timeout)
+        self._watch = LeaseExpiry(
             transport,
             run,
             self.books,
@@ -89,7 +89,7 @@ class Coordinator:
             owes=lambda trainer: self.trainers.places.owes(self.books.open, trainer),
             limits=limits,
         )
-        self.trainers = Trainers(
+        self.trainers = TrainerHandlers(
             transport,
             run,
             self.books,
@@ -100,13 +100,13 @@ class Coordinator:
             events=events,
             limits=limits,
         )
-        self._closer = Closer(
+        self._closer = StepCommit(
             run,
             self._servers,
             self.gate,
             proposer,
             self._snapshots,
-            Moves(run, self.gate, self._balance, events, step_aside=step_aside),
+            PlannedMoves(run, self.gate, self._balance, events, step_aside=step_aside),
             self.trainers.enrolment,
             lead_asks=self.trainers.lead.asks_for,
             fence=self._watch.fence,
@@ -272,10 +272,10 @@ class Coordinator:
             return False
         return not self._closer.wants_changes()
 
-    def _outcome(self, step: OpenStep, record: Record) -> Outcome:
+    def _outcome(self, step: OpenStep, record: Record) -> StepOutcome:
         lead = self._run.manifest.lead
         self.trainers.lead.decided(step.step)
         # Who has just gone is kept for one step more, until the lead has this record.
         before, self._members = self._members, {*self._run.servers, *self._run.trainers}
         self._events.keep_only(before | self._members)
-        return Outcome(record, step.logs_for(lead), step.metrics_for(lead))
+        return StepOutcome(record, step.logs_for(lead), step.metrics_for(lead))

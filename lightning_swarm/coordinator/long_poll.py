@@ -8,31 +8,31 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from lightning_swarm.coordinator.step.books import Books
-from lightning_swarm.coordinator.step.leases import Places
+from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.step.leases import LeaseTable
 from lightning_swarm.coordinator.step.open_step import OpenStep
-from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError, StepError, SwarmError
 from lightning_swarm.network import Message, PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.protocol.messages.batches import MetricsRequest, RecordReply, RecordRequest
-from lightning_swarm.protocol.messages.events import Noted
+from lightning_swarm.protocol.messages.events import EventCounts
 from lightning_swarm.protocol.run_state import RunState
 
 MAX_NEWS: Final = 1000
 """Peers in one answer: with all kinds of events these are four hundred kilobytes."""
 
 
-class Told:
+class EventDeltas:
     """By one coordinator. What its lead has is known when that asks from a later version on."""
 
     def __init__(self) -> None:
         self._version = -1  # from which the lead asked last
-        self._known: dict[PeerId, Noted] = {}  # who was told of last comes last
-        self._sent: dict[PeerId, Noted] = {}  # since; the answer may have been lost
+        self._known: dict[PeerId, EventCounts] = {}  # who was told of last comes last
+        self._sent: dict[PeerId, EventCounts] = {}  # since; the answer may have been lost
 
-    def news(self, noted: Mapping[PeerId, Noted], *, version: int) -> dict[PeerId, Noted]:
+    def news(self, noted: Mapping[PeerId, EventCounts], *, version: int) -> dict[PeerId, EventCounts]:
         """What of `noted` the lead is told now, which asks from `version` on. Counts only grow, so late is no harm."""
         if version != self._version:
             told_before = {peer: one for peer, one in self._known.items() if peer not in self._sent}
@@ -45,7 +45,7 @@ class Told:
         return dict(self._sent)
 
 
-class Changes:
+class ChangeNotifier:
     """What calls are held for.
 
     Args:
@@ -119,7 +119,7 @@ async def _nobody() -> str:
     return "nobody may"
 
 
-class LeadWatch:
+class LeadLiveness:
     """Whether the lead is there, and which record its loop asks for.
 
     Args:
@@ -128,7 +128,7 @@ class LeadWatch:
         timeout: Seconds that it may be silent.
     """
 
-    def __init__(self, run: RunState, changes: Changes, *, timeout: float) -> None:
+    def __init__(self, run: RunState, changes: ChangeNotifier, *, timeout: float) -> None:
         self._run = run
         self._changes = changes
         self._timeout = timeout
@@ -272,7 +272,7 @@ class LeadWatch:
         return permits and self._knows >= step and step in self._stepped_with
 
 
-class Ends:
+class StepEnds:
     """Of the steps of one coordinator.
 
     Args:
@@ -288,12 +288,12 @@ class Ends:
     def __init__(
         self,
         run: RunState,
-        books: Books,
-        places: Places,
-        lead: LeadWatch,
-        changes: Changes,
-        watch: TrainerWatch,
-        learnt: Callable[[], Mapping[PeerId, Noted]],
+        books: StepState,
+        places: LeaseTable,
+        lead: LeadLiveness,
+        changes: ChangeNotifier,
+        watch: LeaseExpiry,
+        learnt: Callable[[], Mapping[PeerId, EventCounts]],
     ) -> None:
         self._run = run
         self._books = books
@@ -302,7 +302,7 @@ class Ends:
         self._changes = changes
         self._watch = watch
         self._learnt = learnt
-        self._told = Told()  # to the lead
+        self._told = EventDeltas()  # to the lead
 
     async def asked(self, caller: PeerId, request: RecordRequest) -> RecordReply:
         """A trainer asks for a record. What the lead says with it comes first."""

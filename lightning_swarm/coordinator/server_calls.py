@@ -11,14 +11,14 @@ from typing import Any, Final, TypeVar
 from lightning_swarm.core.errors import Damaged, DeadlineExceeded, NotCoordinator, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
-from lightning_swarm.protocol.messages.run import BrokenOff, Leading, Term
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, RunAborted, Term
 from lightning_swarm.protocol.messages.step import (
     AverageReply,
     AverageRequest,
     Closing,
     FreezeReply,
     FreezeRequest,
-    Named,
+    NamedReceipts,
     Record,
     ReplayReply,
     ReplayRequest,
@@ -40,7 +40,7 @@ async def dismiss(transport: Transport, peers: Iterable[PeerId], *, broken_off: 
         broken_off: Why nobody ended it in order; empty: the lead did.
         timeout: Seconds for each.
     """
-    method, body = (BREAK_OFF, encode(BrokenOff(reason=broken_off))) if broken_off else (LEAVE, b"")
+    method, body = (BREAK_OFF, encode(RunAborted(reason=broken_off))) if broken_off else (LEAVE, b"")
 
     async def one(peer: PeerId) -> None:
         try:
@@ -61,7 +61,7 @@ _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 30.0
 
 
-class Servers:
+class ServerCalls:
     """All that hold a stage.
 
     Args:
@@ -136,7 +136,7 @@ class Servers:
         return await self._each({peer: freeze(peer, request) for peer, request in requests.items()})
 
     async def average(
-        self, closing: Closing, named: Mapping[PeerId, list[Named]], *, late: bool
+        self, closing: Closing, named: Mapping[PeerId, list[NamedReceipts]], *, late: bool
     ) -> dict[PeerId, AverageReply | SwarmError]:
         """A round. Where all went well, every server of its rosters holds its stages' means then."""
         requests = {
@@ -238,7 +238,7 @@ class Servers:
             return await self._transport.call(peer, method, body, timeout=timeout)
         except NotCoordinator:
             run = self._run
-            leading = Leading(term=self._term, generation=run.manifest.generation, version=run.version)
+            leading = CoordinatorTerm(term=self._term, generation=run.manifest.generation, version=run.version)
             await self._transport.call(peer, LEAD, encode(leading), timeout=self._timeout)
             return await self._transport.call(peer, method, body, timeout=timeout)
 

@@ -1,7 +1,7 @@
 """When the servers take snapshots of their stages, and who keeps a stage's besides its own servers.
 
 A stage whose last server dies takes what that one held along, so a server of another stage keeps a copy, too.
-The functions are pure; `SnapshotOrders` asks the servers what they hold, when a snapshot is due.
+The functions are pure; `SnapshotSchedule` asks the servers what they hold, when a snapshot is due.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def choose_keepers(
     return keepers
 
 
-class SnapshotOrders:
+class SnapshotSchedule:
     """The coordinator's word on when a snapshot is taken.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from lightning_swarm.coordinator.step.books import Books, Outcome
-from lightning_swarm.coordinator.step.data_order import Order
+from lightning_swarm.coordinator.step.books import StepOutcome, StepState
+from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.leases import first_lease
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import SwarmError
@@ -22,7 +22,9 @@ from lightning_swarm.protocol.run_state import RunState
 _log = logging.getLogger(__name__)
 
 
-async def gather_books(transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float) -> Books:
+async def gather_books(
+    transport: Transport, run: RunState, reselected: Selection | None, *, timeout: float
+) -> StepState:
     """Rebuild the books from what the trainers report. What the silent had counts nowhere.
 
     Args:
@@ -75,7 +77,7 @@ def rebuild(
     metrics: Mapping[tuple[int, int], Message],
     *,
     complete: bool,
-) -> Books:
+) -> StepState:
     """The books that these reports make. Pure.
 
     Args:
@@ -89,7 +91,7 @@ def rebuild(
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
     steps = [OpenStep(one, run.manifest.target_batch_size) for one in run.open_steps]
-    order = Order()
+    order = DataOrder()
     for plan in lead.plans if lead is not None else ():
         order.add(plan)
     position = run.position or (None if lead is None else lead.position)
@@ -106,7 +108,7 @@ def rebuild(
     if due is not None:  # all of its batches were through, for the next step had opened
         due.sealed = True
         due.settle()
-    return Books(
+    return StepState(
         open=open_,
         due=due,
         begun=run.version > run.manifest.first_step or (lead is not None and lead.begun),
@@ -129,11 +131,11 @@ def _outcome(
     run: RunState,
     leases: Sequence[tuple[PeerId, Lease]],
     metrics: Mapping[tuple[int, int], Message],
-) -> Outcome:
+) -> StepOutcome:
     """The newest record, and what the other trainers logged of the batches that it counts."""
     record = run.newest
     if record is None:
-        return Outcome()
+        return StepOutcome()
     others = [
         lease
         for trainer, lease in sorted(leases, key=lambda item: item[1].grant.first)
@@ -141,7 +143,7 @@ def _outcome(
     ]
     found = {lease.grant.first: metrics.get((record.step, lease.grant.lease)) for lease in others}
     logs = fold(log for lease in others for log in lease.logs)
-    return Outcome(record, logs, {first: one for first, one in found.items() if one is not None})
+    return StepOutcome(record, logs, {first: one for first, one in found.items() if one is not None})
 
 
 # Succession of the lead. A peer that holds the state of the lead's loop goes back with the run, to the newest snapshot

@@ -8,14 +8,14 @@ from functools import partial
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.long_poll import Changes, Ends, LeadWatch, check_stepped_with
-from lightning_swarm.coordinator.membership.trainers import Enrolment
-from lightning_swarm.coordinator.server_calls import Servers
-from lightning_swarm.coordinator.step.books import Books
-from lightning_swarm.coordinator.step.leases import Places
+from lightning_swarm.coordinator.long_poll import ChangeNotifier, LeadLiveness, StepEnds, check_stepped_with
+from lightning_swarm.coordinator.membership.trainers import TrainerMembership
+from lightning_swarm.coordinator.server_calls import ServerCalls
+from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.step.leases import LeaseTable
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.takeover import fetch_metrics
-from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, LeaseRevoked, ProtocolError, StepError, TrainerFailed
 from lightning_swarm.core.limits import Limits
@@ -36,7 +36,7 @@ from lightning_swarm.protocol.messages.batches import (
     RecordRequest,
     RegisterRequest,
     SelectRequest,
-    Wait,
+    WaitForRecord,
 )
 from lightning_swarm.protocol.messages.run import PlanRequest, TakePlanReply, TakePlanRequest, check_selection
 from lightning_swarm.protocol.messages.step import SettleRequest
@@ -59,7 +59,7 @@ from lightning_swarm.protocol.methods import (
 from lightning_swarm.protocol.run_state import RunState
 
 
-class Trainers:
+class TrainerHandlers:
     """Answers the calls of the run's trainers.
 
     Args:
@@ -84,9 +84,9 @@ class Trainers:
         self,
         transport: Transport,
         run: RunState,
-        books: Books,
-        servers: Servers,
-        watch: TrainerWatch,
+        books: StepState,
+        servers: ServerCalls,
+        watch: LeaseExpiry,
         *,
         first_lease: int,
         on_change: Callable[[OpenStep], Awaitable[None]],
@@ -103,12 +103,12 @@ class Trainers:
         self._events = events
         self._limits = limits
         self._settling = asyncio.Lock()
-        self.changes = Changes(limits.call_timeout)
-        self.lead = LeadWatch(run, self.changes, timeout=limits.lead_timeout)
-        self.places = Places(run, first_lease, self._on_grant, watch.gone)
+        self.changes = ChangeNotifier(limits.call_timeout)
+        self.lead = LeadLiveness(run, self.changes, timeout=limits.lead_timeout)
+        self.places = LeaseTable(run, first_lease, self._on_grant, watch.gone)
         learnt = partial(events.learnt, servers.own)
-        self._ends = Ends(run, books, self.places, self.lead, self.changes, watch, learnt)
-        self.enrolment = Enrolment(
+        self._ends = StepEnds(run, books, self.places, self.lead, self.changes, watch, learnt)
+        self.enrolment = TrainerMembership(
             transport, run, books, watch, self.changes, epoch=lambda: self.lead.epoch, events=events, limits=limits
         )
 
@@ -193,15 +193,17 @@ class Trainers:
         self._run.check_generation(request.generation)
         is_lead = caller == self._run.manifest.lead
         if self._is_beyond(request.step, "a request for a place"):
-            return encode(GrantReply(wait=Wait(step=books.open.step)))
+            return encode(GrantReply(wait=WaitForRecord(step=books.open.step)))
         if is_lead and not books.begun:
             books.begun = True
             await self.changes.notify()
         elif not books.begun and not await self.changes.until(lambda: books.begun):
             self.lead.check()
-            return encode(GrantReply(wait=Wait(step=None)))
+            return encode(GrantReply(wait=WaitForRecord(step=None)))
         if request.batch is not None and not await self.changes.until(lambda: books.open.window is not None):
-            return encode(GrantReply(wait=Wait(step=None)))  # who coordinates now has not heard of the order yet
+            return encode(
+                GrantReply(wait=WaitForRecord(step=None))
+            )  # who coordinates now has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
             reply = self.places.ask(books.open, caller, request)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
-from lightning_swarm.coordinator.step.books import Books
+from lightning_swarm.coordinator.step.books import StepState
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import PeerError, SwarmError
@@ -34,7 +34,7 @@ _FIRST_LOOK_S: Final = 0.1
 _LONGEST_LOOK_S: Final = 2.0
 
 
-class TrainerWatch:
+class LeaseExpiry:
     """Looks after batches that are under way.
 
     Args:
@@ -55,7 +55,7 @@ class TrainerWatch:
         self,
         transport: Transport,
         run: RunState,
-        books: Books,
+        books: StepState,
         *,
         events: EventLog,
         spawn: Callable[[Coroutine[Any, Any, None]], object],

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import PeerError, StageLost, SwarmError, WentBack
-from lightning_swarm.core.process import Housekeeping
+from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.core.tasks import ended
 
 _T = TypeVar("_T")
@@ -49,7 +49,7 @@ class ThreadRuntime(Runtime):
         housekeeping: Of the process, which ends with the loop.
     """
 
-    def __init__(self, name: str = "swarm", housekeeping: Housekeeping | None = None) -> None:
+    def __init__(self, name: str = "swarm", housekeeping: ProcessSettings | None = None) -> None:
         self._housekeeping = housekeeping
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
@@ -114,7 +114,7 @@ class InlineRuntime(Runtime):
         """The loop belongs to whoever made it: other peers may live on it."""
 
 
-class _Within(Runtime):
+class _InterruptibleRuntime(Runtime):
     """On another runtime's loop, with something else to look at meanwhile.
 
     Args:
@@ -141,7 +141,7 @@ class _Within(Runtime):
         self._runtime.close()
 
 
-class UntilOver(_Within):
+class UntilRunEnds(_InterruptibleRuntime):
     """Of a trainer that the run may leave behind: waiting for anything ends when the run does.
 
     Args:
@@ -188,7 +188,7 @@ class UntilOver(_Within):
             await ended([task, over, back])
 
 
-class UntilLost(_Within):
+class UntilStageLost(_InterruptibleRuntime):
     """Of the lead: waiting for anything ends when the run has lost what it cannot go on without, and can go back.
 
     Args:

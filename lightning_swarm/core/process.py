@@ -77,7 +77,7 @@ _OLD_MAX_BYTES: Final = 32 << 20
 _KEPT_BYTES: Final = 1 << 30
 
 
-class Housekeeping:
+class ProcessSettings:
     """From here until `close` this process goes another way.
 
     - The collector of garbage leaves alone what the process has by now. To look through all that torch and the others

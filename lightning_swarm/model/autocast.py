@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
-from lightning_swarm.protocol.messages.calls import Mode
+from lightning_swarm.protocol.messages.calls import ComputeMode
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)} | {
     "float64": torch.float64
 }
 
 
-def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> Mode:
+def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> ComputeMode:
     """The calling thread's mode."""
     autocast = torch.is_autocast_enabled(device_type)
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    return Mode(
+    return ComputeMode(
         training=training,
         grad=grad,
         input_grad=input_grad,
@@ -32,7 +32,7 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
 
 
 @contextlib.contextmanager
-def entered(mode: Mode, device_type: str) -> Iterator[None]:
+def entered(mode: ComputeMode, device_type: str) -> Iterator[None]:
     """Compute as the trainer would; afterwards the thread is as it was."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_global_flags(mode))
@@ -47,14 +47,14 @@ def entered(mode: Mode, device_type: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def entered_backward(mode: Mode) -> Iterator[None]:
+def entered_backward(mode: ComputeMode) -> Iterator[None]:
     """Backpropagate as the trainer would: outside autocast, under its flags."""
     with _global_flags(mode), torch.inference_mode(False):
         yield
 
 
 @contextlib.contextmanager
-def _global_flags(mode: Mode) -> Iterator[None]:
+def _global_flags(mode: ComputeMode) -> Iterator[None]:
     # These three belong to the process, not to the thread, so they are touched only where they differ.
     before = (
         torch.get_default_dtype(),

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import Blocks, StageModule
-from lightning_swarm.model.sharded_format import Folder
+from lightning_swarm.model.sharded_format import ShardedCheckpoint
 
 INITIALISERS: Final = {
     one.__code__: one for one in (init._no_grad_trunc_normal_, init.orthogonal_, init.dirac_, init.sparse_)
@@ -36,7 +36,7 @@ INITIALISERS: Final = {
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageView:
     """Where a tensor is in its storage."""
 
     storage: int
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class MaterializedTensor:
     """A tensor that has values."""
 
     tensor: Tensor
@@ -55,12 +55,12 @@ class Known:
 
 
 @dataclass(frozen=True, eq=False)
-class Done:
+class RecordedCall:
     """Something that was done.
 
     Args:
         function: Torch's own operator.
-        leaves: Of its arguments, in which tensors are `Place`s or `Known`.
+        leaves: Of its arguments, in which tensors are `StorageView`s or `MaterializedTensor`.
         spec: Of the arguments' tree.
         made: Where each of the tensors that it returns is, unless that was there before.
         reads: Storages.
@@ -73,7 +73,7 @@ class Done:
     function: Any
     leaves: Sequence[Any]
     spec: Any
-    made: Sequence[Place | None]
+    made: Sequence[StorageView | None]
     reads: frozenset[int]
     writes: frozenset[int]
     fills: frozenset[int]
@@ -81,7 +81,7 @@ class Done:
     drawn: Sequence[tuple[torch.Generator, Tensor]]
 
 
-class Redoing:
+class CallReplay:
     """Does again what was done.
 
     Args:
@@ -101,7 +101,7 @@ class Redoing:
         self._sources = sources
         self._real: dict[int, torch.UntypedStorage] = {}
 
-    def run(self, needed: Sequence[Done], kept: Collection[int]) -> None:
+    def run(self, needed: Sequence[RecordedCall], kept: Collection[int]) -> None:
         """Do it, and keep what of it is in the storages `kept`."""
         last = {storage: index for index, done in enumerate(needed) for storage in (*done.reads, *done.writes)}
         before = torch.get_default_dtype()
@@ -114,7 +114,7 @@ class Redoing:
         finally:
             torch.set_default_dtype(before)
 
-    def tensor(self, place: Place) -> Tensor:
+    def tensor(self, place: StorageView) -> Tensor:
         """What is there now."""
         storage = self._real.get(place.storage)
         if storage is None and place.storage in self._sources:
@@ -126,7 +126,7 @@ class Redoing:
         return blank.set_(storage, place.offset, place.size, place.stride)
 
     @torch.no_grad()
-    def _do(self, done: Done) -> None:
+    def _do(self, done: RecordedCall) -> None:
         torch.set_default_dtype(done.dtype)
         args, kwargs = tree_unflatten([self._given(leaf) for leaf in done.leaves], done.spec)
         result = _drawn_again(done, args, kwargs) if done.drawn else done.function(*args, **kwargs)
@@ -136,9 +136,9 @@ class Redoing:
                 self._put(place, tensor)
 
     def _given(self, leaf: Any) -> Any:
-        if isinstance(leaf, Place):
+        if isinstance(leaf, StorageView):
             return self.tensor(leaf)
-        if isinstance(leaf, Known):
+        if isinstance(leaf, MaterializedTensor):
             if leaf.tensor._version != leaf.version:
                 raise ConfigError(
                     "what a model on meta is made from must stay as it is until the run begins, got a tensor of shape "
@@ -147,14 +147,14 @@ class Redoing:
             return leaf.tensor
         return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
-    def _put(self, place: Place, tensor: Tensor) -> None:
+    def _put(self, place: StorageView, tensor: Tensor) -> None:
         if (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset):
             self._real[place.storage] = tensor.untyped_storage()
         else:  # an operator may lay out its result otherwise on another device
             self.tensor(place).copy_(tensor)
 
 
-def _drawn_again(done: Done, args: Any, kwargs: dict[str, Any]) -> Any:
+def _drawn_again(done: RecordedCall, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call what draws. Nobody else's generator is touched, where the function takes one."""
     generator, state = done.drawn[0]
     function = _with_generator(done.function)
@@ -193,11 +193,11 @@ _FILLING: Final = {f"aten::{name}_" for name in ("copy", "fill", "normal", "unif
 _IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, in torch's stubs
 
 
-class Blueprint:
+class InitRecord:
     """What was done to tensors on meta inside of `recording`."""
 
     def __init__(self) -> None:
-        self._done: list[Done] = []
+        self._done: list[RecordedCall] = []
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other one gets its number
         self._sources: dict[int, Callable[[], Tensor]] = {}
         self._device = torch.device("cpu")
@@ -210,15 +210,15 @@ class Blueprint:
         drawn after the model was built.
         """
         self._device = device
-        with _Operators(self), _Functions(self):
+        with _OperatorRecorder(self), _FunctionRecorder(self):
             yield
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> StorageView:
         """Where a tensor on meta is."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         self._storages.setdefault(number, storage)
-        return Place(number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return StorageView(number, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def stand_in(self, like: Tensor, source: Callable[[], Tensor]) -> Tensor:
         """A tensor on meta that has the values of `source`, which is asked for them whenever they are needed."""
@@ -233,13 +233,13 @@ class Blueprint:
         self._sources = {}
         return bool(dropped)
 
-    def blank(self, places: Sequence[Place]) -> list[Place]:
+    def blank(self, places: Sequence[StorageView]) -> list[StorageView]:
         """Those of them into which nothing was ever put, or what came from nothing."""
         if not self._needed({place.storage for place in places})[1]:
             return []
         return [place for place in places if self._needed({place.storage})[1]]
 
-    def values(self, places: Sequence[Place], device: torch.device) -> list[Tensor]:
+    def values(self, places: Sequence[StorageView], device: torch.device) -> list[Tensor]:
         """What would be there, had it not been on meta. Of what is blank, anything.
 
         Args:
@@ -250,7 +250,7 @@ class Blueprint:
             ConfigError: A tensor that went into them has changed since.
         """
         kept = {place.storage for place in places}
-        redoing = Redoing(self._device, self._storages, self._sources)
+        redoing = CallReplay(self._device, self._storages, self._sources)
         redoing.run(self._needed(kept)[0], kept)
         return [redoing.tensor(place).to(device) for place in places]
 
@@ -288,7 +288,7 @@ class Blueprint:
         self,
         function: Any,
         arguments: tuple[Any, dict[str, Any]],
-        made: Sequence[Place | None],
+        made: Sequence[StorageView | None],
         reads: Collection[int],
         writes: Collection[int],
         fills: Collection[int],
@@ -297,12 +297,12 @@ class Blueprint:
         leaves, spec = tree_flatten(arguments)
         noted = [self._noted(leaf) for leaf in leaves]
         sets = (frozenset(reads), frozenset(writes), frozenset(fills))
-        self._done.append(Done(function, noted, spec, made, *sets, torch.get_default_dtype(), drawn))
+        self._done.append(RecordedCall(function, noted, spec, made, *sets, torch.get_default_dtype(), drawn))
 
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return self.place(leaf) if leaf.is_meta else Known(leaf, leaf._version)
+        return self.place(leaf) if leaf.is_meta else MaterializedTensor(leaf, leaf._version)
 
     def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
         """Draw, and drop it. From which generators, and their states before."""
@@ -318,7 +318,7 @@ class Blueprint:
             return torch.zeros_like(leaf, device=self._device)
         return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
-    def _needed(self, storages: Collection[int]) -> tuple[list[Done], set[int]]:
+    def _needed(self, storages: Collection[int]) -> tuple[list[RecordedCall], set[int]]:
         """What has to be done again for these, in order; and storages in which nothing was ever put."""
         wanted, needed = set(storages), []
         for done in reversed(self._done):
@@ -330,8 +330,8 @@ class Blueprint:
         return needed[::-1], wanted - written - self._sources.keys()
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self, blueprint: Blueprint) -> None:
+class _OperatorRecorder(TorchDispatchMode):
+    def __init__(self, blueprint: InitRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._blueprint = blueprint
 
@@ -342,10 +342,10 @@ class _Operators(TorchDispatchMode):
         return found
 
 
-class _Functions(TorchFunctionMode):
+class _FunctionRecorder(TorchFunctionMode):
     """What leaves no trace in operators where it is on meta."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
+    def __init__(self, blueprint: InitRecord) -> None:
         super().__init__()
         self._blueprint = blueprint
 
@@ -375,7 +375,7 @@ def _changed(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
 
 
-def _any_at(blueprint: Blueprint, tensors: Sequence[Tensor], storage: int) -> bool:
+def _any_at(blueprint: InitRecord, tensors: Sequence[Tensor], storage: int) -> bool:
     return any(blueprint.place(tensor).storage == storage for tensor in tensors)
 
 
@@ -392,12 +392,12 @@ _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
 _MAX_NAMED: Final = 5
 
 
-class Origin:
+class InitialWeights:
     """Makes values of a module's tensors on meta, of one stage after the other, and forgets them."""
 
     def __init__(self) -> None:
-        self._blueprint = Blueprint()
-        self._places: dict[str, Place] = {}
+        self._blueprint = InitRecord()
+        self._places: dict[str, StorageView] = {}
         self._spent: weakref.ref[nn.Module] | None = None  # its values are not those that it was made with
 
     def recording(self, device: torch.device) -> AbstractContextManager[None]:
@@ -423,7 +423,7 @@ class Origin:
         has_values = isinstance(value, Tensor) and not value.is_meta
         return self._blueprint.stand_in(value, lambda: value) if has_values else value
 
-    def read(self, module: nn.Module, folder: Folder) -> dict[str, Any]:
+    def read(self, module: nn.Module, folder: ShardedCheckpoint) -> dict[str, Any]:
         """The weights in a folder, as `restoring` takes them: what the module has on meta is read when it is needed."""
         on_meta = {name for name, tensor in _tensors(module) if tensor.is_meta}
         found = folder.weights
@@ -485,7 +485,7 @@ class Origin:
         return [value.to(tensor.dtype) for value, (_, tensor) in zip(values, tensors, strict=True)]
 
 
-def _read(folder: Folder, name: str) -> Tensor:
+def _read(folder: ShardedCheckpoint, name: str) -> Tensor:
     tensor: Tensor = folder.read_weights([name])[name]
     return tensor
 
@@ -498,11 +498,11 @@ def is_on_meta(module: nn.Module) -> bool:
 @contextmanager
 def staying_on_meta() -> Iterator[None]:
     """Have modules moved to another device inside of it, but for what is on meta."""
-    with _Staying():
+    with _KeepOnMeta():
         yield
 
 
-class _Staying(TorchFunctionMode):
+class _KeepOnMeta(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MOVES and args[0].is_meta:

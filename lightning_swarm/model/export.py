@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.optimizer_state import by_numbers
-from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, Folder, is_folder
+from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, ShardedCheckpoint, is_folder
 
 
 def export_safetensors(checkpoint: Path, target: Path) -> int:
@@ -93,7 +93,7 @@ def _unwritable(target: Path, error: Exception) -> ConfigError:
 def _read_folder(path: Path) -> dict[str, Any]:
     """As the file that the same run would have written."""
     content = _read(path / REST)
-    found = Folder(path).read_all()
+    found = ShardedCheckpoint(path).read_all()
     content["state_dict"] = found.get(WEIGHTS, {})
     if OPTIMIZER in found:
         content["optimizer_states"] = [by_numbers({"state": {}, **found[OPTIMIZER]})]

@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.model.optimizer_state import GROUP
-from lightning_swarm.protocol.messages.state import Written
+from lightning_swarm.protocol.messages.state import WrittenValue
 
 REST: Final = "meta.pt"
 """The file with what a checkpoint holds beside weights and optimizer state. The name is Lightning's."""
@@ -54,7 +54,7 @@ _KNOWN: Final = {
 """What is in an index beside the records of its own module, dtypes and paths."""
 
 
-def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[Written]:
+def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[WrittenValue]:
     """Write a part of what a folder is to hold.
 
     Args:
@@ -76,9 +76,9 @@ def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[Written]:
     return [_written(one, tensors[one.index.fqn], planner.mappings[one.index.fqn]) for one in found]
 
 
-def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence[str | int]) -> Written:
+def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence[str | int]) -> WrittenValue:
     stored = result.storage_data
-    return Written(
+    return WrittenValue(
         path=list(path),
         file=str(stored.relative_path),
         offset=stored.offset,
@@ -88,7 +88,7 @@ def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence
     )
 
 
-def check(written: Iterable[Written], part: int, names: Collection[str]) -> None:
+def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) -> None:
     """Refuse what somebody claims to have written for these parameters and buffers, and cannot have.
 
     Raises:
@@ -102,7 +102,7 @@ def check(written: Iterable[Written], part: int, names: Collection[str]) -> None
         _dtype(one)
 
 
-def finish(folder: Path, written: Sequence[Written], also: Mapping[str, str]) -> None:
+def finish(folder: Path, written: Sequence[WrittenValue], also: Mapping[str, str]) -> None:
     """Write the index of a folder, when all of its parts are there.
 
     Args:
@@ -111,7 +111,7 @@ def finish(folder: Path, written: Sequence[Written], also: Mapping[str, str]) ->
         also: Further names of weights, and the names under which they were written.
     """
     aliases = [
-        Written(**{**_fields(one), "path": [WEIGHTS, alias]})
+        WrittenValue(**{**_fields(one), "path": [WEIGHTS, alias]})
         for one in written
         if one.path[0] == WEIGHTS
         for alias, name in also.items()
@@ -130,22 +130,22 @@ def finish(folder: Path, written: Sequence[Written], also: Mapping[str, str]) ->
     writer.finish(metadata, [results])
 
 
-def _fields(one: Written) -> dict[str, Any]:
+def _fields(one: WrittenValue) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__struct_fields__}
 
 
-def _key(one: Written) -> str:
+def _key(one: WrittenValue) -> str:
     return ".".join(map(str, one.path))
 
 
-def _dtype(one: Written) -> torch.dtype | None:
+def _dtype(one: WrittenValue) -> torch.dtype | None:
     dtype = None if one.dtype is None else getattr(torch, one.dtype, None)
     if one.dtype is not None and not isinstance(dtype, torch.dtype):
         raise ProtocolError(f"a tensor has a dtype of torch's, got {one.dtype!r}")
     return dtype
 
 
-def _item(one: Written) -> WriteItem:
+def _item(one: WrittenValue) -> WriteItem:
     dtype = _dtype(one)
     if dtype is None:
         return WriteItem(MetadataIndex(_key(one)), WriteItemType.BYTE_IO)
@@ -159,7 +159,7 @@ def is_folder(path: Path) -> bool:
     return (path / _INDEX).is_file()
 
 
-class Folder:
+class ShardedCheckpoint:
     """A folder that was written.
 
     Args:

@@ -25,7 +25,7 @@ from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.network import Transport
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import handshake
-from lightning_swarm.protocol.handshake import Meeting, installed_version
+from lightning_swarm.protocol.handshake import HandshakeResult, installed_version
 
 SUPPORTED_PYTHON: Final = ">=3.11"
 SUPPORTED: Final[Mapping[str, str]] = {
@@ -63,7 +63,7 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Folder:
+class FolderReport:
     """What is known of a folder.
 
     Args:
@@ -154,7 +154,7 @@ def check_daemon(problem: str | None, start_s: float) -> Finding:
     )
 
 
-def check_folder(folder: Folder) -> Finding:
+def check_folder(folder: FolderReport) -> Finding:
     """A folder can be written to and has room."""
     check = f"folder for {folder.purpose}"
     if folder.problem is not None:
@@ -222,7 +222,7 @@ class Obstacle(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dialed:
+class DialResult:
     """How far an attempt to reach a peer got.
 
     Args:
@@ -236,7 +236,7 @@ class Dialed:
     detail: str = ""
 
 
-def check_reach(dialed: Dialed, round_trip_s: float | None = None) -> Finding:
+def check_reach(dialed: DialResult, round_trip_s: float | None = None) -> Finding:
     """A peer can be reached.
 
     Args:
@@ -313,7 +313,7 @@ _TIMEOUT_S: Final = 10.0
 _MULTISTREAM: Final = b"\x13/multistream/1.0.0\n"
 
 
-def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> Dialed:
+def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> DialResult:
     """Look whether libp2p answers at an address, without libp2p.
 
     Args:
@@ -324,16 +324,16 @@ def knock(address: Address, *, timeout: float = _TIMEOUT_S) -> Dialed:
     try:
         socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        return Dialed(address=at, obstacle=Obstacle.NAME, detail=str(error))
+        return DialResult(address=at, obstacle=Obstacle.NAME, detail=str(error))
     try:
         with socket.create_connection((address.host, address.port), timeout) as connection:
-            return Dialed(address=at, obstacle=_obstacle_to_libp2p(connection))
+            return DialResult(address=at, obstacle=_obstacle_to_libp2p(connection))
     except ConnectionRefusedError as error:
-        return Dialed(address=at, obstacle=Obstacle.REFUSED, detail=str(error))
+        return DialResult(address=at, obstacle=Obstacle.REFUSED, detail=str(error))
     except TimeoutError:
-        return Dialed(address=at, obstacle=Obstacle.SILENCE, detail=f"no answer within {timeout:g} s")
+        return DialResult(address=at, obstacle=Obstacle.SILENCE, detail=f"no answer within {timeout:g} s")
     except OSError as error:
-        return Dialed(address=at, obstacle=Obstacle.ROUTE, detail=str(error))
+        return DialResult(address=at, obstacle=Obstacle.ROUTE, detail=str(error))
 
 
 def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
@@ -345,7 +345,7 @@ def _obstacle_to_libp2p(connection: socket.socket) -> Obstacle | None:
     return None if said == _MULTISTREAM else Obstacle.PROTOCOL
 
 
-def meet(addresses: Sequence[Address]) -> Iterator[tuple[Dialed, Meeting | None]]:
+def meet(addresses: Sequence[Address]) -> Iterator[tuple[DialResult, HandshakeResult | None]]:
     """Ask the peers at addresses, behind each of which libp2p answers, who they are."""
     from lightning_swarm.core.event_loop import ThreadRuntime
     from lightning_swarm.network import hivemind  # a second, and only needed here
@@ -360,16 +360,16 @@ def meet(addresses: Sequence[Address]) -> Iterator[tuple[Dialed, Meeting | None]
             runtime.run(transport.close())
 
 
-async def _meet(transport: Transport, address: Address) -> tuple[Dialed, Meeting | None]:
+async def _meet(transport: Transport, address: Address) -> tuple[DialResult, HandshakeResult | None]:
     at, obstacle = str(address.place), Obstacle.IDENTITY
     try:
         await transport.connect([address.maddr])
         obstacle = Obstacle.STRANGER
-        return Dialed(address=at), await handshake.meet(transport, address.peer_id, timeout=_TIMEOUT_S)
+        return DialResult(address=at), await handshake.meet(transport, address.peer_id, timeout=_TIMEOUT_S)
     except DeadlineExceeded as error:
-        return Dialed(address=at, obstacle=Obstacle.SILENCE, detail=str(error)), None
+        return DialResult(address=at, obstacle=Obstacle.SILENCE, detail=str(error)), None
     except SwarmError as error:
-        return Dialed(address=at, obstacle=obstacle, detail=str(error)), None
+        return DialResult(address=at, obstacle=obstacle, detail=str(error)), None
 
 
 _SOCKETS = Path("/tmp")  # fixed by hivemind, whatever TMPDIR says
@@ -463,7 +463,7 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
     return None, took_s
 
 
-def look_at_folder(path: Path, purpose: str) -> Folder:
+def look_at_folder(path: Path, purpose: str) -> FolderReport:
     """Write a file, and ask for the room."""
     try:
         with tempfile.TemporaryFile(dir=path) as file:
@@ -471,8 +471,8 @@ def look_at_folder(path: Path, purpose: str) -> Folder:
             file.flush()
         free_bytes = shutil.disk_usage(path).free
     except OSError as error:
-        return Folder(path=str(path), purpose=purpose, problem=error.strerror or str(error), free_bytes=0)
-    return Folder(path=str(path), purpose=purpose, problem=None, free_bytes=free_bytes)
+        return FolderReport(path=str(path), purpose=purpose, problem=error.strerror or str(error), free_bytes=0)
+    return FolderReport(path=str(path), purpose=purpose, problem=None, free_bytes=free_bytes)
 
 
 def _folders() -> dict[Path, str]:

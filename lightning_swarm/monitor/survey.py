@@ -37,7 +37,7 @@ class Sighting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeerPicture:
+class ObservedPeer:
     """One peer. Rates are since the look before or, at the first look, since the peer began.
 
     Args:
@@ -72,7 +72,7 @@ class PeerPicture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class SwarmReport:
     """A swarm at one moment.
 
     Args:
@@ -89,10 +89,10 @@ class Picture:
     steps_per_minute: float
     stages: tuple[tuple[str, ...], ...]
     trainers_stage: int | None = None
-    peers: tuple[PeerPicture, ...]
+    peers: tuple[ObservedPeer, ...]
 
 
-def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> Picture:
+def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> SwarmReport:
     """Put together what peers said.
 
     Args:
@@ -104,7 +104,7 @@ def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> P
     peers = tuple(_peer(one, earlier) for one in sightings)
     num_stages = max((report.server.num_stages for report in reports.values() if report.server), default=0)
     coordinator = next((peer.peer_id for peer in peers if peer.coordinator), None)
-    return Picture(
+    return SwarmReport(
         run_id=next((report.run_id for report in reports.values()), ""),
         step=next((peer.step for peer in peers if peer.coordinator), None),
         steps_per_minute=_steps_per_minute(coordinator, reports, earlier),
@@ -114,16 +114,16 @@ def picture(sightings: Sequence[Sighting], before: Sequence[Sighting] = ()) -> P
     )
 
 
-def _peer(sighting: Sighting, earlier: Mapping[PeerId, PeerReport]) -> PeerPicture:
+def _peer(sighting: Sighting, earlier: Mapping[PeerId, PeerReport]) -> ObservedPeer:
     report, peer = sighting.report, sighting.peer_id
     if report is None:
-        return PeerPicture(peer_id=peer, place=sighting.place, problem=sighting.problem)
+        return ObservedPeer(peer_id=peer, place=sighting.place, problem=sighting.problem)
     old = _same_life(report, earlier.get(peer))
     elapsed_s = report.age_s - (old.age_s if old else 0.0)
     sent_bytes = report.sent_bytes - (old.sent_bytes if old else 0)
     received_bytes = report.received_bytes - (old.received_bytes if old else 0)
     server = report.server
-    return PeerPicture(
+    return ObservedPeer(
         peer_id=peer,
         place=sighting.place,
         problem=None,
@@ -178,7 +178,7 @@ def _per(count: float, elapsed_s: float) -> float:
 _HEADS = ("stage", "peer", "at", "step", "samples/s", "queue", "GB/h out", "GB/h in", "peak GB", "up")
 
 
-def table(seen: Picture) -> str:
+def table(seen: SwarmReport) -> str:
     """The picture for people: a line for each stage of each peer, then those that hold none."""
     rows = [
         _row(index, peer, is_trainers=index == seen.trainers_stage)
@@ -200,7 +200,7 @@ def table(seen: Picture) -> str:
     return "\n".join([_headline(seen), "", *(line.rstrip() for line in lines)])
 
 
-def _headline(seen: Picture) -> str:
+def _headline(seen: SwarmReport) -> str:
     num_silent = sum(peer.problem is not None for peer in seen.peers)
     silent = f", {num_silent} of them silent" if num_silent else ""
     who = f"{len(seen.peers)} peer{'s' if len(seen.peers) != 1 else ''}{silent}"
@@ -211,7 +211,7 @@ def _headline(seen: Picture) -> str:
     return f"run {seen.run_id!r}: {state}, {who}"
 
 
-def _row(index: int | None, peer: PeerPicture, *, is_trainers: bool = False) -> tuple[str, ...]:
+def _row(index: int | None, peer: ObservedPeer, *, is_trainers: bool = False) -> tuple[str, ...]:
     stage = "-" if index is None else f"{index} trainers'" if is_trainers else str(index)
     roles = "".join((" lead" if peer.lead else "", " coordinator" if peer.coordinator else ""))
     name = f"{short_name(peer.peer_id)}{roles}"

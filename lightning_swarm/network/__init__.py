@@ -14,7 +14,7 @@ from typing import NewType
 
 from torch import Tensor
 
-from lightning_swarm.network.bandwidth import Links
+from lightning_swarm.network.bandwidth import LinkEstimates
 
 PeerId = NewType("PeerId", str)
 """A peer's identity: the base58 text of its public key's hash."""
@@ -72,7 +72,7 @@ class Transport(ABC):
     """
 
     traffic: Traffic
-    links: Links
+    links: LinkEstimates
 
     @property
     @abstractmethod

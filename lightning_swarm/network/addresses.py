@@ -18,7 +18,7 @@ _PEER_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")  # a hash in base58
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPort:
     """Where a peer listens, or where others find it.
 
     Args:
@@ -30,7 +30,7 @@ class Place:
     port: int
 
     @classmethod
-    def to_listen(cls, text: str) -> Place:
+    def to_listen(cls, text: str) -> HostPort:
         """Read an IP address, or ``address:port``.
 
         Raises:
@@ -46,7 +46,7 @@ class Place:
         return cls(host, port)
 
     @classmethod
-    def to_announce(cls, text: str) -> Place:
+    def to_announce(cls, text: str) -> HostPort:
         """Read ``host:port``.
 
         Raises:
@@ -60,9 +60,9 @@ class Place:
             )
         return cls(found["ip6"] or found["host"], int(found["port"]))
 
-    def further(self, rank: int) -> Place:
+    def further(self, rank: int) -> HostPort:
         """For the machine's peer number `rank`: so many ports further on."""
-        return Place(self.host, self.port + rank if self.port else 0)
+        return HostPort(self.host, self.port + rank if self.port else 0)
 
     @property
     def is_loopback(self) -> bool:
@@ -115,9 +115,9 @@ class Address:
         return f"{self.place}/{self.peer_id}"
 
     @property
-    def place(self) -> Place:
+    def place(self) -> HostPort:
         """Host and port."""
-        return Place(self.host, self.port)
+        return HostPort(self.host, self.port)
 
     @property
     def maddr(self) -> str:
@@ -133,7 +133,7 @@ def widest(addresses: Sequence[Address]) -> Address:
 def host_of(maddrs: Sequence[str]) -> str:
     """The machine that a peer's full addresses lead to, as other machines know it if they do; "" if that is unknown."""
     hosts = [parts[2] for parts in (maddr.split("/") for maddr in maddrs) if len(parts) > 2]
-    return min(hosts, key=lambda host: Place(host, 0).is_loopback, default="")
+    return min(hosts, key=lambda host: HostPort(host, 0).is_loopback, default="")
 
 
 def _ip_version(host: str) -> int | None:

@@ -15,7 +15,7 @@ _MAX_LINKS: Final = 1024
 
 
 @dataclass(frozen=True)
-class Carried:
+class TransferSample:
     """A long message: how long it was, and how long its exchange took, the way back or there included."""
 
     num_bytes: int
@@ -23,7 +23,7 @@ class Carried:
 
 
 @dataclass
-class Link:
+class LinkEstimate:
     """The way to a peer and back, at its best: what waited, or shared it with others, does not count against it.
 
     Args:
@@ -33,11 +33,11 @@ class Link:
     """
 
     round_trip_s: float | None = None
-    sent: Carried | None = None
-    received: Carried | None = None
+    sent: TransferSample | None = None
+    received: TransferSample | None = None
 
 
-class Links(dict[str, Link]):
+class LinkEstimates(dict[str, LinkEstimate]):
     """By peer id, the first thousand."""
 
     def note(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
@@ -51,15 +51,15 @@ class Links(dict[str, Link]):
         """
         if peer not in self and len(self) >= _MAX_LINKS:
             return
-        link = self.setdefault(peer, Link())
+        link = self.setdefault(peer, LinkEstimate())
         num_bytes = max(sent_bytes, received_bytes)
         if num_bytes <= _EMPTY_BYTES:
             link.round_trip_s = took_s if link.round_trip_s is None else min(took_s, link.round_trip_s)
         elif num_bytes >= _LONG_BYTES and sent_bytes > received_bytes:
-            link.sent = _faster(link.sent, Carried(num_bytes, took_s))
+            link.sent = _faster(link.sent, TransferSample(num_bytes, took_s))
         elif num_bytes >= _LONG_BYTES:
-            link.received = _faster(link.received, Carried(num_bytes, took_s))
+            link.received = _faster(link.received, TransferSample(num_bytes, took_s))
 
 
-def _faster(one: Carried | None, other: Carried) -> Carried:
+def _faster(one: TransferSample | None, other: TransferSample) -> TransferSample:
     return other if one is None or other.num_bytes * one.took_s > one.num_bytes * other.took_s else one

@@ -49,7 +49,7 @@ def new_bytes(n: int) -> Tensor:
     return torch.from_numpy(_aligned(_raw(n), n))
 
 
-class Recycled:
+class BufferPool:
     """Memory that is wanted again and again, in the same sizes: what nobody refers to any more is given out anew.
 
     Linux clears each page that it hands out. In a process whose memory has been in use for a while that takes as long

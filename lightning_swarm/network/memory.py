@@ -62,7 +62,7 @@ class Direction:
 
 
 @dataclass
-class Window:
+class FlowWindow:
     """What a stream lets be under way before the reader gives way for more; then twice as much, and so on.
 
     Args:
@@ -89,7 +89,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Line:
+class SimulatedLink:
     """Both directions.
 
     Args:
@@ -130,7 +130,7 @@ class MemoryNetwork:
         *,
         latency_s: float = 0.0,
         silence_s: float = SILENCE_S,
-        lines: Mapping[PeerId, Line] = MappingProxyType({}),
+        lines: Mapping[PeerId, SimulatedLink] = MappingProxyType({}),
     ) -> None:
         self._tap: WireTap | None = None
         self.silence_s = silence_s
@@ -139,7 +139,7 @@ class MemoryNetwork:
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
-        self._wires: dict[_Wire, None] = {}
+        self._wires: dict[_MemoryStream, None] = {}
         self._records: dict[str, dict[PeerId, tuple[bytes, float]]] = {}
         self._numbers = itertools.count(1)
 
@@ -233,7 +233,7 @@ class MemoryNetwork:
         if (one is None and other is None) or sender == receiver:
             return
         # Each message as over a stream of its own, though some streams have grown a larger window before.
-        window = Window(2 * sum(line.latency_s for line in (one, other) if line is not None))
+        window = FlowWindow(2 * sum(line.latency_s for line in (one, other) if line is not None))
         for at in range(0, num_bytes, PIECE_BYTES):
             piece, at_s = min(PIECE_BYTES, num_bytes - at), now_s()
             if (leaves_s := window.take(piece, at_s)) > at_s:
@@ -257,13 +257,13 @@ class MemoryNetwork:
         """Who announced what under `key`, and until when."""
         return self._records.setdefault(key, {})
 
-    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _Wire:
+    def connect_wire(self, sender: PeerId, receiver: PeerId) -> _MemoryStream:
         """A new wire in one direction. It breaks if either end goes."""
-        wire = _Wire(self, sender, receiver)
+        wire = _MemoryStream(self, sender, receiver)
         self._wires[wire] = None
         return wire
 
-    def drop_wire(self, wire: _Wire) -> None:
+    def drop_wire(self, wire: _MemoryStream) -> None:
         """Forget a wire that has been closed."""
         self._wires.pop(wire, None)
 
@@ -278,7 +278,7 @@ class MemoryNetwork:
                 wire.break_off()
 
 
-class _Wire(asyncio.ReadTransport):
+class _MemoryStream(asyncio.ReadTransport):
     """Bytes in one direction, with bounded room."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
@@ -411,7 +411,7 @@ class MemoryTransport(BaseTransport):
             _hang_up(request, answer)
             self._count(peer, method, channel)
 
-    def accept(self, caller: PeerId, request: _Wire, answer: _Wire) -> None:
+    def accept(self, caller: PeerId, request: _MemoryStream, answer: _MemoryStream) -> None:
         """Serve what comes over a new pair of wires."""
 
         async def serve_wires() -> None:
@@ -441,7 +441,7 @@ def _body(answer: bytes) -> bytes:
     return head.body if head.kind is Kind.ANSWER else b""
 
 
-def _hang_up(*wires: _Wire) -> None:
+def _hang_up(*wires: _MemoryStream) -> None:
     for wire in wires:
         wire.hang_up()
 

@@ -30,7 +30,7 @@ from lightning_swarm.network import (
     Traffic,
     Transport,
 )
-from lightning_swarm.network.bandwidth import Links
+from lightning_swarm.network.bandwidth import LinkEstimates
 from lightning_swarm.network.framing import (
     Head,
     Kind,
@@ -77,7 +77,7 @@ class BaseTransport(Transport):
 
     def __init__(self, peer_id: PeerId, *, silence_s: float) -> None:
         self.traffic = Traffic()
-        self.links = Links()
+        self.links = LinkEstimates()
         self.tap: Tap | None = None
         self._peer_id = peer_id
         self._closed = False

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Boundary
-from lightning_swarm.network.addresses import Address, Place
+from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol.messages.run import MAX_RANK, AveragingName, CodecName, Rebalancing
 
 Role = Literal["auto", "both", "trainer", "server"]
@@ -93,8 +93,8 @@ class SwarmConfig:
     role: Role
     run_id: str
     initial_peers: tuple[Address, ...]
-    listen: Place
-    announce: tuple[Place, ...]
+    listen: HostPort
+    announce: tuple[HostPort, ...]
     identity_path: str | None
     gather_on_end: bool
     state_dict_type: StateDictType = "full"

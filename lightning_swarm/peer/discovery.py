@@ -17,7 +17,7 @@ from lightning_swarm.model.partition import StageModule
 from lightning_swarm.network import Directory, Message, PeerId, Transport
 from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest
 from lightning_swarm.protocol.messages.state import StageState
-from lightning_swarm.protocol.messages.wire import Wire, decode, encode
+from lightning_swarm.protocol.messages.wire import WireMessage, decode, encode
 from lightning_swarm.protocol.methods import ADMIT, LOAD, RESTART
 from lightning_swarm.protocol.run_state import RunState
 
@@ -26,7 +26,7 @@ _POLL_S = 0.1
 _ANNOUNCEMENT_TTL_S = 24 * 3600.0
 
 
-class Announcement(Wire, frozen=True):
+class ServerAnnouncement(WireMessage, frozen=True):
     """A server that waits to be admitted."""
 
     boot_id: int
@@ -51,7 +51,7 @@ def assign(num_stages: int, servers: Sequence[Member]) -> list[list[Member]]:
     return rosters[::-1]
 
 
-class RunAnnouncement(Wire, frozen=True):
+class RunAnnouncement(WireMessage, frozen=True):
     """A run that has begun, in the word of its lead."""
 
     coordinator: PeerId
@@ -69,7 +69,7 @@ async def announce_run(directory: Directory, run_id: str, coordinator: PeerId) -
 async def claim(directory: Directory, transport: Transport, run_id: str, *, timeout: float) -> None:
     """Say that this program would begin a run."""
     addresses = list(await transport.addresses())
-    value = encode(Announcement(boot_id=0, addresses=addresses, trains=True))
+    value = encode(ServerAnnouncement(boot_id=0, addresses=addresses, trains=True))
     await _publish(directory, f"{run_id}.starters", value, timeout=timeout)
 
 
@@ -78,7 +78,7 @@ async def claimed(directory: Directory, transport: Transport, run_id: str) -> li
     found = {}
     for peer, value in (await directory.read(f"{run_id}.starters")).items():
         try:
-            found[peer] = decode(value, Announcement)
+            found[peer] = decode(value, ServerAnnouncement)
         except ProtocolError as error:
             _log.warning("Left out what %s says of a run that it would begin: %s", peer, error)
     return sorted(await _connect(transport, found))
@@ -109,7 +109,7 @@ async def announce(
 ) -> None:
     """Say that this server waits for its run. Tries again for `timeout` seconds: the others may be busy starting."""
     addresses = list(await transport.addresses())
-    value = encode(Announcement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET))
+    value = encode(ServerAnnouncement(boot_id=boot_id, addresses=addresses, trains=trains, inherits=inherits or UNSET))
     await _publish(directory, f"{run_id}.servers", value, timeout=timeout)
 
 
@@ -203,12 +203,12 @@ async def find_servers(
         await asyncio.sleep(_POLL_S)
 
 
-def _suffice(found: Mapping[PeerId, Announcement], num_servers: int, num_trainers: int) -> bool:
+def _suffice(found: Mapping[PeerId, ServerAnnouncement], num_servers: int, num_trainers: int) -> bool:
     """Servers that wait for any run are no substitute for a trainer: its share of the data would stay unread."""
     return len(found) >= num_servers and _num_trainers(found) >= num_trainers
 
 
-def _num_trainers(found: Mapping[PeerId, Announcement]) -> int:
+def _num_trainers(found: Mapping[PeerId, ServerAnnouncement]) -> int:
     return sum(one.trains for one in found.values())
 
 
@@ -222,10 +222,12 @@ async def connect_all(directory: Directory, transport: Transport, run_id: str) -
     await _connect(transport, await announced(directory, run_id))
 
 
-async def _connect(transport: Transport, servers: Mapping[PeerId, Announcement]) -> dict[PeerId, Announcement]:
+async def _connect(
+    transport: Transport, servers: Mapping[PeerId, ServerAnnouncement]
+) -> dict[PeerId, ServerAnnouncement]:
     """Make `servers` reachable; returns those that are."""
 
-    async def reaches(peer: PeerId, one: Announcement) -> bool:
+    async def reaches(peer: PeerId, one: ServerAnnouncement) -> bool:
         if peer == transport.peer_id:
             return True
         try:
@@ -244,12 +246,12 @@ async def known_heirs(directory: Directory, run_id: str) -> set[PeerId]:
     return {peer for peer, one in (await announced(directory, run_id)).items() if one.inherits}
 
 
-async def announced(directory: Directory, run_id: str) -> dict[PeerId, Announcement]:
+async def announced(directory: Directory, run_id: str) -> dict[PeerId, ServerAnnouncement]:
     """What all servers said of themselves. Some may be gone."""
     found = {}
     for peer, value in (await directory.read(f"{run_id}.servers")).items():
         try:
-            found[peer] = decode(value, Announcement)
+            found[peer] = decode(value, ServerAnnouncement)
         except ProtocolError as error:
             _log.warning("Left out the announcement of %s: %s", peer, error)
     return found

@@ -42,7 +42,7 @@ PackLoop = Callable[[], Sequence[Tensor]]
 """What travels of a loop's state; called if there is somebody to send it to. Raises `NotPlain` where it cannot."""
 
 
-class Heirs:
+class StandbyLeads:
     """Those of a run, as its lead knows them.
 
     Args:
@@ -245,7 +245,7 @@ async def await_loops(
             await asyncio.sleep(_POLL_START_S)
 
 
-class Beside:
+class StandbyLead:
     """What a trainer beside the lead says of its loop, and hears of the run's.
 
     Args:

@@ -18,14 +18,14 @@ from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import discovery, failover
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.peer.server_host import Host
-from lightning_swarm.peer.trainer_role import Training
+from lightning_swarm.peer.server_host import ServerHost
+from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol.messages.membership import ClaimReply
 from lightning_swarm.protocol.messages.run import RunView, ranges_of
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.protocol.run_state import RunState, check_open
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 
 CLAIM: Final = "run.claim"
 _POLL_S: Final = 0.2
@@ -155,8 +155,8 @@ class Follower:
         transport: Transport,
         directory: Directory,
         config: SwarmConfig,
-        host: Host,
-        training: Training,
+        host: ServerHost,
+        training: TrainerRole,
     ) -> None:
         self._runtime = runtime
         self._transport = transport
@@ -164,7 +164,7 @@ class Follower:
         self._config = config
         self._host = host
         self._training = training
-        self._beside: failover.Beside | None = None  # another trainer leads
+        self._beside: failover.StandbyLead | None = None  # another trainer leads
 
     # ------------------------------------------------------------------ a run under way
 
@@ -185,7 +185,7 @@ class Follower:
         return self._runtime.run(find_run(self._directory, self._transport, self._config))
 
     def train_in(
-        self, seen: RunView, model: Model, server: Model | None, device: torch.device, *, inherits: bool
+        self, seen: RunView, model: PeerModel, server: PeerModel | None, device: torch.device, *, inherits: bool
     ) -> tuple[Session, int]:
         """Open a trainer's session in a run under way, from one of its next steps on.
 
@@ -241,7 +241,7 @@ class Follower:
         timeout = self._config.limits.lead_timeout
         self._runtime.run(discovery.await_prepared(self._directory, self._config.run_id, launch_id, timeout=timeout))
 
-    def join_run(self, model: Model, server: Model, device: torch.device) -> Session:
+    def join_run(self, model: PeerModel, server: PeerModel, device: torch.device) -> Session:
         """Serve, and open a trainer's session in the run as soon as the starter has begun it.
 
         Args:
@@ -261,7 +261,7 @@ class Follower:
         self._runtime.run(self._host.remain(run))
         return self._open(run, model, device, runtime)
 
-    async def _begun(self, beside: failover.Beside, *, timeout: float) -> RunState:
+    async def _begun(self, beside: failover.StandbyLead, *, timeout: float) -> RunState:
         """The run, once it has begun."""
         admission, beside.waits = self._host.admission, True
         try:
@@ -305,12 +305,12 @@ class Follower:
         with contextlib.suppress(RunOver):
             runtime.run(self._host.until_dismissed())
 
-    def _follow(self) -> failover.Beside:
+    def _follow(self) -> failover.StandbyLead:
         if self._beside is None:
-            self._beside = failover.Beside(self._transport, self._host.admission, limits=self._config.limits)
+            self._beside = failover.StandbyLead(self._transport, self._host.admission, limits=self._config.limits)
         return self._beside
 
-    def _open(self, run: RunState, model: Model, device: torch.device, runtime: Runtime) -> Session:
+    def _open(self, run: RunState, model: PeerModel, device: torch.device, runtime: Runtime) -> Session:
         stages = model.cut(ranges_of(run.manifest.stages))
         around = self._host.around(stages[-1], run, self._runtime)
         return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)

@@ -12,7 +12,7 @@ from typing import Final
 from msgspec import UNSET, structs
 from torch import Tensor
 
-from lightning_swarm.client.model_state import Whole, gather_snapshots
+from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.client.session import Session
 from lightning_swarm.coordinator.membership.rosters import choose_voters
 from lightning_swarm.coordinator.takeover import has_majority
@@ -26,13 +26,13 @@ from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import discovery, failover
 from lightning_swarm.peer.config import Compression, SwarmConfig
-from lightning_swarm.peer.failover import Heirs, PackLoop
+from lightning_swarm.peer.failover import PackLoop, StandbyLeads
 from lightning_swarm.protocol.messages.run import Encoding, Manifest, Member, RestartRequest, Selection
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.protocol.queries import ask_held, newest_complete
 from lightning_swarm.protocol.run_state import RunState, replaced_by
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def kept(config: SwarmConfig, manifest: Manifest) -> SwarmConfig:
 def make_manifest(
     spec: RunSpec,
     config: SwarmConfig,
-    model: Model,
+    model: PeerModel,
     me: Member,
     servers: Sequence[Member],
     others: Sequence[Member],
@@ -218,7 +218,7 @@ class Lead:
         self._seed: int | None = None  # of the one before
         self._former_leads: Sequence[PeerId] = ()  # of the ones before
         known = partial(discovery.known_heirs, directory, config.run_id)
-        self._heirs = Heirs(transport, known, limits=config.limits)
+        self._heirs = StandbyLeads(transport, known, limits=config.limits)
         self._survivors: Collection[PeerId] | None = None  # of the one before, which was void in the end
         self._others: Collection[PeerId] = ()  # those of them that train, but for this peer
 
@@ -267,7 +267,7 @@ class Lead:
         )
 
     def begin(
-        self, spec: RunSpec, model: Model, me: Member, stages: tuple[StageModule, ...], servers: Sequence[Member]
+        self, spec: RunSpec, model: PeerModel, me: Member, stages: tuple[StageModule, ...], servers: Sequence[Member]
     ) -> RunState:
         """Begin a run.
 
@@ -320,7 +320,7 @@ class Lead:
             self._runtime.run(sent)
             del weights, sent  # before the next one is made
 
-    async def _admit(self, spec: RunSpec, model: Model, me: Member, servers: Sequence[Member]) -> RunState:
+    async def _admit(self, spec: RunSpec, model: PeerModel, me: Member, servers: Sequence[Member]) -> RunState:
         directory, run_id = self._directory, self._config.run_id
         announced = await discovery.announced(directory, run_id)
         trainers = [one for one in servers if one.peer_id in announced and announced[one.peer_id].trains]
@@ -384,7 +384,7 @@ class Lead:
             if lost and newest_complete(held, len(self.run.rosters)) is not None:
                 return lost
 
-    def gather_snapshots(self, versions: Collection[int]) -> Whole | None:
+    def gather_snapshots(self, versions: Collection[int]) -> ModelState | None:
         """The newest of these versions that the servers keep among them."""
         limits = self._config.limits
         return self._runtime.run(

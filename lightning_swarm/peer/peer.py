@@ -13,29 +13,29 @@ from typing import Any
 import torch
 
 from lightning_swarm.client.session import Session
-from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilLost
-from lightning_swarm.core.process import Housekeeping
+from lightning_swarm.core.event_loop import Runtime, ThreadRuntime, UntilStageLost
+from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.monitor import survey
 from lightning_swarm.network import Directory, Transport
 from lightning_swarm.network.addresses import Address, widest
-from lightning_swarm.network.bandwidth import Carried, Link
+from lightning_swarm.network.bandwidth import LinkEstimate, TransferSample
 from lightning_swarm.peer import discovery, lead, preemption
 from lightning_swarm.peer.config import Preemption, SwarmConfig
 from lightning_swarm.peer.failover import PackLoop
 from lightning_swarm.peer.follower import Follower
 from lightning_swarm.peer.lead import Lead, RunSpec
 from lightning_swarm.peer.process import talks_to_neighbours, tunes_malloc
-from lightning_swarm.peer.server_host import Host
-from lightning_swarm.peer.trainer_role import Training
+from lightning_swarm.peer.server_host import ServerHost
+from lightning_swarm.peer.trainer_role import TrainerRole
 from lightning_swarm.protocol import handshake
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.reports import CarriedReport, LinkReport, PeerReport
-from lightning_swarm.protocol.messages.state import Ordered
+from lightning_swarm.protocol.messages.state import OrderedSnapshots
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import Executor, ThreadExecutor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Peer:
         handshake.answer(transport)
         survey.answer(transport, self._report, lambda: discovery.known_servers(self._directory, self._config.run_id))
         self._tickets = TicketStore(transport, max_bytes=config.limits.max_message_bytes)
-        self._host = Host(
+        self._host = ServerHost(
             transport,
             directory,
             self._tickets,
@@ -86,7 +86,7 @@ class Peer:
             events=self.events,
             boot_id=self.boot_id,
         )
-        self._training = Training(transport, self._tickets, config, self.events, rng, connect=self._host.connect)
+        self._training = TrainerRole(transport, self._tickets, config, self.events, rng, connect=self._host.connect)
         self.lead = Lead(runtime, transport, directory, config, is_over=self._is_over)
         self.follower = Follower(runtime, transport, directory, config, self._host, self._training)
         self._tasks = TaskOwner()
@@ -109,7 +109,7 @@ class Peer:
             links=[_link(peer, link) for peer, link in self.transport.links.items()],
         )
 
-    def serve(self, model: Model, *, trains: bool = False, inherits: bool = False) -> None:
+    def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Hold stages from now on, as soon as a run wants this peer.
 
         Args:
@@ -119,7 +119,7 @@ class Peer:
         """
         self.runtime.run(self.begin_to_serve(model, trains=trains, inherits=inherits))
 
-    async def begin_to_serve(self, model: Model, *, trains: bool = False, inherits: bool = False) -> None:
+    async def begin_to_serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """As `serve`, on the loop."""
         await self._host.serve(model, trains=trains, inherits=inherits)
 
@@ -141,7 +141,7 @@ class Peer:
         self.runtime.run(self.stay(say))
 
     async def stay(self, say: Callable[[str], None] = _log.info) -> None:
-        """On the loop: enter a run, and return when it is over, or when it has let this peer go. See `Stay.last`."""
+        """On the loop: enter a run; return when it is over, or has let this peer go. See `MembershipLifecycle.last`."""
         await self._host.stay(say)
 
     def leave(self) -> None:
@@ -158,7 +158,7 @@ class Peer:
 
     # ------------------------------------------------------------------ as the lead
 
-    def start_run(self, spec: RunSpec, model: Model, device: torch.device, check: Callable[[], None]) -> Session:
+    def start_run(self, spec: RunSpec, model: PeerModel, device: torch.device, check: Callable[[], None]) -> Session:
         """Begin a run with the servers that there are, and open a trainer's session in it.
 
         Args:
@@ -174,7 +174,7 @@ class Peer:
         run = self.lead.begin(spec, model, self._host.me, stages, servers)
         self.runtime.run(self._host.remain(run))
         above = self.runtime if self.server is None else self._host.until_over(self.runtime)
-        runtime = UntilLost(above, self.lead.lost_for_good)
+        runtime = UntilStageLost(above, self.lead.lost_for_good)
         around = self._host.around(stages[-1], run, self.runtime)
         return self._training.open(run, stages, model.blocks, around, device=device, runtime=runtime)
 
@@ -213,13 +213,13 @@ class Peer:
     # ------------------------------------------------------------------ what its own server holds
 
     def served_tensors(self, version: int, *, timeout: float) -> list[torch.Tensor]:
-        """Parameters and buffers that this peer's own server computes with; see `Stepping.tensors_at`."""
+        """Parameters and buffers that this peer's own server computes with; see `StepHandlers.tensors_at`."""
         if self.server is None:
             return []
         return self.runtime.run(self.server.stepping.tensors_at(version, within_s=timeout))
 
     @property
-    def ordered(self) -> Ordered | None:
+    def ordered(self) -> OrderedSnapshots | None:
         """The newest snapshot that this peer's server was told to take."""
         return self.server.snapshots.ordered if self.server is not None else None
 
@@ -261,7 +261,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     """A peer on a real network, with its loop and its compute in threads of their own."""
     from lightning_swarm.network import hivemind  # starts nothing, but costs a second that tests can do without
 
-    runtime = ThreadRuntime(housekeeping=Housekeeping(keeps_memory=not tunes_malloc()))
+    runtime = ThreadRuntime(housekeeping=ProcessSettings(keeps_memory=not tunes_malloc()))
     try:
         transport, directory = runtime.run(
             hivemind.start(
@@ -283,8 +283,8 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     )
 
 
-def _link(peer: str, link: Link) -> LinkReport:
-    def said(one: Carried | None) -> CarriedReport | None:
+def _link(peer: str, link: LinkEstimate) -> LinkReport:
+    def said(one: TransferSample | None) -> CarriedReport | None:
         return CarriedReport(num_bytes=one.num_bytes, took_s=one.took_s) if one is not None else None
 
     return LinkReport(peer_id=peer, round_trip_s=link.round_trip_s, sent=said(link.sent), received=said(link.received))

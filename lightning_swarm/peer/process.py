@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.network.addresses import Address, Place, widest
+from lightning_swarm.network.addresses import Address, HostPort, widest
 from lightning_swarm.peer.config import Preemption, Role, SwarmConfig
 
 _OWN_OPTIONS: Final = (
@@ -173,7 +173,7 @@ def settle(config: SwarmConfig, local_rank: int) -> SwarmConfig:
         initial_peers=peers or config.initial_peers,
         run_id=os.environ.get(_RUN, config.run_id),
         role=cast(Role, os.environ.get(ROLE, config.role)),
-        listen=Place.to_listen(listen) if listen else config.listen,
+        listen=HostPort.to_listen(listen) if listen else config.listen,
         identity_path=os.environ.get(IDENTITY, config.identity_path),
         preemption=cast(Preemption | None, os.environ.get(PREEMPTION, config.preemption)),
     )

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Final, Literal
 
-from lightning_swarm.client.pipeline.local_layers import Around
+from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, PeerError, StepError, SwarmError, Unreachable
-from lightning_swarm.core.event_loop import Runtime, UntilOver
+from lightning_swarm.core.event_loop import Runtime, UntilRunEnds
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import TaskOwner, ended, first_of, gather
 from lightning_swarm.model.partition import StageModule
@@ -30,7 +30,7 @@ from lightning_swarm.server import server as server_module
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import Executor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _SOON_S: Final = 600.0
 
 # A server that did not answer for a while, because its machine slept or its link was down, is left out by a record. It
 # is no member any more, and comes back as any joiner does.
-class Stay:
+class MembershipLifecycle:
     """One server's.
 
     Args:
@@ -359,7 +359,7 @@ def _stages(held: Sequence[int]) -> str:
     return f"stage{'s' if len(held) != 1 else ''} {', '.join(map(str, held)) or 'none'}"
 
 
-class Host:
+class ServerHost:
     """Of one peer. Its coroutines run on the loop.
 
     Args:
@@ -397,7 +397,7 @@ class Host:
         self.me = Member(peer_id=transport.peer_id, boot_id=boot_id)
         self.server: Server | None = None
         self.announced = self.could_lead = False
-        self._stay: Stay | None = None
+        self._stay: MembershipLifecycle | None = None
         self._tasks = TaskOwner()
         self._remaining: asyncio.Task[None] | None = None  # it comes back whenever a record leaves it out
 
@@ -407,7 +407,7 @@ class Host:
         assert self.server is not None
         return self.server.admission
 
-    async def serve(self, model: Model, *, trains: bool = False, inherits: bool = False) -> None:
+    async def serve(self, model: PeerModel, *, trains: bool = False, inherits: bool = False) -> None:
         """Hold stages from now on, as soon as a run wants this peer.
 
         Args:
@@ -427,7 +427,7 @@ class Host:
             timeout=self._config.limits.start_timeout,
         )
 
-    async def start(self, model: Model) -> None:
+    async def start(self, model: PeerModel) -> None:
         """Unannounced."""
         if self.server is not None:  # the run went back, and this peer begins another one, or comes to it
             if not self.admission.has_run:
@@ -447,7 +447,7 @@ class Host:
         )
         self.server.snapshots.loops.unfit = self._unfit
         await self.server.start()
-        self._stay = Stay(
+        self._stay = MembershipLifecycle(
             self._transport,
             self.server,
             partial(discovery.find_runs, self._directory, self._transport, self._config.run_id),
@@ -475,7 +475,7 @@ class Host:
         return f"its program has another `{other}`" if other else ""
 
     async def stay(self, say: Callable[[str], None]) -> None:
-        """Enter a run, and return when it is over, or when it has let this peer go. See `Stay.last`."""
+        """Enter a run, and return when it is over, or when it has let this peer go. See `MembershipLifecycle.last`."""
         assert self._stay is not None
         await self._stay.last(say)
 
@@ -518,17 +518,17 @@ class Host:
         else:
             await asyncio.wait({self._remaining})
 
-    def until_over(self, runtime: Runtime, back: asyncio.Event | None = None, *, grace_s: float = 0.0) -> UntilOver:
+    def until_over(self, runtime: Runtime, back: asyncio.Event | None = None, *, grace_s: float = 0.0) -> UntilRunEnds:
         """The way to the loop until the run is over, as this server is told.
 
         Args:
             runtime: That way.
             back: Set when the run goes back. None: at the lead, which is told that by nobody, but may be told that it
                 came too late.
-            grace_s: As in `UntilOver`.
+            grace_s: As in `UntilRunEnds`.
         """
         admission = self.admission
-        return UntilOver(
+        return UntilRunEnds(
             runtime,
             admission.left,
             back or asyncio.Event(),
@@ -537,10 +537,10 @@ class Host:
             grace_s=grace_s,
         )
 
-    def around(self, last: StageModule, run: RunState, runtime: Runtime) -> Around | None:
+    def around(self, last: StageModule, run: RunState, runtime: Runtime) -> LocalLayers | None:
         """What the trainer computes itself, if there is anything outside of the pipeline."""
         if not last.spec.on_trainers:
             return None
         assert self.server is not None
         index = last.spec.index
-        return Around(last, self.server.stepping, runtime, lambda: self.me in run.rosters[index])
+        return LocalLayers(last, self.server.stepping, runtime, lambda: self.me in run.rosters[index])

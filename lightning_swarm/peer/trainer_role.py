@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.local_layers import Around
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.local_layers import LocalLayers
 from lightning_swarm.client.pipeline.microbatch_run import Replayer
 from lightning_swarm.client.pipeline.pipeline import Pipeline, PipelineConfig
-from lightning_swarm.client.pipeline.replay_buffer import Copies
+from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.client.session import Session
 from lightning_swarm.client.step_client import OnRecord, StepClient
@@ -35,7 +35,7 @@ _NUMBER_BITS = 40
 """One that is started again has its old name perhaps, and shall not be given its old places."""
 
 
-class Training:
+class TrainerRole:
     """What the sessions of one peer share.
 
     Args:
@@ -62,7 +62,7 @@ class Training:
         self._events = events
         self._rng = rng
         self._connect = connect
-        self._copies = Copies(config.limits.cache_bytes)
+        self._copies = ReplayBuffer(config.limits.cache_bytes)
         self._role = Role(transport, (), {}, idle="trains in no run")  # its calls are those of one run
 
     def open(
@@ -70,7 +70,7 @@ class Training:
         run: RunState,
         stages: Sequence[StageModule],
         blocks: Blocks,
-        around: Around | None,
+        around: LocalLayers | None,
         *,
         device: torch.device,
         runtime: Runtime,
@@ -101,7 +101,7 @@ class Training:
         is_lead = self._transport.peer_id == run.manifest.lead
         return Session(runtime, pipeline, steps, run.manifest, around=around, is_lead=is_lead)
 
-    def _steps(self, run: RunState, link: Link) -> StepClient:
+    def _steps(self, run: RunState, link: PipelineContext) -> StepClient:
         """Of this trainer. One that came later may go and come again while the run goes on without it."""
         limits = self._config.limits
         is_lead = self._transport.peer_id == run.manifest.lead
@@ -117,7 +117,7 @@ class Training:
             first_number=1 + (self._rng.getrandbits(_NUMBER_BITS) if came_later else 0),
         )
 
-    def _meeting_all(self, run: RunState, link: Link) -> OnRecord:
+    def _meeting_all(self, run: RunState, link: PipelineContext) -> OnRecord:
         """For a trainer that may hold no stage, and pass over the records that say where newcomers are reached."""
 
         async def follow(record: Record, members: Sequence[Sequence[Member]]) -> None:
@@ -127,7 +127,7 @@ class Training:
 
         return follow
 
-    def _link(self, run: RunState) -> Link:
+    def _link(self, run: RunState) -> PipelineContext:
         """Routes to every stage that servers hold."""
         limits = self._config.limits
         routers = []
@@ -136,7 +136,7 @@ class Training:
                 router = StageRouter(self._rng)
                 router.set_peers(member.peer_id for member in roster)
                 routers.append(router)
-        link = Link(
+        link = PipelineContext(
             self._role, self._tickets, routers, limits.call_timeout, self._events, self._copies, limits.stage_timeout
         )
         Replayer(link, run, max_in_flight=limits.max_in_flight)

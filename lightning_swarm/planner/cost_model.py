@@ -6,7 +6,7 @@ from typing import Final, Literal, TypeAlias
 
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.partition.policy import balanced
-from lightning_swarm.planner.records import Block, Machine, Model, Stage, Travelling, travelling
+from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, StageProfile, TransferSize, travelling
 
 Ends: TypeAlias = Literal["stages", "trainer"]
 """Where embeddings and head are: in the first and the last stage (which computes the loss, too), or around all."""
@@ -17,14 +17,14 @@ _GRAPH_PER_WIDTH: Final = 17
 Source: Korthikanti et al., arXiv:2205.05198, section 4."""
 
 
-def block(width: int, sequence: int, element_bytes: int = 4) -> Block:
+def block(width: int, sequence: int, element_bytes: int = 4) -> BlockProfile:
     """A block of attention and a feed-forward network of four times the width.
 
     Its products of matrices take 2 flop a parameter and token, attention 4 a feature and pair of tokens; the backward
     takes twice as much as the forward.
     """
     parameters = 12 * width * width + 13 * width
-    return Block(
+    return BlockProfile(
         parameters=parameters,
         flop=3.0 * sequence * (2.0 * 12 * width * width + 4.0 * sequence * width),
         output_bytes=sequence * width * element_bytes,
@@ -35,7 +35,7 @@ def block(width: int, sequence: int, element_bytes: int = 4) -> Block:
 
 def transformer(
     layers: int, width: int, sequence: int, vocabulary: int = 0, *, ends: Ends = "stages", element_bytes: int = 4
-) -> Model:
+) -> ModelProfile:
     """A transformer of equal blocks.
 
     Args:
@@ -49,7 +49,7 @@ def transformer(
     middle = (block(width, sequence, element_bytes),) * layers
     hidden = sequence * width * element_bytes
     if not vocabulary:
-        return Model(
+        return ModelProfile(
             blocks=middle,
             input_bytes=hidden,
             input_gradient=False,
@@ -57,14 +57,14 @@ def transformer(
             input_number_bytes=element_bytes,
         )
     logits = sequence * vocabulary * element_bytes
-    embeddings = Block(
+    embeddings = BlockProfile(
         parameters=(vocabulary + sequence) * width,
         flop=0.0,
         output_bytes=hidden,
         graph_bytes=0,
         number_bytes=element_bytes,
     )
-    head = Block(
+    head = BlockProfile(
         parameters=vocabulary * width,
         flop=6.0 * sequence * vocabulary * width,
         output_bytes=element_bytes,
@@ -74,7 +74,7 @@ def transformer(
     if ends == "stages":
         tokens = sequence * _TOKEN_BYTES
         blocks = (embeddings, *middle, head)
-        return Model(
+        return ModelProfile(
             blocks=blocks,
             input_bytes=tokens,
             input_gradient=False,
@@ -82,13 +82,13 @@ def transformer(
             weight_bytes=element_bytes,
             input_number_bytes=0,
         )
-    around = Block(
+    around = BlockProfile(
         parameters=embeddings.parameters + head.parameters,
         flop=head.flop,
         output_bytes=0,
         graph_bytes=head.graph_bytes,
     )
-    return Model(
+    return ModelProfile(
         blocks=middle,
         input_bytes=hidden,
         input_gradient=True,
@@ -105,7 +105,7 @@ ADAM: Final = 2
 """Numbers that the optimizer keeps for each parameter: that many with Adam, the most that is usual."""
 
 
-def cut(model: Model, num_stages: int) -> tuple[Stage, ...]:
+def cut(model: ModelProfile, num_stages: int) -> tuple[StageProfile, ...]:
     """The stages, so that the slowest one has as little to compute as can be.
 
     Args:
@@ -121,10 +121,10 @@ def cut(model: Model, num_stages: int) -> tuple[Stage, ...]:
         first, last = span[0] == 0, span[-1] == len(blocks) - 1
         (came, gradient), (out, back) = _crossing(model, span[0] - 1), _crossing(model, span[-1])
         if first and not model.input_gradient:
-            gradient = Travelling(0.0, 0.0)
+            gradient = TransferSize(0.0, 0.0)
         parameters = sum(block.parameters for block in run)
         stages.append(
-            Stage(
+            StageProfile(
                 blocks=len(run),
                 parameters=parameters,
                 flop=sum(block.flop for block in run),
@@ -142,7 +142,7 @@ def cut(model: Model, num_stages: int) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _crossing(model: Model, index: int) -> tuple[Travelling, Travelling]:
+def _crossing(model: ModelProfile, index: int) -> tuple[TransferSize, TransferSize]:
     """Of a sample what goes on from a block, -1 for the trainer before the first one, and what comes back of that."""
     num_bytes, number_bytes = float(model.input_bytes), model.input_number_bytes
     if index >= 0:
@@ -153,12 +153,12 @@ def _crossing(model: Model, index: int) -> tuple[Travelling, Travelling]:
     return travelling(num_bytes, number_bytes, forward), travelling(num_bytes, number_bytes, backward)
 
 
-def sum_bytes(model: Model) -> int:
+def sum_bytes(model: ModelProfile) -> int:
     """Of one number of a sum of gradients."""
     return max(FLOAT32, model.weight_bytes)
 
 
-def state_bytes(model: Model, parameters: int) -> float:
+def state_bytes(model: ModelProfile, parameters: int) -> float:
     """What a server keeps where it computes of so many of the parameters, but for activations.
 
     The weights, what the optimizer keeps, the gradients of one microbatch, their sum over the step, and the mean; and
@@ -169,11 +169,11 @@ def state_bytes(model: Model, parameters: int) -> float:
     return float(parameters * ((2 + ADAM) * model.weight_bytes + sums * sum_bytes(model)))
 
 
-def room_samples(stage: Stage, machine: Machine) -> float:
+def room_samples(stage: StageProfile, machine: Machine) -> float:
     """Of how many samples a machine has room for the graph, beside the stage; below 0: it has none for the stage."""
     return (machine.memory_bytes - stage.state_bytes) / max(1, stage.graph_bytes)
 
 
-def kept_samples(stage: Stage, machine: Machine, limits: Limits) -> float:
+def kept_samples(stage: StageProfile, machine: Machine, limits: Limits) -> float:
     """Of how many samples a server keeps the graph until their backward; of others it computes the forward again."""
     return min(room_samples(stage, machine), limits.cache_bytes / max(1, stage.graph_bytes))

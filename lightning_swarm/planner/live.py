@@ -10,14 +10,14 @@ from typing import Final
 
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.records import Block, Machine, Model, Setting
+from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Setting
 from lightning_swarm.planner.timeline import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.protocol.messages.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
 from lightning_swarm.protocol.messages.run import Encoding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assumed:
+class Assumption:
     """What is taken for granted where a swarm cannot tell.
 
     Args:
@@ -30,7 +30,7 @@ class Assumed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Live:
+class LiveRates:
     """A swarm that runs.
 
     Args:
@@ -44,7 +44,7 @@ class Live:
         assumed_lines: Those of the machines whose lines are assumed.
     """
 
-    model: Model
+    model: ModelProfile
     encoding: Encoding
     machines: tuple[Machine, ...]
     setting: Setting | None
@@ -55,7 +55,7 @@ class Live:
 
 
 @dataclass(frozen=True)
-class Pace:
+class PeerThroughput:
     """Of a peer, over some time: samples/s through each of its stages, bytes/s sent."""
 
     samples_per_s: float
@@ -64,10 +64,10 @@ class Pace:
 
 def read(
     reports: Mapping[PeerId, PeerReport],
-    paces: Mapping[PeerId, Pace],
-    assumed: Assumed,
+    paces: Mapping[PeerId, PeerThroughput],
+    assumed: Assumption,
     name: Callable[[str], str] = str,
-) -> Live:
+) -> LiveRates:
     """What peers say, put together.
 
     Args:
@@ -92,7 +92,7 @@ def read(
     names = sorted(rates, key=lambda peer: servers[peer].lead != peer)
     lines = _lines(reports)
     pipelined = [[peer for peer, one in servers.items() if _holds(one, index)] for index in range(len(stages))]
-    return Live(
+    return LiveRates(
         model=_model(stages, work, max(one.around_parameters for one in servers.values())),
         encoding=next(iter(servers.values())).encoding,
         machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in names),
@@ -136,14 +136,14 @@ def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
     return [6.0 * stage.num_parameters for stage, _ in stages]
 
 
-def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], around: int) -> Model:
-    blocks: list[Block] = []
+def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float], around: int) -> ModelProfile:
+    blocks: list[BlockProfile] = []
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
         last = index == len(stages) - 1
         # What leaves the last stage is often no activation, nor is what enters the first.
         came, out = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
         inner = max(came, out) if index == 0 and last else came if last else out
-        share = Block(
+        share = BlockProfile(
             parameters=stage.num_parameters // stage.num_blocks,
             flop=flop / stage.num_blocks,
             output_bytes=inner[0],
@@ -158,12 +158,12 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
         )
         blocks += [share] * (stage.num_blocks - 1) + [end]
     first = stages[0][1]
-    return Model(
+    return ModelProfile(
         blocks=tuple(blocks),
         input_bytes=first.input_bytes,
         input_gradient=first.gradient_bytes > 0,
         extra_bytes=sum(costs.extra_bytes for _, costs in stages),
-        around=Block(parameters=around, flop=0.0, output_bytes=0, graph_bytes=0),
+        around=BlockProfile(parameters=around, flop=0.0, output_bytes=0, graph_bytes=0),
         weight_bytes=max(stage.weight_bytes for stage, _ in stages),
         input_number_bytes=first.input_number_bytes,
     )
@@ -209,7 +209,7 @@ _FASTEST: Final = 1e12
 """Bytes/s that are believed."""
 
 
-def _machine(name: str, flop_per_s: float, server: ServerReport, line: _Line, assumed: Assumed) -> Machine:
+def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: Assumption) -> Machine:
     here = server.machine
     return Machine(
         name=name,
@@ -226,7 +226,7 @@ def _machine(name: str, flop_per_s: float, server: ServerReport, line: _Line, as
 
 
 @dataclass
-class _Line:
+class _LinkUsage:
     """Of a peer: what it was seen to send and to receive at its best, and the way to each other one."""
 
     up_bytes_per_s: float | None = None
@@ -244,9 +244,9 @@ class _Line:
         self.down_bytes_per_s = max(bytes_per_s, self.down_bytes_per_s or 0.0)
 
 
-def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _Line]:
+def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
     """Of each peer, by what both ends of its links say."""
-    lines: dict[str, _Line] = defaultdict(_Line)
+    lines: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
     trips = _round_trips(reports)
     for ends, trip_s in trips.items():
         for end in ends:

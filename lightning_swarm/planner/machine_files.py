@@ -13,7 +13,7 @@ import yaml
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import Bottleneck
 from lightning_swarm.peer.config import Compression
-from lightning_swarm.planner.records import Code, Machine, Processor, Wire
+from lightning_swarm.planner.records import Code, Machine, Processor, WireFormat
 from lightning_swarm.protocol.compression import CODECS, SMALLEST
 
 _CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
@@ -21,7 +21,7 @@ _CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 
 
 
 @dataclass(frozen=True)
-class Travel:
+class TransferCost:
     """How tensors travel. None: nothing was said.
 
     Args:
@@ -33,7 +33,7 @@ class Travel:
     boundary_ratio: int | None = None
 
     @classmethod
-    def parse(cls, compression: Any, boundary_ratio: Any) -> Travel:
+    def parse(cls, compression: Any, boundary_ratio: Any) -> TransferCost:
         """What a user gives.
 
         Args:
@@ -50,17 +50,17 @@ class Travel:
             boundary_ratio=None if boundary_ratio is None else Bottleneck(boundary_ratio).ratio,
         )
 
-    def or_else(self, other: Travel) -> Travel:
+    def or_else(self, other: TransferCost) -> TransferCost:
         """With what the other says where this one says nothing."""
-        return Travel(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
+        return TransferCost(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
 
     @property
-    def wire(self) -> Wire:
+    def wire(self) -> WireFormat:
         """What is left of their bytes. What is no codec counts as none, and is named."""
         by = self.compression or Compression()
         ways = by.activations, by.gradients, by.averaging
         activations, gradients, averaging = map(_code, ways)
-        return Wire(
+        return WireFormat(
             activations=activations,
             gradients=gradients,
             averaging=averaging,
@@ -74,7 +74,7 @@ class Travel:
         return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
 
 
-NOTHING_SAID: Final = Travel()
+NOTHING_SAID: Final = TransferCost()
 
 
 def _code(name: str) -> Code | None:
@@ -145,7 +145,7 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
     return found
 
 
-def read_travel(path: Path) -> Travel:
+def read_travel(path: Path) -> TransferCost:
     """What a file of machines says of how tensors travel.
 
     Args:
@@ -160,7 +160,7 @@ def read_travel(path: Path) -> Travel:
     unknown = [key for key in content if key not in _TOP]
     if unknown:
         raise ConfigError(f"{path} has the unknown key {unknown[0]!r}. Choose from {', '.join(_TOP)}.")
-    return Travel.parse(content.get("compression"), content.get("boundary_ratio"))
+    return TransferCost.parse(content.get("compression"), content.get("boundary_ratio"))
 
 
 def _content(path: Path) -> Any:

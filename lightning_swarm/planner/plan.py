@@ -7,28 +7,28 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from lightning_swarm.coordinator.rebalancing.policy import Costs, Stages, plan
+from lightning_swarm.coordinator.rebalancing.policy import MoveCosts, StageRates, plan
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.cost_model import ADAM, cut, room_samples, state_bytes, sum_bytes
 from lightning_swarm.planner.records import (
     USUAL_MICROBATCH,
-    Alone,
     Machine,
-    Model,
+    ModelProfile,
+    OneMachine,
     Plan,
     Prediction,
     Setting,
-    Stage,
+    StageProfile,
     Times,
-    Travelling,
+    TransferSize,
     travelling,
 )
 from lightning_swarm.planner.timeline import (
     GOODPUT,
     HANDLING_S_PER_BYTE,
     STEP_S_PER_PARAMETER,
-    Passage,
+    PipelinePass,
     Swarm,
     passage,
     phases,
@@ -40,13 +40,13 @@ _RECOMPUTING = 4 / 3
 """Who offloads keeps no graph, and computes each forward twice."""
 
 
-def fastest_alone(model: Model, machines: Iterable[Machine], batch_size: int) -> Alone | None:
+def fastest_alone(model: ModelProfile, machines: Iterable[Machine], batch_size: int) -> OneMachine | None:
     """The best that one of the machines can do by itself, or None if none holds the model in any memory."""
     found = [one for one in (alone(model, machine, batch_size) for machine in machines) if one is not None]
     return max(found, key=lambda one: one.samples_per_s, default=None)
 
 
-def alone(model: Model, machine: Machine, batch_size: int) -> Alone | None:
+def alone(model: ModelProfile, machine: Machine, batch_size: int) -> OneMachine | None:
     """What a machine can do by itself: an upper bound where it offloads, for its bus never waits.
 
     Args:
@@ -56,7 +56,7 @@ def alone(model: Model, machine: Machine, batch_size: int) -> Alone | None:
     """
     held_bytes = float(model.parameters * (2 + ADAM) * model.weight_bytes)
     if held_bytes + model.graph_bytes <= machine.memory_bytes:
-        return Alone(name=machine.name, samples_per_s=machine.flop_per_s / model.flop, offloads=False)
+        return OneMachine(name=machine.name, samples_per_s=machine.flop_per_s / model.flop, offloads=False)
     parts = [*model.blocks, model.around]
     weights_bytes = 2 * max(part.parameters for part in parts) * model.weight_bytes  # in use, and on its way
     graph_bytes = max(part.graph_bytes for part in parts)
@@ -68,7 +68,7 @@ def alone(model: Model, machine: Machine, batch_size: int) -> Alone | None:
     # Weights come for the forward and for the backward, gradients go, of each part and for each microbatch.
     moved_bytes = 2 * model.parameters * model.weight_bytes * batch_size / size
     bus_s = moved_bytes / machine.bus_bytes_per_s
-    return Alone(name=machine.name, samples_per_s=batch_size / max(computing_s, bus_s), offloads=True)
+    return OneMachine(name=machine.name, samples_per_s=batch_size / max(computing_s, bus_s), offloads=True)
 
 
 def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
@@ -82,12 +82,12 @@ def assign(rates: Sequence[float], num_stages: int) -> list[list[int]]:
         Places in `rates`, by stage. The starter is in the last stage, as in a run.
     """
     totals = [(0.0, index) for index in range(num_stages)]
-    stages = Stages(num_stages)
+    stages = StageRates(num_stages)
     for number in sorted(range(len(rates)), key=rates.__getitem__, reverse=True):
         total, index = totals[0]
         heapq.heapreplace(totals, (total + rates[number], index))
         stages.put(PeerId(str(number)), index, rates[number], scatter=0.0)
-    free = Costs([0.0] * num_stages, horizon_s=1.0)
+    free = MoveCosts([0.0] * num_stages, horizon_s=1.0)
     while moves := plan(stages, free):
         for move in moves:
             stages.move(move)
@@ -128,7 +128,7 @@ class Predictor:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelProfile,
         machines: Sequence[Machine],
         num_stages: int,
         limits: Limits,
@@ -149,7 +149,7 @@ class Predictor:
             used, rates = used[:num_machines], rates[:num_machines]
             self._swarm = Swarm(model, used, self._stages, assign(rates, num_stages), limits)
             self._averaging_s = _averaging_s(self._swarm)
-            self._passages: dict[tuple[int, int], tuple[Passage, Passage]] = {}
+            self._passages: dict[tuple[int, int], tuple[PipelinePass, PipelinePass]] = {}
 
     def times(self, setting: Setting) -> Times:
         """Where the time of a step goes."""
@@ -165,7 +165,7 @@ class Predictor:
             closing_s=STEP_S + 2 * STEP_TRIPS * max(one.latency_s for one in swarm.machines),
         )
 
-    def _both_ways(self, setting: Setting) -> tuple[Passage, Passage]:
+    def _both_ways(self, setting: Setting) -> tuple[PipelinePass, PipelinePass]:
         sizes = setting.microbatch_size, setting.batch_size
         if sizes not in self._passages:
             self._passages[sizes] = passage(self._swarm, 0, *sizes), passage(self._swarm, 1, *sizes)
@@ -198,7 +198,7 @@ class Predictor:
         )
 
 
-def _fastest_first(machines: Sequence[Machine], stage: Stage) -> tuple[list[Machine], list[float]]:
+def _fastest_first(machines: Sequence[Machine], stage: StageProfile) -> tuple[list[Machine], list[float]]:
     """The starter, then the others, and what each does at a stage in samples/s."""
     rates = [
         1.0 / sum(pace_of(one, phase, USUAL_MICROBATCH).seconds for phase in phases(stage, 0.0)) for one in machines
@@ -214,7 +214,7 @@ def _counts(rates: Sequence[float], num_stages: int) -> list[int]:
     return [num_machines, *sorted({count for count in (*kinds, *halves) if count >= least}, reverse=True)]
 
 
-def _trains(model: Model, starter: Machine) -> bool:
+def _trains(model: ModelProfile, starter: Machine) -> bool:
     """Whether what is around the stages fits beside a stage, with a microbatch of one sample."""
     around = state_bytes(model, model.around.parameters)
     return around + model.around.graph_bytes <= starter.memory_bytes
@@ -242,7 +242,7 @@ def averaged_bytes(swarm: Swarm, index: int) -> float:
     return _averaged(swarm, index).num_bytes
 
 
-def _averaged(swarm: Swarm, index: int) -> Travelling:
+def _averaged(swarm: Swarm, index: int) -> TransferSize:
     """Its part of the mean to all, and to each of the others that one's part of its sums."""
     num_machines, number_bytes = len(swarm.held[index]), sum_bytes(swarm.model)
     numbers = 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters
@@ -297,7 +297,7 @@ _MOST_COUNTS: Final = 8
 
 
 def make_plan(
-    model: Model,
+    model: ModelProfile,
     machines: Sequence[Machine],
     *,
     target_batch_size: int | None = None,
@@ -325,7 +325,9 @@ def make_plan(
     )
 
 
-def predict(model: Model, machines: Sequence[Machine], setting: Setting, limits: Limits | None = None) -> float | None:
+def predict(
+    model: ModelProfile, machines: Sequence[Machine], setting: Setting, limits: Limits | None = None
+) -> float | None:
     """Samples/s with a given setting, or None if no machines can do it.
 
     Args:
@@ -346,7 +348,7 @@ def _powers(largest: int) -> Iterable[int]:
 
 
 def _predictions(
-    model: Model, machines: Sequence[Machine], batch_sizes: Sequence[int], limits: Limits
+    model: ModelProfile, machines: Sequence[Machine], batch_sizes: Sequence[int], limits: Limits
 ) -> Iterable[Prediction]:
     """Of each number of stages and samples of a step, with the machines, batches and microbatches that do best."""
     for num_stages in range(1, min(len(model.blocks), len(machines), _MOST_STAGES) + 1):

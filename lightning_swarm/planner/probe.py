@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import Blocks, find_blocks, time_costs
 from lightning_swarm.planner.cost_model import block as transformer_block
-from lightning_swarm.planner.records import Block, Model
+from lightning_swarm.planner.records import BlockProfile, ModelProfile
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import number_bytes
 
@@ -28,7 +28,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 """What a block was called with, and what came out."""
 
 
-def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
+def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
     """What the blocks of a model cost, by a forward and a backward of each without its numbers.
 
     Args:
@@ -55,7 +55,7 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> Model:
     first = serialization.flatten(seen[id(blocks.modules[0])][0])[1]
     extras = serialization.flatten(seen[id(blocks.modules[-1])][1])[1]
     around = _around(model, blocks.modules, counted, example)
-    return Model(
+    return ModelProfile(
         blocks=counted,
         input_bytes=_bytes(first) // num_rows,
         # Who has parameters before the pipeline wants the gradient of what they gave.
@@ -88,22 +88,24 @@ def _seen(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, _Call]:
     return calls
 
 
-def _around(model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[Block], example: Any) -> Block:
+def _around(
+    model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[BlockProfile], example: Any
+) -> BlockProfile:
     """What is in no block: what the whole forward computes beyond the blocks, and twice as much backward."""
     held = {id(parameter) for block in modules for parameter in block.parameters()}
     parameters = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in held)
     if not parameters:
-        return Block(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
+        return BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
     args, kwargs = (
         ((), example) if isinstance(example, dict) else (example if isinstance(example, tuple) else (example,), {})
     )
     num_rows = serialization.flatten(example)[1][0].shape[0]
-    kept = _Kept(model)
+    kept = _SavedTensorBytes(model)
     counter = FlopCounterMode(display=False)
     with torch.enable_grad(), counter, kept.hooks():
         model(*args, **kwargs)
     inside = sum(block.graph_bytes for block in counted)
-    return Block(
+    return BlockProfile(
         parameters=parameters,
         flop=max(0.0, 3.0 * counter.get_total_flops() / num_rows - sum(block.flop for block in counted)),
         output_bytes=0,
@@ -111,7 +113,7 @@ def _around(model: nn.Module, modules: Sequence[nn.Module], counted: Sequence[Bl
     )
 
 
-class _Kept:
+class _SavedTensorBytes:
     """What autograd keeps for a backward, but for parameters."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -134,10 +136,10 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _cost(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, num_rows: int) -> Block:
+def _cost(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, num_rows: int) -> BlockProfile:
     structure, tensors = serialization.flatten((args, kwargs))
     leaves = [tensor.detach().requires_grad_(serialization.is_differentiable(tensor)) for tensor in tensors]
-    kept = _Kept(block)
+    kept = _SavedTensorBytes(block)
     counter = FlopCounterMode(display=False)
     with torch.enable_grad(), counter, kept.hooks():
         given, named = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])
@@ -146,7 +148,7 @@ def _cost(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
         if outputs and wanted:
             torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
     given_on = serialization.flatten(output)[1]
-    return Block(
+    return BlockProfile(
         parameters=sum(parameter.numel() for parameter in block.parameters()),
         flop=counter.get_total_flops() / num_rows,
         output_bytes=_bytes(given_on) // num_rows,

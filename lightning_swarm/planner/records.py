@@ -29,7 +29,7 @@ class Code:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
+class WireFormat:
     """How a run's tensors travel. None: as they are.
 
     Args:
@@ -49,12 +49,12 @@ class Wire:
     uncounted: tuple[str, ...] = ()
 
 
-PLAIN: Final = Wire()
+PLAIN: Final = WireFormat()
 """All travels as it is."""
 
 
 @dataclass(frozen=True)
-class Travelling:
+class TransferSize:
     """A sample's share of a tensor.
 
     Args:
@@ -66,7 +66,7 @@ class Travelling:
     coding_s: float
 
 
-def travelling(num_bytes: float, number_bytes: int, code: Code | None) -> Travelling:
+def travelling(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
     """What travels of a sample.
 
     Args:
@@ -75,11 +75,11 @@ def travelling(num_bytes: float, number_bytes: int, code: Code | None) -> Travel
         code: None: it travels as it is.
     """
     if code is None or not number_bytes:
-        return Travelling(num_bytes, 0.0)
+        return TransferSize(num_bytes, 0.0)
     numbers = num_bytes / number_bytes
     if not code.takes(numbers * USUAL_MICROBATCH, number_bytes):
-        return Travelling(num_bytes, 0.0)
-    return Travelling(numbers * code.bits / 8, numbers * code.cpu_s)
+        return TransferSize(num_bytes, 0.0)
+    return TransferSize(numbers * code.bits / 8, numbers * code.cpu_s)
 
 
 Processor: TypeAlias = Literal["cpu", "accelerator"]
@@ -114,7 +114,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockProfile:
     """What a part of a model costs.
 
     Args:
@@ -133,7 +133,7 @@ class Block:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelProfile:
     """A chain of blocks, and what stands around it.
 
     Args:
@@ -147,14 +147,14 @@ class Model:
         wire: How its tensors travel.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockProfile, ...]
     input_bytes: int
     input_gradient: bool
     extra_bytes: int = 0
-    around: Block = Block(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
+    around: BlockProfile = BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
     weight_bytes: int = 4
     input_number_bytes: int = 4
-    wire: Wire = PLAIN
+    wire: WireFormat = PLAIN
 
     @property
     def parameters(self) -> int:
@@ -173,7 +173,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class StageProfile:
     """A run of blocks. Bytes are those that travel.
 
     Args:
@@ -286,7 +286,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alone:
+class OneMachine:
     """What one machine would do without a swarm, by the plain Trainer.
 
     Args:
@@ -337,7 +337,7 @@ class Plan:
     """
 
     best: Prediction | None
-    alone: Alone | None
+    alone: OneMachine | None
     by_stages: tuple[tuple[int, float], ...] = ()
 
     @property

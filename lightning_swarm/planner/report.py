@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.cost_model import block
-from lightning_swarm.planner.records import Machine, Model, Now, Plan, Prediction, Wire
+from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, WireFormat
 
 WIDTHS: Final = tuple(2**power for power in range(7, 15))
 """From 128 to 16384 features of a token."""
@@ -86,7 +86,7 @@ _HOUR_S: Final = 3600.0
 _COLUMNS: Final = 110
 
 
-def describe(model: Model, plan: Plan) -> str:
+def describe(model: ModelProfile, plan: Plan) -> str:
     """All that is to be said of a plan, in lines."""
     best = plan.best
     head = f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample."
@@ -177,7 +177,7 @@ def _verdict(plan: Plan) -> str:
     return f"Not worth it: {by_itself}, {times}" + (f", {why}." if plan.gain >= 1.0 else ".")
 
 
-def _too_large(model: Model) -> str:
+def _too_large(model: ModelProfile) -> str:
     largest = max(model.blocks, key=lambda block: block.parameters)
     return (
         f"Each machine has to hold a stage, and the one that starts the run also trains. The smallest stage is "
@@ -208,7 +208,7 @@ def _counted(names: Sequence[str]) -> str:
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _figures(model: Model, best: Prediction) -> str:
+def _figures(model: ModelProfile, best: Prediction) -> str:
     gb_per_hour = best.sent_bytes_per_s * _HOUR_S / 1e9
     million = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
     rows = [
@@ -231,12 +231,12 @@ def _crossing(best: Prediction) -> str:
     return f"{size(forward)} forward, {'as much' if forward == back else size(back)} back"
 
 
-def _encoded(wire: Wire) -> str:
+def _encoded(wire: WireFormat) -> str:
     codes = {"activations": wire.activations, "gradients": wire.gradients, "averaging": wire.averaging}
     return ", ".join(f"{name} {code.bits:.4g}" for name, code in codes.items() if code is not None)
 
 
-def _reasons(model: Model, plan: Plan, best: Prediction) -> str:
+def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     times = best.times
 
     def share(seconds: float) -> str:
@@ -267,7 +267,7 @@ def _remedy(best: Prediction) -> str:
     return "More machines would help most, or faster ones."
 
 
-def _remarks(model: Model, plan: Plan, best: Prediction) -> list[str]:
+def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
     said = [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
     if best.recomputed > 0.0:
         said.append(

@@ -13,7 +13,7 @@ from typing import Final
 
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.planner.cost_model import kept_samples
-from lightning_swarm.planner.records import USUAL_MICROBATCH, Machine, Model, Processor, Stage
+from lightning_swarm.planner.records import USUAL_MICROBATCH, Machine, ModelProfile, Processor, StageProfile
 
 CALL_S: Final = 0.0016
 """Seconds of a core for a microbatch at a stage, there and back: as many at its server as at the trainer. By the clock
@@ -39,7 +39,7 @@ _FORWARD: Final = 1 / 3
 
 
 @dataclass(frozen=True)
-class Phase:
+class StagePhase:
     """Forward or backward of one sample at a stage: what is computed, and what goes over the line.
 
     Args:
@@ -58,7 +58,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Pace:
+class PhaseTime:
     """Seconds, how many of them are the line's, and whose they are."""
 
     seconds: float
@@ -67,23 +67,27 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Passage:
+class PipelinePass:
     """All microbatches of a batch through all stages, one way."""
 
-    slowest: Pace
+    slowest: PhaseTime
     fill_s: float
 
 
-def phases(stage: Stage, recomputed: float) -> tuple[Phase, Phase]:
+def phases(stage: StageProfile, recomputed: float) -> tuple[StagePhase, StagePhase]:
     """Forward and backward, if of so large a share the forward is computed again in the backward."""
     backward_flop = stage.flop * (1.0 - _FORWARD + recomputed * _FORWARD)
     return (
-        Phase(stage.flop * _FORWARD, 0, stage.input_bytes + stage.extra_bytes, stage.output_bytes, stage.coding_s[0]),
-        Phase(backward_flop, stage.parameters, stage.output_gradient_bytes, stage.gradient_bytes, stage.coding_s[1]),
+        StagePhase(
+            stage.flop * _FORWARD, 0, stage.input_bytes + stage.extra_bytes, stage.output_bytes, stage.coding_s[0]
+        ),
+        StagePhase(
+            backward_flop, stage.parameters, stage.output_gradient_bytes, stage.gradient_bytes, stage.coding_s[1]
+        ),
     )
 
 
-def pace(machine: Machine, phase: Phase, microbatch_size: int) -> Pace:
+def pace(machine: Machine, phase: StagePhase, microbatch_size: int) -> PhaseTime:
     """What a machine needs for a sample.
 
     Its line and its processor take turns: all microbatches under way share the line, so most of them arrive late, and
@@ -95,7 +99,7 @@ def pace(machine: Machine, phase: Phase, microbatch_size: int) -> Pace:
     both_s = computing_s + phase.coding_s + handling_s
     busy_s = both_s if machine.processor == "cpu" else max(computing_s, handling_s)
     line_s = _line_s(machine, phase.received_bytes, phase.sent_bytes)
-    return Pace(line_s + busy_s, line_s, machine.name)
+    return PhaseTime(line_s + busy_s, line_s, machine.name)
 
 
 def _line_s(machine: Machine, received_bytes: float, sent_bytes: float) -> float:
@@ -114,9 +118,9 @@ class Swarm:
         limits: Of the servers.
     """
 
-    model: Model
+    model: ModelProfile
     machines: Sequence[Machine]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageProfile, ...]
     held: list[list[int]]
     limits: Limits
 
@@ -142,7 +146,7 @@ class Swarm:
         kept = (kept_samples(stage, self.machines[n], self.limits) for n, _ in self.kinds[index])
         return max(0.0, 1.0 - min(kept) * len(self.held[index]) / batch_size)
 
-    def phase(self, index: int, number: int, way: int, batch_size: int) -> Phase:
+    def phase(self, index: int, number: int, way: int, batch_size: int) -> StagePhase:
         """What a sample costs a machine at its stage. Between the starter's server and trainer nothing goes by line."""
         stage = self.stages[index]
         if number == 0:
@@ -176,7 +180,7 @@ def ways_of_trainer(swarm: Swarm, way: int) -> tuple[float, float]:
     return to_first * first.gradient_bytes, elsewhere * last.output_gradient_bytes
 
 
-def passage(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> Passage:
+def passage(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> PipelinePass:
     """Forward (0) or backward (1) of a batch."""
     size = min(microbatch_size, batch_size)
     found, firsts = [], []
@@ -188,10 +192,10 @@ def passage(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> Pa
     slowest = max(found, key=lambda one: one.seconds)
     # From the trainer to the first stage, and from the last one back.
     fill_s = sum(firsts) - firsts[found.index(slowest)] + 2 * swarm.starter.latency_s
-    return Passage(max(slowest, _starter(swarm, way, size, batch_size), key=lambda one: one.seconds), fill_s)
+    return PipelinePass(max(slowest, _starter(swarm, way, size, batch_size), key=lambda one: one.seconds), fill_s)
 
 
-def _together(paces: Sequence[tuple[Pace, int]], microbatch_size: int, batch_size: int) -> Pace:
+def _together(paces: Sequence[tuple[PhaseTime, int]], microbatch_size: int, batch_size: int) -> PhaseTime:
     """What a stage's machines, so many of each pace, need for a batch, of which each takes whole microbatches."""
     fastest_s = min(one.seconds for one, _ in paces)
     slots = sum(count * fastest_s / one.seconds for one, count in paces)
@@ -200,10 +204,10 @@ def _together(paces: Sequence[tuple[Pace, int]], microbatch_size: int, batch_siz
         rounds = math.ceil(rounds)
     slowest = max((one for one, _ in paces), key=lambda one: one.seconds)
     seconds = rounds * microbatch_size * fastest_s
-    return Pace(seconds, seconds * slowest.line_s / slowest.seconds, slowest.what)
+    return PhaseTime(seconds, seconds * slowest.line_s / slowest.seconds, slowest.what)
 
 
-def _starter(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> Pace:
+def _starter(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> PhaseTime:
     """What the starter's machine needs for its stage and for the trainer beside it."""
     starter, last = swarm.starter, len(swarm.stages) - 1
     share, phase = swarm.share(last, 0, way), swarm.phase(last, 0, way, batch_size)
@@ -213,4 +217,6 @@ def _starter(swarm: Swarm, way: int, microbatch_size: int, batch_size: int) -> P
     own_s = share * pace(starter, replace(phase, received_bytes=0.0, sent_bytes=0.0), microbatch_size).seconds
     calls_s = (received + sent) * HANDLING_S_PER_BYTE + CALL_S / 2 / microbatch_size * len(swarm.stages)
     busy_s = own_s + calls_s if starter.processor == "cpu" else max(own_s, calls_s)
-    return Pace(batch_size * (line_s + busy_s), batch_size * line_s, f"{starter.name}, which trains and holds a stage")
+    return PhaseTime(
+        batch_size * (line_s + busy_s), batch_size * line_s, f"{starter.name}, which trains and holds a stage"
+    )

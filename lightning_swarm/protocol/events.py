@@ -16,7 +16,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import StageLost, SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.events import EventKind, Noted
+from lightning_swarm.protocol.messages.events import EventCounts, EventKind
 
 _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class EventLog:
     def __init__(self) -> None:
         self._id = secrets.randbits(62)
         self._counts: Counter[EventKind] = Counter()
-        self._others: dict[PeerId, Noted] = {}  # what they counted, as far as they told it
+        self._others: dict[PeerId, EventCounts] = {}  # what they counted, as far as they told it
         self._taken: dict[int, Counter[EventKind]] = {}  # by log: what `take` has given so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
@@ -118,21 +118,21 @@ class EventLog:
 
     # ------------------------------------------------------------------ what all peers counted
 
-    def report(self) -> Noted:
+    def report(self) -> EventCounts:
         """What this peer counted so far."""
-        return Noted(log=self._id, counts=dict(self.counts))
+        return EventCounts(log=self._id, counts=dict(self.counts))
 
-    def learn(self, reports: Mapping[PeerId, Noted]) -> None:
+    def learn(self, reports: Mapping[PeerId, EventCounts]) -> None:
         """What other peers counted so far; of two reports of one log each kind's higher count is the newer one."""
         with self._lock:
             for peer, report in reports.items():
                 known = self._others.pop(peer, None)  # who was heard of last comes last
                 before = known.counts if known is not None and known.log == report.log else {}
-                self._others[peer] = Noted(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
+                self._others[peer] = EventCounts(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
             while len(self._others) > _MAX_LOGS:
                 del self._others[next(iter(self._others))]
 
-    def learnt(self, own: PeerId) -> dict[PeerId, Noted]:
+    def learnt(self, own: PeerId) -> dict[PeerId, EventCounts]:
         """What is known of all peers, this one (`own`) among them."""
         report = self.report()
         with self._lock:
@@ -168,7 +168,7 @@ class _Wait:
     lost_s: dict[PeerId, float] = field(default_factory=dict)  # when each was found to be gone
 
 
-class Vigil:
+class OutageWait:
     """One peer's, over all stages.
 
     Args:

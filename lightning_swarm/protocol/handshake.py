@@ -23,7 +23,7 @@ _NUM_TRIES: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class HandshakeResult:
     """What came of asking a peer who it is.
 
     Args:
@@ -62,7 +62,9 @@ def answer(transport: Transport, *, now: Callable[[], float] = time.time) -> Non
     transport.handle_call(HELLO, handle)
 
 
-async def meet(transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time) -> Meeting:
+async def meet(
+    transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
+) -> HandshakeResult:
     """Ask a peer a few times, and keep the quickest answer: it tells the clocks apart best.
 
     Args:
@@ -82,7 +84,7 @@ async def meet(transport: Transport, peer: PeerId, *, timeout: float, now: Calla
         greeting = decode(await transport.call(peer, HELLO, b"", timeout=timeout), Greeting)
         round_trip_s = loop.time() - begin_s
         ahead_s = greeting.unix_time_s - (sent_s + round_trip_s / 2)
-        meetings.append(Meeting(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))
+        meetings.append(HandshakeResult(greeting=greeting, round_trip_s=round_trip_s, ahead_s=ahead_s))
     return min(meetings, key=lambda meeting: meeting.round_trip_s)
 
 

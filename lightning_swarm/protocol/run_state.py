@@ -25,9 +25,9 @@ from lightning_swarm.protocol.messages.run import (
     Member,
     RestartRequest,
     RunView,
-    Seats,
+    SeatedMembers,
     Term,
-    Ties,
+    TiedTensors,
 )
 from lightning_swarm.protocol.messages.step import Record
 
@@ -90,7 +90,7 @@ class RunState:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.goes_back = False
-        self.ties = Ties(manifest.stages)
+        self.ties = TiedTensors(manifest.stages)
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
@@ -127,26 +127,26 @@ class RunState:
         return self._positions.get(version)
 
     @property
-    def seats(self) -> Seats:
+    def seats(self) -> SeatedMembers:
         """Who is in the run."""
-        return Seats(rosters=self.rosters, voters=self.voters, trainers=self.trainers)
+        return SeatedMembers(rosters=self.rosters, voters=self.voters, trainers=self.trainers)
 
-    def seats_at(self, version: int) -> Seats:
+    def seats_at(self, version: int) -> SeatedMembers:
         """Who is in the run at the open step, or at the one before it."""
         return self.seats if version == self.version else self.seats_before
 
-    def sit(self, seats: Seats) -> None:
+    def sit(self, seats: SeatedMembers) -> None:
         """Know who is in the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
 
-    def after(self, record: Record) -> Seats:
+    def after(self, record: Record) -> SeatedMembers:
         """Who is in the run after a record of the open step."""
         voters = self.voters if record.next_voters is None else record.next_voters
         trainers = self.trainers
         if record.enlisted or record.retired:
             trainers = [*(one for one in trainers if one not in record.retired), *record.enlisted]
         if not record.left and not record.newcomers:
-            return Seats(rosters=self.rosters, voters=voters, trainers=trainers)
+            return SeatedMembers(rosters=self.rosters, voters=voters, trainers=trainers)
         left = {(one.stage_index, one.member) for one in record.left}
         rosters = [
             [
@@ -155,13 +155,13 @@ class RunState:
             ]
             for index, roster in enumerate(self.rosters)
         ]
-        return Seats(rosters=rosters, voters=voters, trainers=trainers)
+        return SeatedMembers(rosters=rosters, voters=voters, trainers=trainers)
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
         """For each stage, the members that take part in a round."""
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
-    def apply(self, record: Record, seats: Seats | None = None) -> None:
+    def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Go on to the version after `record`.
 
         Args:
@@ -247,7 +247,7 @@ class RunState:
         if generation != self.manifest.generation:
             raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
-    def check(self, record: Record, seats: Seats | None = None) -> None:
+    def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
         """Refuse a record that would empty a stage, or is of a run with another number of them.
 
         Args:
@@ -263,7 +263,7 @@ class RunState:
         if highest >= len(self.rosters):
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
-    def check_seats(self, seats: Seats) -> None:
+    def check_seats(self, seats: SeatedMembers) -> None:
         """Refuse rosters of another number of stages than the run has, or with an empty one, or with somebody twice.
 
         Raises:

@@ -14,7 +14,7 @@ from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, SwarmError, TicketGone
 from lightning_swarm.network import SMALL_BYTES, Message, PeerId, Transport
 from lightning_swarm.protocol.messages.calls import Ticket, TicketName
-from lightning_swarm.protocol.messages.wire import Count, Seconds, Wire, decode, encode
+from lightning_swarm.protocol.messages.wire import Count, Seconds, WireMessage, decode, encode
 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
@@ -24,7 +24,7 @@ _MAX_UNPROMISED = 10_000
 _REPLY_MARGIN_S = 5.0  # an answer that is later than this is asked for again
 
 
-class WaitRequest(Wire, frozen=True):
+class WaitRequest(WireMessage, frozen=True):
     """Wait until the named tensor exists, `hold_s` seconds at most."""
 
     name: TicketName
@@ -32,7 +32,7 @@ class WaitRequest(Wire, frozen=True):
     take_bytes: Count | None = None  # send it along if it has no more; None: it is not wanted
 
 
-class WaitReply(Wire, frozen=True):
+class WaitReply(WireMessage, frozen=True):
     """`report` is the producer's word on how it went, empty while it is not ready."""
 
     ready: bool
@@ -40,7 +40,7 @@ class WaitReply(Wire, frozen=True):
     taken: bytes | None = None  # the body of the tensors that come with this; None: none do
 
 
-class FetchRequest(Wire, frozen=True):
+class FetchRequest(WireMessage, frozen=True):
     """Send the named tensor, which exists."""
 
     name: TicketName

@@ -12,31 +12,31 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_swarm.protocol.messages.calls import Mode
-from lightning_swarm.server.compute import Graph
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.server.compute import SavedGraph
 
 
 @dataclass
-class Kept:
+class CachedForward:
     """One forward's leavings."""
 
     inputs: tuple[Any, ...]
     extras: dict[str, Any]
     wants_grad: Sequence[bool]
-    mode: Mode
+    mode: ComputeMode
     seed: int
     busy_s: float = 0.0
-    graph: Graph | None = None
+    graph: SavedGraph | None = None
     graph_bytes: int = 0
     input_bytes: int = 0
 
 
-class Cache:
+class ActivationCache:
     """Forwards by their ticket names."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, CachedForward] = {}
         self.used_bytes = 0
         self.num_dropped_graphs = 0
 
@@ -45,7 +45,7 @@ class Cache:
         """Whether finished outputs should go as soon as they were fetched."""
         return self.used_bytes >= self._max_bytes
 
-    def keep(self, name: str, kept: Kept) -> None:
+    def keep(self, name: str, kept: CachedForward) -> None:
         """Keep what fits: the inputs, and the graph if there is room for it too."""
         self.take(name)
         if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
@@ -56,7 +56,7 @@ class Cache:
         self._kept[name] = kept
         self.used_bytes += kept.input_bytes + kept.graph_bytes
 
-    def take(self, name: str) -> Kept | None:
+    def take(self, name: str) -> CachedForward | None:
         """Remove and return an entry."""
         kept = self._kept.pop(name, None)
         if kept is not None:

@@ -12,12 +12,12 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.run import (
-    BrokenOff,
     InheritRequest,
     Manifest,
     Member,
     ReleaseRequest,
     RestartRequest,
+    RunAborted,
     check_selection,
 )
 from lightning_swarm.protocol.messages.step import Record
@@ -27,8 +27,8 @@ from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.server.election import Leadership
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stage_builder import Model
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.step_handlers import StepHandlers
 
 
 class Admission:
@@ -51,8 +51,8 @@ class Admission:
         self,
         transport: Transport,
         executor: Executor,
-        model: Model,
-        stepping: Stepping,
+        model: PeerModel,
+        stepping: StepHandlers,
         *,
         boot_id: int,
         limits: Limits,
@@ -305,7 +305,7 @@ class Admission:
 
     async def _handle_break_off(self, caller: PeerId, body: bytes) -> bytes:
         """The lead is gone, as who coordinates says."""
-        broken_off = decode(body, BrokenOff)
+        broken_off = decode(body, RunAborted)
         if not self.led_by(caller):
             raise ProtocolError(f"{caller} does not coordinate the run of this peer, and does not break it off")
         if not self.left.is_set():  # what was said first holds

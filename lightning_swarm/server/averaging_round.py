@@ -13,31 +13,38 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.run import Member, Ties, trained_names
+from lightning_swarm.protocol.messages.run import Member, TiedTensors, trained_names
 from lightning_swarm.protocol.messages.step import AverageReply, AverageRequest, Closing, PartNorm, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import AVERAGE
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import batch_norm
-from lightning_swarm.server.averaging.all_reduce import Group, Parts, RoundFailed
-from lightning_swarm.server.averaging.averager import Averaged, Averager, Butterfly, Carried, PowerSGD, refuse
-from lightning_swarm.server.averaging.deterministic import Exact
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Group, GroupParts
+from lightning_swarm.server.averaging.averager import (
+    Averager,
+    AveragingResult,
+    AveragingState,
+    Butterfly,
+    PowerSGD,
+    refuse,
+)
+from lightning_swarm.server.averaging.deterministic import DeterministicAverager
 from lightning_swarm.server.averaging.powersgd import LowRank
 from lightning_swarm.server.averaging.tied import TiedMeans
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.pending_work import Lull
+from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldRound:
     closing: Closing
     gradients: Mapping[int, Tensor]  # by stage
-    carried: Mapping[int, Carried]  # likewise
+    carried: Mapping[int, AveragingState]  # likewise
 
 
-class Rounds:
+class AveragingRounds:
     """Averages the sums of a server's stages with their other replicas.
 
     Args:
@@ -52,7 +59,7 @@ class Rounds:
         lull: What averaging waits for if it is late.
     """
 
-    lull: Lull
+    lull: IdleLinkWait
 
     def __init__(
         self,
@@ -69,14 +76,14 @@ class Rounds:
         self._sums = sums
         self._me = Member(peer_id=transport.peer_id, boot_id=boot_id)
         self._timeout = timeout
-        self._held: _Held | None = None
+        self._held: _HeldRound | None = None
         transport.handle_call(AVERAGE, self._handle_average)
 
     def forget(self) -> None:
         """The round's record is applied, or it will have none."""
         self._held = None
 
-    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, Carried]) -> None:
+    def hold(self, closing: Closing, gradients: Mapping[int, Tensor], carried: Mapping[int, AveragingState]) -> None:
         """Keep a round's mean gradients until its record is decided, or those of a later round come.
 
         Args:
@@ -87,7 +94,7 @@ class Rounds:
         before = self._held
         if before is not None and before.closing.step == closing.step and before.closing.round > closing.round:
             return  # a coordinator that was replaced had it averaged
-        self._held = _Held(closing, gradients, carried)
+        self._held = _HeldRound(closing, gradients, carried)
 
     def holds(self, closing: Closing) -> bool:
         """Whether the round's mean gradients are held here."""
@@ -115,7 +122,7 @@ class Rounds:
 
     async def collect(
         self, closing: Closing, stage: Stage, rosters: Sequence[Sequence[Member]]
-    ) -> tuple[Tensor, Carried]:
+    ) -> tuple[Tensor, AveragingState]:
         """The mean gradient of a round that this server has no part in, and what it carries to its first one."""
         group = self._group(closing, stage.index, rosters[stage.index])
         mean, carried = await self._averager(stage).collect(stage.sum_of(closing.step).like, group)
@@ -141,7 +148,7 @@ class Rounds:
             self.lull.note(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
-            if not isinstance(error, RoundFailed):
+            if not isinstance(error, AveragingFailed):
                 raise
             missed = [error.missed] if error.missed is not None else []
             return encode(AverageReply(parts=[], failure=str(error), unreached=missed))
@@ -156,8 +163,8 @@ class Rounds:
         return encode(AverageReply(parts=norms))
 
     async def _averaged(
-        self, closing: Closing, ties: Ties, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
-    ) -> dict[int, Averaged]:
+        self, closing: Closing, ties: TiedTensors, rosters: Sequence[Sequence[Member]], places: Mapping[int, int]
+    ) -> dict[int, AveragingResult]:
         """By stage, with what tied parameters get from other stages, and with what norms have seen."""
         for index in places:
             self._show(closing, self._sums.stages[index], self._group(closing, index, rosters[index]))
@@ -171,7 +178,7 @@ class Rounds:
             found[index] = one._replace(mean=mean)
         return found
 
-    def _refuse(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
+    def _refuse(self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], reason: str) -> None:
         own = [index for index, members in enumerate(rosters) if self._me in members]
         for index in own:
             group = self._group(closing, index, rosters[index])
@@ -181,7 +188,7 @@ class Rounds:
         if ties:
             self._tied(ties, closing, rosters).refuse(own, reason)
 
-    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> Averaged:
+    async def _average(self, closing: Closing, index: int, roster: Sequence[Member], place: int) -> AveragingResult:
         stage = self._sums.stages[index]
         # In the units of what is added up: the scale is what keeps small gradients in the range of a narrow format.
         scale = closing.gradient_scale
@@ -195,7 +202,7 @@ class Rounds:
         if scale == 1.0:
             return found
         # Not in place: it may be on its way to others still.
-        return Averaged(found.mean / scale, found.squared_norm / scale / scale, found.carried.times(1.0 / scale))
+        return AveragingResult(found.mean / scale, found.squared_norm / scale / scale, found.carried.times(1.0 / scale))
 
     def _group(self, closing: Closing, index: int, roster: Sequence[Member]) -> Group:
         return Group(
@@ -224,7 +231,9 @@ class Rounds:
         after: Tensor = await self._compute(lambda: stage.with_statistics(mean, stage.statistics.after(every)))
         return after
 
-    def _tied(self, ties: Ties, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage) -> TiedMeans:
+    def _tied(
+        self, ties: TiedTensors, closing: Closing, rosters: Sequence[Sequence[Member]], *stages: Stage
+    ) -> TiedMeans:
         """What several stages hold; `stages` are of this server, any of which knows what trains."""
         selections = [stage.selection for stage in stages if stage.selection is not None]
         return TiedMeans(
@@ -238,9 +247,9 @@ class Rounds:
     def _averager(self, stage: Stage) -> Averager:
         codecs = stage.codecs
         if stage.exact:
-            return Exact(stage.next_sum.like, self._compute)
+            return DeterministicAverager(stage.next_sum.like, self._compute)
         if codecs.rank is None:
-            return Butterfly(Parts(codecs.averaging, self._compute), codecs.error_feedback)
+            return Butterfly(GroupParts(codecs.averaging, self._compute), codecs.error_feedback)
         shapes = [parameter.shape for parameter in stage.trainable]
         return PowerSGD(LowRank(shapes, codecs.rank), codecs.error_feedback, self._compute)
 

@@ -18,7 +18,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt
 
 
-class Seen:
+class BatchStatistics:
     """What the norms saw of a microbatch.
 
     Attributes:
@@ -57,9 +57,9 @@ class RunningStatistics:
     # ------------------------------------------------------------------ a microbatch
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[Seen]:
+    def kept(self) -> Iterator[BatchStatistics]:
         """Inside, in train mode, norms write what they see elsewhere; afterwards it is in what was yielded."""
-        seen = Seen()
+        seen = BatchStatistics()
         if not self._norms:
             yield seen
             return

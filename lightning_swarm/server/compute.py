@@ -23,15 +23,15 @@ from lightning_swarm.model.partition import StageModule, computing
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded, number_bytes
-from lightning_swarm.protocol.messages.calls import Mode
+from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.reports import SampleCosts
-from lightning_swarm.server.batch_norm import RunningStatistics, Seen
+from lightning_swarm.server.batch_norm import BatchStatistics, RunningStatistics
 
 _BOTH_WAYS: Final = 3.0
 """Times what the forward computes: the backward takes twice as much."""
 
 
-class Flops(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):
     """Counts what the products of matrices inside compute, as `FlopCounterMode` does, but on this thread alone.
 
     That one's hooks are on the modules of all threads.
@@ -60,7 +60,7 @@ class Flops(TorchDispatchMode):
         return out
 
 
-class Saved:
+class SavedTensorCounter:
     """Counts what autograd keeps for a backward of the forward inside, but for some tensors' own memory."""
 
     def __init__(self, own: Sequence[Tensor]) -> None:
@@ -119,23 +119,23 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Graph:
+class SavedGraph:
     """What backward needs of a forward."""
 
     inputs: list[Tensor]  # leaves of the input tree; those that want a gradient require it
     outputs: list[Tensor]  # leaves of the output tree, with their autograd history
     has_drawn: bool  # random numbers
     seen: Tensor | None  # by batch norms
-    again: Callable[[], Graph]  # the same graph once more; backward leaves nothing of this one
+    again: Callable[[], SavedGraph]  # the same graph once more; backward leaves nothing of this one
 
 
 @dataclass(frozen=True)
-class Forwarded:
+class ForwardResult:
     """A forward's result."""
 
     output: serialization.Tree  # detached, as it travels
     requires_grad: list[bool]  # of its tensors
-    graph: Graph | None
+    graph: SavedGraph | None
     graph_bytes: int
 
 
@@ -170,8 +170,8 @@ class Computation:
         self.costs = None  # of a graph that begins elsewhere now
 
     def forward(
-        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
-    ) -> Forwarded:
+        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: ComputeMode, seed: int
+    ) -> ForwardResult:
         """Run the blocks.
 
         Args:
@@ -185,8 +185,8 @@ class Computation:
         return replace(found, output=encoded(found.output, self._codecs.activations))
 
     def _forward(
-        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: Mode, seed: int
-    ) -> Forwarded:
+        self, inputs: tuple[Any, ...], extras: dict[str, Any], wants_grad: Sequence[bool], mode: ComputeMode, seed: int
+    ) -> ForwardResult:
         """`forward`, with an output that is not encoded."""
         structure, tensors = serialization.flatten(decoded(inputs, self._codecs.activations, self._device))
         if len(tensors) != len(wants_grad):
@@ -201,20 +201,20 @@ class Computation:
             (output, graph_bytes), has_drawn = self._random.run(("forward", mode.training), seed, compute)
         _, outputs = serialization.flatten(output)
 
-        def again() -> Graph:
+        def again() -> SavedGraph:
             graph = self._forward(inputs, extras, wants_grad, mode, seed).graph
             assert graph is not None
             return graph
 
-        return Forwarded(
+        return ForwardResult(
             output=serialization.transform(output, _detached),
             requires_grad=[tensor.requires_grad for tensor in outputs],
-            graph=Graph(leaves, outputs, has_drawn, seen.values, again) if mode.grad else None,
+            graph=SavedGraph(leaves, outputs, has_drawn, seen.values, again) if mode.grad else None,
             graph_bytes=graph_bytes,
         )
 
     def _run(
-        self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: Mode
+        self, structure: serialization.Structure, leaves: Sequence[Tensor], extras: dict[str, Any], mode: ComputeMode
     ) -> tuple[Any, int]:
         """The blocks' output, and the bytes of its graph."""
         extra_structure, extra_tensors = serialization.flatten(extras)
@@ -234,7 +234,7 @@ class Computation:
         return output, num_rows * self.costs.graph_bytes if mode.grad and self.costs is not None else 0
 
     def backward(
-        self, graph: Graph, gradients: serialization.Tree, mode: Mode
+        self, graph: SavedGraph, gradients: serialization.Tree, mode: ComputeMode
     ) -> tuple[serialization.Tree, list[Tensor | None]]:
         """Gradients of the input tensors, as they travel, and of the trainable parameters; adds nothing.
 
@@ -246,7 +246,7 @@ class Computation:
         received = decoded(gradients, self._codecs.gradients, self._device)
         _check_gradients(graph.outputs, received)
 
-        def compute(graph: Graph) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        def compute(graph: SavedGraph) -> tuple[list[Tensor | None], list[Tensor | None]]:
             return self._differentiate(graph, received)
 
         # Norms in blocks that are computed again in a backward see nothing new.
@@ -262,7 +262,7 @@ class Computation:
         return encoded(found, self._codecs.gradients), own
 
     def _differentiate(
-        self, graph: Graph, gradients: Sequence[Tensor | None]
+        self, graph: SavedGraph, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Tensor | None]]:
         used = [
             (output, gradient.to(output))
@@ -282,10 +282,10 @@ class Computation:
         return input_gradients, list(found[: len(self.trainable)])
 
     @contextlib.contextmanager
-    def _seeing(self, mode: Mode) -> Iterator[Seen]:
+    def _seeing(self, mode: ComputeMode) -> Iterator[BatchStatistics]:
         """Have norms say what they see, and refuse other blocks that keep something of a forward."""
         if not mode.training:
-            yield Seen()
+            yield BatchStatistics()
             return
         own = set(map(id, self._statistics.buffers))
         others = [buffer for buffer in self._module.buffers() if id(buffer) not in own]
@@ -303,7 +303,7 @@ class Computation:
     ) -> tuple[Any, SampleCosts]:
         """What `run` gives, and what it costs a sample; that of others is in proportion to their rows."""
         own = [parameter for _, parameter in self._module.named_stage_parameters()]
-        saved, flops = Saved(own), Flops()
+        saved, flops = SavedTensorCounter(own), FlopCounter()
         with saved.hooks(), flops:
             output = run()
         outputs = serialization.flatten(output)[1]

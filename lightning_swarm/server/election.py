@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from lightning_swarm.coordinator.consensus import Proposer
 from lightning_swarm.coordinator.coordinator import Coordinator
-from lightning_swarm.coordinator.step.books import Books
+from lightning_swarm.coordinator.step.books import StepState
 from lightning_swarm.coordinator.takeover import gather_books
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, NotCoordinator, ProtocolError, SwarmError
@@ -25,13 +25,13 @@ from lightning_swarm.core.tasks import TaskOwner
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.role import Role
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import Leading, Member, PullRequest, Term, WatchReply, WatchRequest
+from lightning_swarm.protocol.messages.run import CoordinatorTerm, Member, PullRequest, Term, WatchReply, WatchRequest
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, LEAD, METRICS, PULL, ROLE_CALLS, TAKE_METRICS, TAKE_OVER, WATCH
 from lightning_swarm.protocol.queries import GRACE_S, look_around, watch
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Leadership:
     def __init__(
         self,
         transport: Transport,
-        stepping: Stepping,
+        stepping: StepHandlers,
         me: Member,
         over: asyncio.Event,
         *,
@@ -128,7 +128,7 @@ class Leadership:
             return
         others = [member.peer_id for member in run.voters if member != self._me]
         others += [peer for peer in run.servers if peer not in others and peer != self._me.peer_id]
-        request = encode(Leading(term=run.term, generation=run.manifest.generation, version=run.version))
+        request = encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
         for peer in others:
             try:
                 await self._transport.call(peer, TAKE_OVER, request, timeout=self._limits.call_timeout)
@@ -159,7 +159,7 @@ class Leadership:
 
     async def _handle_lead(self, caller: PeerId, body: bytes) -> bytes:
         """Another peer, or this one, has a majority's promises."""
-        leading = decode(body, Leading)
+        leading = decode(body, CoordinatorTerm)
         run = self._following()
         if caller != leading.term[1] or caller not in run.servers:
             raise ProtocolError(f"a run is led by one of its servers, under its own term; {caller} has {leading.term}")
@@ -167,11 +167,11 @@ class Leadership:
         if leading.term < run.term:
             raise NotCoordinator(f"the run is led under the term {run.term}, which is higher than {leading.term}")
         await self._follow_term(run, leading.term)
-        return encode(Leading(term=run.term, generation=run.manifest.generation, version=run.version))
+        return encode(CoordinatorTerm(term=run.term, generation=run.manifest.generation, version=run.version))
 
     async def _handle_take_over(self, caller: PeerId, body: bytes) -> bytes:
         """The coordinator leaves, and asks this server to be the next."""
-        asked = decode(body, Leading)
+        asked = decode(body, CoordinatorTerm)
         run = self._following()
         run.check_generation(asked.generation)
         run.check_coordinator(caller)
@@ -362,7 +362,7 @@ class Leadership:
             events=self._events,
         )
 
-    async def _coordinate(self, run: RunState, proposer: Proposer, books: Books | None) -> None:
+    async def _coordinate(self, run: RunState, proposer: Proposer, books: StepState | None) -> None:
         coordinator = Coordinator(
             self._role,
             run,
@@ -384,12 +384,14 @@ class Leadership:
         await self._follow_term(run, term)
         self._leads = True
         newcomers = [] if accepted is None else [one.member.peer_id for one in accepted.newcomers]
-        body = encode(Leading(term=term, generation=run.manifest.generation, version=run.version))
+        body = encode(CoordinatorTerm(term=term, generation=run.manifest.generation, version=run.version))
 
         async def tell(peer: PeerId) -> None:
             try:
                 answer = await self._transport.call(peer, LEAD, body, timeout=self._limits.silence_timeout)
-                if run.newest is not None and decode(answer, Leading).version == run.newest.step:  # it was not told
+                if (
+                    run.newest is not None and decode(answer, CoordinatorTerm).version == run.newest.step
+                ):  # it was not told
                     await self._transport.call(peer, APPLY, encode(run.newest), timeout=self._limits.call_timeout)
             except SwarmError as error:
                 _log.info("Server %s does not know yet who coordinates: %s", peer, error)

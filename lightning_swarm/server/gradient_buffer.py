@@ -14,7 +14,7 @@ from lightning_swarm.server.averaging import deterministic
 
 
 # The ledger makes a repeated call harmless: a receipt is entered before its gradient is added, and never twice.
-class Ledger:
+class ReceiptLedger:
     """Receipts of one stage for one attempt of one step."""
 
     def __init__(self, step: int, attempt: int = 0) -> None:

@@ -17,20 +17,27 @@ from lightning_swarm.model.fingerprint import fingerprint
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import CallKey, Receipt, pack, unpack
 from lightning_swarm.protocol.messages.run import NO_TERM, Member, Selection, Term, check_selection, trained_names
-from lightning_swarm.protocol.messages.step import AverageRequest, Closing, FreezeRequest, Named, Record, StageLedger
+from lightning_swarm.protocol.messages.step import (
+    AverageRequest,
+    Closing,
+    FreezeRequest,
+    NamedReceipts,
+    Record,
+    StageLedger,
+)
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
 from lightning_swarm.protocol.run_state import RunState
-from lightning_swarm.server.gradient_buffer import Ledger
+from lightning_swarm.server.gradient_buffer import ReceiptLedger
 from lightning_swarm.server.stage import Stage
 
 _NO_FENCES: tuple[Term, frozenset[int]] = (NO_TERM, frozenset())
 
 
 @dataclass
-class _Open:
+class _OpenSums:
     """What is known here of a step that is open."""
 
-    ledgers: dict[int, Ledger]  # by stage
+    ledgers: dict[int, ReceiptLedger]  # by stage
     fenced: tuple[Term, frozenset[int]] = _NO_FENCES  # batches that were struck from it, and by whom
 
 
@@ -51,7 +58,7 @@ class GradientSums:
         self._me = me
         self._run: RunState | None = None
         self.stages: dict[int, Stage] = {}
-        self._open: dict[int, _Open] = {}  # by step
+        self._open: dict[int, _OpenSums] = {}  # by step
         self._joining = False  # somebody was, when this server froze last
         self._begin_step()
 
@@ -65,8 +72,8 @@ class GradientSums:
         self._open = {step: self._opened(step) for step in self.open_steps}
         self._begin_step()
 
-    def _opened(self, step: int) -> _Open:
-        return _Open({index: Ledger(step) for index in self.stages})
+    def _opened(self, step: int) -> _OpenSums:
+        return _OpenSums({index: ReceiptLedger(step) for index in self.stages})
 
     # ------------------------------------------------------------------ the run
 
@@ -113,15 +120,15 @@ class GradientSums:
         return self._run.open_steps if self._run is not None else range(0)
 
     @property
-    def ledgers(self) -> dict[int, Ledger]:
+    def ledgers(self) -> dict[int, ReceiptLedger]:
         """By stage; of the step whose record is next."""
         return self._opened_step(self.version).ledgers
 
-    def ledger(self, stage_index: int, step: int) -> Ledger:
+    def ledger(self, stage_index: int, step: int) -> ReceiptLedger:
         """Of a stage in a step that is open."""
         return self._opened_step(step).ledgers[stage_index]
 
-    def _opened_step(self, step: int) -> _Open:
+    def _opened_step(self, step: int) -> _OpenSums:
         if step not in self._open:  # its record has just been applied
             raise ProtocolError(f"the steps {sorted(self._open)} are open here, got a call of step {step}")
         return self._open[step]
@@ -271,7 +278,7 @@ class GradientSums:
             asked = (request.step, request.attempt, request.round)
             raise ProtocolError(f"step, attempt, round are {here} here, got a request to freeze of {asked}")
 
-    def _named(self, named: Sequence[Named]) -> dict[int, set[Receipt]]:
+    def _named(self, named: Sequence[NamedReceipts]) -> dict[int, set[Receipt]]:
         """By stage, what the sums here shall hold."""
         indices = [one.stage_index for one in named]
         if sorted(indices) != sorted(self.stages):
@@ -285,7 +292,7 @@ class GradientSums:
         struck = request.struck is not None and ledger.holds_any(frozenset(request.struck))
         if struck or (named is not None and ledger.goes_beyond(named)):
             stage.sum_of(step).clear()
-            ledger = self._opened_step(step).ledgers[stage.index] = Ledger(step, ledger.attempt)
+            ledger = self._opened_step(step).ledgers[stage.index] = ReceiptLedger(step, ledger.attempt)
         if request.struck is not None:
             ledger.thaw()
             return []

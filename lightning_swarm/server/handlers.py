@@ -41,20 +41,20 @@ from lightning_swarm.protocol.messages.step import ReceiptsReply, ReceiptsReques
 from lightning_swarm.protocol.messages.wire import decode, encode, to_bitmap
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD, RECEIPTS
 from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server.activation_cache import Cache, Kept, num_bytes
+from lightning_swarm.server.activation_cache import ActivationCache, CachedForward, num_bytes
 from lightning_swarm.server.admission import Admission
-from lightning_swarm.server.compute import Forwarded, Graph
+from lightning_swarm.server.compute import ForwardResult, SavedGraph
 from lightning_swarm.server.executor import FIRST, Executor, priority_of
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.pending_work import UnderWay
+from lightning_swarm.server.pending_work import PendingWork
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 
 _T = TypeVar("_T")
 _Inputs = tuple[Any, dict[str, Any]]  # positional ones, as they came, and extras
 
 
-class Calls:
+class ComputeHandlers:
     """Answers the calls of the data plane.
 
     Args:
@@ -79,7 +79,7 @@ class Calls:
         tickets: TicketStore,
         executor: Executor,
         admission: Admission,
-        stepping: Stepping,
+        stepping: StepHandlers,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         limits: Limits,
@@ -91,10 +91,10 @@ class Calls:
         self._stepping = stepping
         self._limits = limits
         self._closed = False
-        self.cache = Cache(limits.cache_bytes)
+        self.cache = ActivationCache(limits.cache_bytes)
         self.num_forwards = 0
         self.num_samples = 0
-        self.under_way = UnderWay(tickets, spawn)
+        self.under_way = PendingWork(tickets, spawn)
         transport.handle_stream(FORWARD, self._handle_forward, max_bytes=limits.max_message_bytes)
         transport.handle_stream(BACKWARD, self._handle_backward, max_bytes=limits.max_message_bytes)
         transport.handle_call(FORWARD, self._handle_forward_call)
@@ -151,7 +151,7 @@ class Calls:
         await self._stepping.reached(version)
         seed = self._seed(key, stage)
 
-        def compute() -> Forwarded:
+        def compute() -> ForwardResult:
             if not key.evaluation:
                 self._sums.check_counts(stage, key)
             with stage.at(version), stage.holding(key.weights):
@@ -164,7 +164,7 @@ class Calls:
             stage.load.note(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
         keep = mode.grad and request.keep
         if keep:
-            kept = Kept(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
+            kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
             self._keep(name, kept, result)
         report = CallReport(busy_s=busy_s, queued=self._executor.queued, others=before)
         # What is fetched once is not kept on; what is lost on the way is computed again, like all else.
@@ -172,7 +172,7 @@ class Calls:
         message = to_message(result.output, result.requires_grad)
         self._tickets.fulfil(name, message, encode(report), once=once)
 
-    def _keep(self, name: str, kept: Kept, result: Forwarded) -> None:
+    def _keep(self, name: str, kept: CachedForward, result: ForwardResult) -> None:
         kept.graph = result.graph
         kept.input_bytes = num_bytes(serialization.flatten((kept.inputs, kept.extras))[1])
         kept.graph_bytes = result.graph_bytes
@@ -237,7 +237,7 @@ class Calls:
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
     async def _gradients(
-        self, source: Ticket, stage: Stage, key: CallKey, kept: Kept
+        self, source: Ticket, stage: Stage, key: CallKey, kept: CachedForward
     ) -> tuple[serialization.Tree, tuple[StageReport, ...]]:
         """What a backward begins with, and the reports that it came with; without it `kept` goes back to the cache."""
         try:
@@ -248,7 +248,7 @@ class Calls:
             raise
         return from_message(message)[0], _reports(report)
 
-    async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> Kept:
+    async def _kept(self, stage: Stage, request: BackwardRequest, again: _Inputs | None) -> CachedForward:
         """What this peer kept of the forward, or what the request brings instead."""
         key = request.key
         forward_name = key.name(stage.index, "forward")
@@ -260,7 +260,7 @@ class Calls:
         inputs, extras = again
         inputs, wants_grad, _ = await self._inputs(request.inputs, inputs, request.mode.input_grad)
         seed = self._seed(key, stage)
-        return Kept(inputs, extras, wants_grad, request.mode, seed)
+        return CachedForward(inputs, extras, wants_grad, request.mode, seed)
 
     # ------------------------------------------------------------------ cancelling
 
@@ -357,7 +357,7 @@ class Calls:
             ) from error
 
 
-def _graph(stage: Stage, kept: Kept) -> Graph:
+def _graph(stage: Stage, kept: CachedForward) -> SavedGraph:
     graph = stage.computation.forward(kept.inputs, kept.extras, kept.wants_grad, kept.mode, kept.seed).graph
     assert graph is not None
     return graph

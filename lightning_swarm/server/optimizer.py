@@ -46,7 +46,7 @@ def _manager(optimizer: Optimizer) -> Any:
     return manager if hasattr(manager, "index2config") else None
 
 
-class Stepper:
+class StageOptimizer:
     """The optimizer of one stage.
 
     Args:
@@ -171,7 +171,7 @@ class Stepper:
             if own or (name in state and GROUP not in state[name]):
                 self.optimizer.state[parameter] = _placed(own, parameter, group)
 
-    def share(self, other: Stepper) -> None:
+    def share(self, other: StageOptimizer) -> None:
         """Of parameters that both have, which `other` has stepped, have its state: the same one, not a copy."""
         for name, parameter in self._own.items():
             if other._own.get(name) is parameter and other._stepped[name] in other.optimizer.state:

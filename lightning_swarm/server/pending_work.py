@@ -18,7 +18,7 @@ from lightning_swarm.protocol.tickets import TicketStore
 _log = logging.getLogger(__name__)
 
 
-class UnderWay:
+class PendingWork:
     """A server's.
 
     Args:
@@ -100,7 +100,7 @@ _MOST_OF_A_TIMEOUT: Final = 0.25
 
 # All microbatches of a batch go forward before the first one goes back, so lines are busiest then. Averaging that has
 # time waits for the end of the forwards: what it took of the line before, the batch would lack.
-class Lull:
+class IdleLinkWait:
     """A server's.
 
     Args:
@@ -108,7 +108,7 @@ class Lull:
         timeout: Seconds that others wait for its part of a round.
     """
 
-    def __init__(self, under_way: UnderWay, *, timeout: float) -> None:
+    def __init__(self, under_way: PendingWork, *, timeout: float) -> None:
         self._under_way = under_way
         self._timeout = timeout
         self._asked_s: float | None = None

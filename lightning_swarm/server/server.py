@@ -29,15 +29,15 @@ from lightning_swarm.protocol.methods import RELEASE, RESTART
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import FIRST, Executor
-from lightning_swarm.server.handlers import Calls
-from lightning_swarm.server.pending_work import Lull
+from lightning_swarm.server.handlers import ComputeHandlers
+from lightning_swarm.server.pending_work import IdleLinkWait
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.server.state_transfer.donor import Donor
-from lightning_swarm.server.state_transfer.handlers import Lending, Loading, Writing
+from lightning_swarm.server.state_transfer.handlers import CheckpointHandlers, EvaluationWeightHandlers, StateHandlers
 from lightning_swarm.server.state_transfer.joiner import Joiner
 from lightning_swarm.server.state_transfer.snapshots import Snapshots
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 
 
 @cache
@@ -125,7 +125,7 @@ _log = logging.getLogger(__name__)
 
 
 class Server:
-    """Answers the calls of the data plane; `Stepping` answers those of the steps, `Admission` those around them.
+    """Answers the calls of the data plane; `StepHandlers` answers those of the steps, `Admission` those around them.
 
     Args:
         transport: Its network.
@@ -145,7 +145,7 @@ class Server:
         transport: Transport,
         tickets: TicketStore,
         executor: Executor,
-        model: Model,
+        model: PeerModel,
         *,
         boot_id: int,
         limits: Limits,
@@ -160,7 +160,7 @@ class Server:
         self._limits = limits
         self.events = events
         self._tasks = TaskOwner()
-        self.stepping = Stepping(
+        self.stepping = StepHandlers(
             transport,
             tickets,
             executor,
@@ -182,17 +182,17 @@ class Server:
             announce=announce,
             hosts=hosts,
         )
-        self.calls = Calls(
+        self.calls = ComputeHandlers(
             transport, tickets, executor, self.admission, self.stepping, spawn=self._tasks.spawn, limits=limits
         )
-        self.stepping.rounds.lull = Lull(self.calls.under_way, timeout=limits.call_timeout)
+        self.stepping.rounds.lull = IdleLinkWait(self.calls.under_way, timeout=limits.call_timeout)
         self.donor = Donor(transport, executor, self.admission, self.stepping, limits=limits)
         self.joiner = Joiner(transport, tickets, executor, model, self.admission, self.stepping, limits=limits)
         self.snapshots = Snapshots(transport, executor, self.admission, self.stepping, limits=limits)
         self.admission.can_inherit = lambda version: version in self.snapshots.loops.versions
-        Loading(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
-        Writing(transport, executor, self.admission, self.stepping)
-        Lending(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
+        StateHandlers(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
+        CheckpointHandlers(transport, executor, self.admission, self.stepping)
+        EvaluationWeightHandlers(transport, executor, self.admission, self.stepping, max_bytes=limits.max_message_bytes)
         self.voter = Voter(boot_id)
         consensus.serve(self.voter, transport, self.admission.serves_with)
         transport.handle_call(RESTART, self._handle_restart)
@@ -264,7 +264,7 @@ class Server:
         self.admission.trains_in = None  # whose peers may end this one no more
         self.voter.forget()
 
-    def serve_with(self, model: Model) -> None:
+    def serve_with(self, model: PeerModel) -> None:
         """Build stages of another copy of the model from now on. Not while there is a run."""
         self.admission.model = self.joiner.model = model
 

@@ -22,11 +22,11 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codecs
 from lightning_swarm.protocol.messages.run import Selection, trained_names
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.server.averaging.averager import Carried
+from lightning_swarm.server.averaging.averager import AveragingState
 from lightning_swarm.server.batch_norm import RunningStatistics
 from lightning_swarm.server.compute import Computation
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
-from lightning_swarm.server.optimizer import Stepper
+from lightning_swarm.server.optimizer import StageOptimizer
 
 _SMOOTHING: Final = 0.05
 _OF_STEPS: Final = 0.3
@@ -88,12 +88,12 @@ class StageLoad:
         return min(self._busy_in_step_s / (now_s - began_s), 1.0) if began_s is not None and now_s > began_s else None
 
 
-NOWHERE: Final[Mapping[str, Versions]] = MappingProxyType({})
+NOWHERE: Final[Mapping[str, WeightVersions]] = MappingProxyType({})
 
 
 # A step of the optimizer writes into other memory than that of the weights before it. So a microbatch whose backward is
 # still to come finds the weights of its forward, and each step costs one copy.
-class Versions:
+class WeightVersions:
     """The newest of some parameters, which they hold themselves, and those before.
 
     Args:
@@ -108,7 +108,7 @@ class Versions:
         self.has_before = False
 
     @torch.no_grad()
-    def turn(self, names: Collection[str], elsewhere: Mapping[str, Versions] = NOWHERE) -> None:
+    def turn(self, names: Collection[str], elsewhere: Mapping[str, WeightVersions] = NOWHERE) -> None:
         """Begin a version, with the weights of the one before.
 
         Args:
@@ -169,7 +169,7 @@ class Stage:
     def __init__(
         self,
         module: StageModule,
-        stepper: Stepper,
+        stepper: StageOptimizer,
         device: torch.device,
         *,
         version: int = 0,
@@ -191,7 +191,7 @@ class Stage:
         self.stepper = stepper
         self.selection: Selection | None = None
         self._borrowed: tuple[int, dict[str, Tensor]] | None = None
-        self._versions = Versions(self.parameters) if keeps_before else None
+        self._versions = WeightVersions(self.parameters) if keeps_before else None
         self._ahead: tuple[object, Fingerprint] | None = None  # what it is of, and how far it is; after a step
         self.load = StageLoad()
         self._train([])
@@ -221,7 +221,7 @@ class Stage:
         self.computation.train(trainable)
         self._sums: dict[int, GradientSum] = {}  # by step
         self._spare: GradientSum | None = None
-        self.carried = Carried()
+        self.carried = AveragingState()
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -272,7 +272,7 @@ class Stage:
             self.select(selection)
         self.stepper.forget()
         self.statistics.forget()
-        self._borrowed, self.carried, self._ahead = None, Carried(), None
+        self._borrowed, self.carried, self._ahead = None, AveragingState(), None
         self._sums = {}
         if self._versions is not None:
             self._versions.forget()

@@ -19,11 +19,11 @@ from lightning_swarm.protocol.compression import Codecs
 from lightning_swarm.protocol.messages.run import Manifest, Member, StageManifest, check_selection, ranges_of
 from lightning_swarm.server import optimizer as optimizer_module
 from lightning_swarm.server.batch_norm import RunningStatistics
-from lightning_swarm.server.optimizer import Stepper
+from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
 
 
-class Model:
+class PeerModel:
     """A peer's own copy of the model.
 
     Args:
@@ -161,7 +161,7 @@ class Model:
         clip_value, delays = manifest.gradient_clip_value, manifest.delay_optimizer_step
         return Stage(
             module,
-            Stepper(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
+            StageOptimizer(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
             self.device,
             version=manifest.first_step,
             selection=manifest.selection,

@@ -20,13 +20,13 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, FENCE, FREEZE, SETTLE
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server.averaging_round import Rounds
+from lightning_swarm.server.averaging_round import AveragingRounds
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.stage import Stage
 
 
-class Stepping:
+class StepHandlers:
     """A server's stages on their way from record to record, and the coordinator's calls that take them there.
 
     Args:
@@ -67,7 +67,7 @@ class Stepping:
         self._applied = asyncio.Condition()
         self.began_s = 0.0
         self.sums = GradientSums(self._me)
-        self.rounds = Rounds(transport, tickets, executor, self.sums, boot_id=boot_id, timeout=timeout)
+        self.rounds = AveragingRounds(transport, tickets, executor, self.sums, boot_id=boot_id, timeout=timeout)
         executor.while_idle(self.sums.look_ahead)
         transport.handle_call(SETTLE, self._handle_settle)
         transport.handle_call(FENCE, self._handle_fence)

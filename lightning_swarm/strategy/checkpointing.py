@@ -25,8 +25,8 @@ from lightning_swarm.client import model_state
 from lightning_swarm.core.errors import ConfigError, SwarmError, WentBack
 from lightning_swarm.model import optimizer_state, sharded_format
 from lightning_swarm.model.boundary_layers import restore_boundary
-from lightning_swarm.model.deferred_init import Origin, is_on_meta
-from lightning_swarm.model.sharded_format import Folder
+from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta
+from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import StageManifest
 from lightning_swarm.strategy import checks
@@ -34,11 +34,11 @@ from lightning_swarm.strategy.framework import FRAMEWORKS, callbacks_named
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.ranks import RankHooks
 from lightning_swarm.strategy.rollback.data_position import take_back_batches
-from lightning_swarm.strategy.rollback.rollback import Goal, WayBack
-from lightning_swarm.strategy.weight_sync import Weights
+from lightning_swarm.strategy.rollback.rollback import Rollback, RollbackTarget
+from lightning_swarm.strategy.weight_sync import ModuleWeights
 
 
-class Files(Callback):
+class CheckpointFiles(Callback):
     """The lead's files: `ModelCheckpoint`'s in a thread of their own, one after the other, all others at once.
 
     Who asks whether a file under way is there waits for it, and so do the next file and the end of training. What is to
@@ -171,18 +171,20 @@ def _reads(logger: object) -> bool:
 _log = logging.getLogger(__name__)
 
 
-class ResumingHooks(RankHooks):
+class CheckpointHooks(RankHooks):
     """The part of `SwarmHooks` that brings a run to where another one was."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._loop: SwarmOptimization | None = None
-        self._weights: Weights | None = None  # of this run or, once it is over, of the last one
-        self._files: Files | None = None  # of the lead while it trains, unless its user brought a `CheckpointIO`
-        self._folder: Folder | None = None  # that is loaded
+        self._weights: ModuleWeights | None = None  # of this run or, once it is over, of the last one
+        self._files: CheckpointFiles | None = (
+            None  # of the lead while it trains, unless its user brought a `CheckpointIO`
+        )
+        self._folder: ShardedCheckpoint | None = None  # that is loaded
         self._restored_step: int | None = None  # of the checkpoint that this run goes on from
-        self._origin = Origin()  # of weights that the module does not hold
-        self._way_back = WayBack()
+        self._origin = InitialWeights()  # of weights that the module does not hold
+        self._way_back = Rollback()
         self._goes_back = False  # what is torn down goes on
         self._put_back: Callable[[], None] = lambda: None  # what was left to the lead, where another one is it
         self._inherited: Sequence[StageManifest] = ()  # of the run that this process took over: it stays cut as it is
@@ -368,7 +370,7 @@ class ResumingHooks(RankHooks):
         self._way_back.forget()
         return view.manifest.first_step, ""
 
-    def _take_over(self, trainer: Trainer, peer: Peer) -> Goal:
+    def _take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
         """Where the run that another peer led goes on with this one as its lead."""
         goal = self._way_back.inherit(trainer, peer)
         assert peer.lead.run is not None
@@ -376,7 +378,7 @@ class ResumingHooks(RankHooks):
         self.config = replace(self.config, initial_peers=())  # from here on it is the starter of runs
         return goal
 
-    def _inherit(self, trainer: Trainer, peer: Peer) -> Goal:
+    def _inherit(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
         """Lead from here on, where this process trained beside another one."""
         goal = self._take_over(trainer, peer)
         _log.warning(

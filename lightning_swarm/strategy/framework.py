@@ -19,7 +19,7 @@ from lightning_swarm.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Framework:
+class ImportTree:
     """What is needed of one tree. Its enums are compared by value."""
 
     name: str  # as a script imports it
@@ -41,7 +41,7 @@ class Framework:
     with_sampler: Callable[..., Any]
 
     @classmethod
-    def load(cls, name: str, *, strategies: str) -> Framework:
+    def load(cls, name: str, *, strategies: str) -> ImportTree:
         """Import a tree."""
         root = import_module(name)
 
@@ -74,7 +74,7 @@ class Framework:
         return f"{self.strategies}.SwarmStrategy"
 
     @property
-    def other(self) -> Framework:
+    def other(self) -> ImportTree:
         """The other tree."""
         return next(one for one in FRAMEWORKS if one is not self)
 
@@ -87,14 +87,14 @@ class Framework:
         own.rank_zero_module.log = logging.getLogger(own.__name__)  # it is one for both
 
 
-LIGHTNING: Final = Framework.load("lightning.pytorch", strategies="lightning_swarm")
-PYTORCH_LIGHTNING: Final = Framework.load("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
+LIGHTNING: Final = ImportTree.load("lightning.pytorch", strategies="lightning_swarm")
+PYTORCH_LIGHTNING: Final = ImportTree.load("pytorch_lightning", strategies="lightning_swarm.pytorch_lightning")
 FRAMEWORKS: Final = (LIGHTNING, PYTORCH_LIGHTNING)
 # The script's own, as far as it can be told from here: the one that was imported first.
 min(FRAMEWORKS, key=lambda framework: list(sys.modules).index(framework.name)).take_messages()
 
 
-def mixed_import(kind: str, found: type[object], wanted: Framework) -> ConfigError:
+def mixed_import(kind: str, found: type[object], wanted: ImportTree) -> ConfigError:
     """What to say of a class of the other tree than the Trainer's.
 
     Args:
@@ -120,19 +120,19 @@ def explain_mixed_imports() -> None:
             module._check_mixed_imports = partial(_check_mixed_imports, framework)  # type: ignore[attr-defined]
 
 
-def _check_mixed_imports(framework: Framework, instance: object) -> None:
+def _check_mixed_imports(framework: ImportTree, instance: object) -> None:
     other = framework.other
     for kind in (other.module, other.data_module, other.callbacks.Callback):
         if isinstance(instance, kind):
             raise TypeError(str(mixed_import(kind.__name__, type(instance), framework)))
 
 
-def framework_of(trainer: Any) -> Framework:
+def framework_of(trainer: Any) -> ImportTree:
     """The tree whose Trainer it is."""
     return next(framework for framework in FRAMEWORKS if isinstance(trainer, framework.trainer))
 
 
-def framework_of_class(found: object) -> Framework | None:
+def framework_of_class(found: object) -> ImportTree | None:
     """The tree from which a LightningModule, data module or strategy was derived. None: it is no such class."""
     bases = set(found.__mro__) if isinstance(found, type) else set()  # `issubclass` takes each strategy for both
     return next((one for one in FRAMEWORKS if bases & {one.module, one.data_module, one.strategy}), None)

@@ -33,12 +33,19 @@ from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.peer import Peer, hivemind_peer
 from lightning_swarm.strategy.checks import check_data_module
 from lightning_swarm.strategy.framework import FRAMEWORKS, framework_of
-from lightning_swarm.strategy.restart import Repeated, arguments_of, lead_on, on_from, run_beside, run_through
+from lightning_swarm.strategy.restart import (
+    RestartableStrategy,
+    arguments_of,
+    lead_on,
+    on_from,
+    run_beside,
+    run_through,
+)
 
 _log = logging.getLogger(__name__)
 
 
-class Launched(Repeated, Protocol):
+class LaunchedStrategy(RestartableStrategy, Protocol):
     """What the launcher needs of a strategy."""
 
     config: SwarmConfig
@@ -77,7 +84,7 @@ class SwarmLauncher(_Launcher):
 
     _first_module: ClassVar[weakref.ref[LightningModule] | None] = None
 
-    def __init__(self, strategy: Launched, num_peers: int) -> None:
+    def __init__(self, strategy: LaunchedStrategy, num_peers: int) -> None:
         super().__init__()
         self._strategy = strategy
         self._num_peers = num_peers

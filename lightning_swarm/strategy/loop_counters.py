@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.strategy.data import SharedData
 
 
-class Schedulers:
+class TrainerSchedulers:
     """Of one Trainer, from `take_over` on."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -57,7 +57,7 @@ class Schedulers:
 
 
 @dataclass(frozen=True)
-class Batch:
+class LoopBatch:
     """One that Lightning's loop, or another trainer's absence, has brought."""
 
     idx: int
@@ -66,7 +66,7 @@ class Batch:
     number: BatchNumber | None = None  # where trainers share the data
 
 
-class Through:
+class CompletedBatches:
     """Of one trainer.
 
     Attributes:
@@ -75,10 +75,10 @@ class Through:
 
     def __init__(self) -> None:
         self._sizes: dict[int, list[int]] = {}  # by step
-        self._batches: dict[int, tuple[int, Batch, int]] = {}  # by lease: the step, the batch, its epoch
-        self.lost: dict[int, Batch] = {}
+        self._batches: dict[int, tuple[int, LoopBatch, int]] = {}  # by lease: the step, the batch, its epoch
+        self.lost: dict[int, LoopBatch] = {}
 
-    def add(self, lease: int, batch: Batch, *, step: int, epoch: int) -> None:
+    def add(self, lease: int, batch: LoopBatch, *, step: int, epoch: int) -> None:
         """One more is through."""
         self._batches[lease] = step, batch, epoch
         self._sizes.setdefault(step, []).append(batch.num_samples)
@@ -165,7 +165,7 @@ class LossScale:
         self._scaler.update()
 
 
-class Counters:
+class LoopCounters:
     """Of one trainer's loop.
 
     Args:

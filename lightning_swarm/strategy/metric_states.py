@@ -24,7 +24,7 @@ _INSTEAD = (
 
 
 @dataclass(frozen=True)
-class Contents:
+class MetricContents:
     """The states of a metric, by the names under which it declares them."""
 
     num_updates: int
@@ -75,14 +75,14 @@ def has_value(metric: Metric) -> bool:
     return value is not None
 
 
-def take(metric: Metric) -> Contents:
+def take(metric: Metric) -> MetricContents:
     """Take out what is in `metric`, and leave it as if it were new, but for the value of its last `forward`."""
-    contents = Contents(metric._update_count, {name: getattr(metric, name) for name in metric._defaults})
-    put(metric, Contents(0, {}))
+    contents = MetricContents(metric._update_count, {name: getattr(metric, name) for name in metric._defaults})
+    put(metric, MetricContents(0, {}))
     return contents
 
 
-def put(metric: Metric, contents: Contents) -> None:
+def put(metric: Metric, contents: MetricContents) -> None:
     """Let `metric` hold `contents` and nothing else."""
     for name, default in metric._defaults.items():
         # Copies, because `update` and `reset` change states in place.
@@ -91,7 +91,7 @@ def put(metric: Metric, contents: Contents) -> None:
     metric._update_count, metric._computed = contents.num_updates, None
 
 
-def together(metric: Metric, one: Contents, other: Contents) -> Contents:
+def together(metric: Metric, one: MetricContents, other: MetricContents) -> MetricContents:
     """As if `metric` had taken in first the one, then the other."""
     if not one.num_updates or not other.num_updates:
         return one if one.num_updates else other
@@ -100,7 +100,7 @@ def together(metric: Metric, one: Contents, other: Contents) -> Contents:
     states = {
         name: _reduced(metric._reductions[name], one.states[name], other.states[name], share) for name in one.states
     }
-    return Contents(num_updates, states)
+    return MetricContents(num_updates, states)
 
 
 def _reduced(
@@ -120,7 +120,7 @@ def _reduced(
     return torch.cat([one, other])
 
 
-def computed_of(metric: Metric, contents: Contents) -> object:
+def computed_of(metric: Metric, contents: MetricContents) -> object:
     """What `metric` would compute if it held `contents`."""
     own = take(metric)
     put(metric, contents)
@@ -130,14 +130,14 @@ def computed_of(metric: Metric, contents: Contents) -> object:
         put(metric, own)
 
 
-def pack(name: str, contents: Contents) -> tuple[MetricState, list[Tensor]]:
+def pack(name: str, contents: MetricContents) -> tuple[MetricState, list[Tensor]]:
     """As it travels."""
     lists = [state if isinstance(state, list) else [state] for state in contents.states.values()]
     tensors = [tensor.detach().cpu() for one in lists for tensor in one]
     return MetricState(name=name, num_updates=contents.num_updates, lengths=[len(one) for one in lists]), tensors
 
 
-def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Contents:
+def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> MetricContents:
     """What another trainer's `metric` has taken in.
 
     Raises:
@@ -160,7 +160,7 @@ def unpack(metric: Metric, sent: MetricState, tensors: Sequence[Tensor]) -> Cont
                 f"state {name!r} of metric {sent.name!r} is a {own.dtype} {list(own.shape)}, got {found}"
             )
         states[name] = parts[0]
-    return Contents(sent.num_updates, states)
+    return MetricContents(sent.num_updates, states)
 
 
 def _fits(metric: Metric, name: str, tensor: Tensor, default: Tensor) -> bool:

@@ -17,9 +17,9 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_swarm.client.step_client import Metrics
 from lightning_swarm.core.errors import ConfigError, ProtocolError
-from lightning_swarm.protocol.messages.batches import MAX_LOGS, Logged, MetricState, Reduction, fold
+from lightning_swarm.protocol.messages.batches import MAX_LOGS, LoggedValue, MetricState, Reduction, fold
 from lightning_swarm.strategy.metric_states import (
-    Contents,
+    MetricContents,
     check_metric,
     computed_of,
     copied,
@@ -32,9 +32,9 @@ from lightning_swarm.strategy.metric_states import (
     unpack,
 )
 
-_NOTHING = Contents(0, {})
+_NOTHING = MetricContents(0, {})
 
-PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, Contents]]]]
+PendingMetrics: TypeAlias = tuple[Mapping[str, bool], Mapping[int, Sequence[tuple[str, MetricContents]]]]
 """Which metrics are followed, and whether they have a value for each batch; and what the lead's own batches in the open
 step added, by their leases."""
 
@@ -56,11 +56,11 @@ class SharedMetrics:
         self._max_bytes = max_bytes
         self._metrics: dict[str, Metric] = {}
         self._with_values: set[str] = set()  # those that have one for each batch, by their `forward`
-        self._before: dict[str, Contents] | None = None  # what they held before the batch in hand
+        self._before: dict[str, MetricContents] | None = None  # what they held before the batch in hand
         self._lease = 0  # of the batch in hand
-        self._step: dict[int, list[tuple[str, Contents]]] = {}  # of the lead's own batches in the open step
-        self._others: list[tuple[str, Contents]] = []
-        self._decided: list[tuple[str, Contents]] = []  # of all batches of the newest step
+        self._step: dict[int, list[tuple[str, MetricContents]]] = {}  # of the lead's own batches in the open step
+        self._others: list[tuple[str, MetricContents]] = []
+        self._decided: list[tuple[str, MetricContents]] = []  # of all batches of the newest step
 
     def follow(self, metric: Metric) -> None:
         """It was logged. With it go those that share its states."""
@@ -149,7 +149,9 @@ class SharedMetrics:
         own = [one for added in self._step.values() for one in added]
         self._decided, self._step = [*own, *came], {}
 
-    def _unpacked(self, states: Sequence[MetricState], tensors: Sequence[Tensor]) -> Iterator[tuple[str, Contents]]:
+    def _unpacked(
+        self, states: Sequence[MetricState], tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[str, MetricContents]]:
         begin = 0
         for sent in states:
             metric = self._metrics.get(sent.name)
@@ -203,7 +205,7 @@ _REDUCTIONS: Final[Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]]] =
     "min": torch.min,
 }
 
-Pending: TypeAlias = tuple[Mapping[int, Sequence[Logged]], PendingMetrics]
+Pending: TypeAlias = tuple[Mapping[int, Sequence[LoggedValue]], PendingMetrics]
 """What a trainer logged of its batches in the open step, by their leases; and likewise of metrics."""
 
 
@@ -220,23 +222,23 @@ class SharedLogs:
         self._module = module
         self._results = results
         self._metrics = metrics
-        self._before: _Before | None = None
+        self._before: _LogsBefore | None = None
         self._lease = 0  # of the batch in hand
         self._num_samples: int | None = None  # of the batch in hand
-        self._batch: list[Logged] = []
-        self._step: dict[int, list[Logged]] = {}  # of this trainer's batches in the open step, by their leases
-        self._others: list[Logged] = []
-        self._decided: list[Logged] = []  # of all batches of the newest step
+        self._batch: list[LoggedValue] = []
+        self._step: dict[int, list[LoggedValue]] = {}  # of this trainer's batches in the open step, by their leases
+        self._others: list[LoggedValue] = []
+        self._decided: list[LoggedValue] = []  # of all batches of the newest step
         results.log = self._see
 
     def begin(self, num_samples: int, lease: int) -> None:
         """A batch is in hand."""
         self._num_samples, self._lease, self._batch = num_samples, lease, []
-        self._before = _Before(self._module, self._results)
+        self._before = _LogsBefore(self._module, self._results)
         self._metrics.begin(lease)
 
     @property
-    def so_far(self) -> list[Logged] | None:
+    def so_far(self) -> list[LoggedValue] | None:
         """What the batch in hand logged, one entry for each name; None: that is not all that is shared of it."""
         logs = fold(self._batch)
         return logs if self._metrics.is_empty and len(logs) <= MAX_LOGS else None
@@ -268,7 +270,7 @@ class SharedLogs:
         self._step = {lease: list(logs) for lease, logs in pending[0].items()}
         self._metrics.recall(pending[1])
 
-    def end(self, *, counts: bool = True) -> tuple[list[Logged], Metrics]:
+    def end(self, *, counts: bool = True) -> tuple[list[LoggedValue], Metrics]:
         """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""
         self._num_samples = None
         metrics = self._metrics.end(counts=counts)
@@ -281,7 +283,7 @@ class SharedLogs:
             self._step[self._lease] = logs
         return logs, metrics
 
-    def decide(self, others: Sequence[Logged], metrics: Sequence[Metrics]) -> None:
+    def decide(self, others: Sequence[LoggedValue], metrics: Sequence[Metrics]) -> None:
         """At the lead: a record came, with what others logged of its batches, and added to metrics."""
         self._metrics.decide(metrics)
         self._others += others
@@ -332,7 +334,7 @@ class SharedLogs:
         meta = self._results[f"{fx}.{name}"].meta
         batch_size = options.get("batch_size")
         self._batch.append(
-            Logged(
+            LoggedValue(
                 name=name,
                 reduce=next(one for one in _REDUCTIONS if getattr(meta, f"is_{one}_reduction")),
                 value=float(value),
@@ -344,7 +346,7 @@ class SharedLogs:
             )
         )
 
-    def _entry(self, one: Logged) -> Any:
+    def _entry(self, one: LoggedValue) -> Any:
         """The lead's own result of this name; made as the other trainer says, if it has none yet."""
         key = f"{_HOOK}.{one.name}"
         if key not in self._results:
@@ -362,7 +364,7 @@ class SharedLogs:
         return metric
 
 
-class _Before:
+class _LogsBefore:
     """What was logged before a batch, and the metrics of the module as they were."""
 
     def __init__(self, module: nn.Module, results: Any) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import boundary_layers, hook
-from lightning_swarm.model.deferred_init import Origin, is_on_meta, staying_on_meta
+from lightning_swarm.model.deferred_init import InitialWeights, is_on_meta, staying_on_meta
 from lightning_swarm.model.optimizer_state import kind_of
 from lightning_swarm.model.partition import (
     Blocks,
@@ -32,9 +32,9 @@ from lightning_swarm.model.partition import (
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.lead import RunSpec
 from lightning_swarm.protocol.messages.run import Selection
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks
-from lightning_swarm.strategy.framework import Framework, framework_of
+from lightning_swarm.strategy.framework import ImportTree, framework_of
 
 
 def check(trainer: Trainer, config: SwarmConfig, num_stages: int, *, restored: bool) -> None:
@@ -116,7 +116,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Models:
+class ModelSetup:
     """Makes what a peer cuts into stages, and its server computes with, of LightningModules.
 
     Args:
@@ -129,15 +129,15 @@ class Models:
     """
 
     config: SwarmConfig
-    framework: Framework
+    framework: ImportTree
     device: torch.device
-    origin: Origin
+    origin: InitialWeights
     compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None
     knows_length: bool
 
-    def of(self, module: LightningModule, *, keep: bool) -> Model:
-        """A peer's copy of the model, `keep` as in `Model`."""
-        return Model(
+    def of(self, module: LightningModule, *, keep: bool) -> PeerModel:
+        """A peer's copy of the model, `keep` as in `PeerModel`."""
+        return PeerModel(
             module,
             find_blocks(module, self.config.pipeline),
             _optimizer_maker(module, self.framework, knows_length=self.knows_length),
@@ -148,14 +148,14 @@ class Models:
             origin=self.origin.weights,
         )
 
-    def served(self, module: LightningModule) -> Model:
+    def served(self, module: LightningModule) -> PeerModel:
         """Of a peer that only serves: moved there, as a loop would have it."""
         module.trainer.precision_plugin.convert_module(module)
         with staying_on_meta():
             module.to(self.device)
         return self.of(module, keep=False)
 
-    def beside(self, module: LightningModule, own: Model, *, shared: bool, written: bool) -> Model:
+    def beside(self, module: LightningModule, own: PeerModel, *, shared: bool, written: bool) -> PeerModel:
         """Of a trainer's own server.
 
         Args:
@@ -191,13 +191,13 @@ def set_up(trainer: Trainer, module: LightningModule, datamodule: LightningDataM
     call._call_configure_model(trainer)
 
 
-def remember(module: nn.Module) -> Callable[[Model], None]:
+def remember(module: nn.Module) -> Callable[[PeerModel], None]:
     """What serving changes in a module: what is returned puts it back, but for weights. It takes what was served."""
     on_meta = is_on_meta(module)
     modes = [(one, one.training) for one in module.modules()]
     trains = {name: one.requires_grad for name, one in module.named_parameters()}
 
-    def put_back(served: Model) -> None:
+    def put_back(served: PeerModel) -> None:
         if not on_meta:
             served.make_whole()
         for one, training in modes:
@@ -235,7 +235,7 @@ def has_whole_model(module: nn.Module, config: SwarmConfig) -> bool:
 
 
 def _optimizer_maker(
-    module: LightningModule, framework: Framework, *, knows_length: bool
+    module: LightningModule, framework: ImportTree, *, knows_length: bool
 ) -> Callable[[int | None], Optimizer]:
     """What makes the user's optimizer for a server; it gets the run's number of steps, if that is known."""
 

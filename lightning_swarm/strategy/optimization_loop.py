@@ -18,16 +18,22 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from lightning_swarm.client.session import News, Session
-from lightning_swarm.client.step_client import Ahead, Metrics
+from lightning_swarm.client.session import RunNews, Session
+from lightning_swarm.client.step_client import Metrics, NextGrant
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked, PeerError, RunOver, StepError, SwarmError
 from lightning_swarm.model.optimizer_state import set_hyperparameters
 from lightning_swarm.model.selection import read_selection
-from lightning_swarm.protocol.messages.batches import Grant, Logged
+from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.strategy.checks import hyperparameters
 from lightning_swarm.strategy.data import SharedData
 from lightning_swarm.strategy.framework import framework_of
-from lightning_swarm.strategy.loop_counters import Batch, Counters, LossScale, Schedulers, Through
+from lightning_swarm.strategy.loop_counters import (
+    CompletedBatches,
+    LoopBatch,
+    LoopCounters,
+    LossScale,
+    TrainerSchedulers,
+)
 from lightning_swarm.strategy.metrics import Pending, SharedLogs, SharedMetrics
 
 _log = logging.getLogger(__name__)
@@ -59,14 +65,14 @@ class SwarmOptimization:
         self._lightning = trainer.fit_loop.epoch_loop.automatic_optimization
         self._framework = framework_of(trainer)
         self._session = session
-        self._counters = Counters(trainer, data, target_batch_size, is_lead=session.is_lead)
+        self._counters = LoopCounters(trainer, data, target_batch_size, is_lead=session.is_lead)
         self._scale = LossScale(getattr(trainer.precision_plugin, "scaler", None))
         self._num_servers = session.num_servers
         self._version = session.version  # records that were counted here
-        self.on_place: Callable[[News], None] = lambda _: None  # called when a batch got one, or none is left
+        self.on_place: Callable[[RunNews], None] = lambda _: None  # called when a batch got one, or none is left
         self.stepped = False
-        self._schedulers = Schedulers(trainer)
-        self._through = Through()
+        self._schedulers = TrainerSchedulers(trainer)
+        self._through = CompletedBatches()
         results = trainer.fit_loop.epoch_loop._results
         max_bytes = None if session.is_lead else max_metric_bytes
         module = trainer.lightning_module
@@ -107,13 +113,13 @@ class SwarmOptimization:
         finally:
             self._logs.replay()
 
-    def _in_hand(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Batch:
+    def _in_hand(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> LoopBatch:
         number = self._data.number
         if number is not None:
-            return Batch(batch_idx, kwargs, self._data.size(number), number)
-        return Batch(batch_idx, kwargs, self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
+            return LoopBatch(batch_idx, kwargs, self._data.size(number), number)
+        return LoopBatch(batch_idx, kwargs, self._num_samples(kwargs["batch"]) if "batch" in kwargs else 1)
 
-    def _train(self, optimizer: Optimizer, batch: Batch) -> dict[str, Any]:
+    def _train(self, optimizer: Optimizer, batch: LoopBatch) -> dict[str, Any]:
         revoked: LeaseRevoked | None = None
         for _ in range(_MAX_RUNS):
             lease = self._begin(optimizer, batch)
@@ -146,7 +152,7 @@ class SwarmOptimization:
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
         self._logs.begin(grant.samples, grant.lease)
         try:
-            self._train_here(optimizer, Batch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
+            self._train_here(optimizer, LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
             _log.warning("A batch that was brought besides counts nowhere: %s", error)
             self._session.revoke_batch()
@@ -157,12 +163,12 @@ class SwarmOptimization:
         end = self._data.end
         if end is not None:
             try:
-                self._begin(optimizer, Batch(batch_idx, OrderedDict(), 1, end))
+                self._begin(optimizer, LoopBatch(batch_idx, OrderedDict(), 1, end))
             except RunOver:  # the batch in hand was the lead's last one
                 if not self._session.is_lead:
                     raise
 
-    def _train_here(self, optimizer: Optimizer, batch: Batch, lease: int) -> dict[str, Any]:
+    def _train_here(self, optimizer: Optimizer, batch: LoopBatch, lease: int) -> dict[str, Any]:
         """In the place that was got for it."""
         closure = self._lightning._make_closure(batch.kwargs, optimizer, batch.idx)
         try:
@@ -192,7 +198,7 @@ class SwarmOptimization:
         return {} if result.loss is None else result.asdict()
 
     def _finish_batch(
-        self, optimizer: Optimizer, batch: Batch, lease: int, logs: Sequence[Logged], metrics: Metrics
+        self, optimizer: Optimizer, batch: LoopBatch, lease: int, logs: Sequence[LoggedValue], metrics: Metrics
     ) -> bool:
         """Say that it is through, and what else is known by then; True when its step closes now."""
         step = self._session.open_step
@@ -212,13 +218,13 @@ class SwarmOptimization:
         self._through.add(lease, batch, step=step, epoch=self.trainer.current_epoch)
         return closing
 
-    def _ahead(self, batch: Batch, *, ends: bool) -> Ahead:
+    def _ahead(self, batch: LoopBatch, *, ends: bool) -> NextGrant:
         """A place is kept for the next batch if that is as large as this one, which an epoch's last one may not be."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         comes = epoch_loop.batch_progress.current.ready + 1 < self.trainer.num_training_batches
         if not comes or self._scale.adapts:
-            return Ahead(ends=ends)
-        return Ahead(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.value)
+            return NextGrant(ends=ends)
+        return NextGrant(ends=ends, num_samples=batch.num_samples, gradient_scale=self._scale.value)
 
     def finish(self) -> None:
         """Training ends: count the records that are still to come."""
@@ -255,7 +261,7 @@ class SwarmOptimization:
         """What is still to be shared of this trainer's batches, between two of them."""
         return self._logs.pending
 
-    def recall(self, num_counted: int, news: News, pending: Pending) -> None:
+    def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
         """Go on between two batches, as the loop of another run did.
 
         Args:
@@ -273,11 +279,11 @@ class SwarmOptimization:
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
         self._version = self._session.version
-        self._through = Through()
+        self._through = CompletedBatches()
         self.stepped = False
         self._schedulers.go_back()
 
-    def _begin(self, optimizer: Optimizer, batch: Batch) -> int | None:
+    def _begin(self, optimizer: Optimizer, batch: LoopBatch) -> int | None:
         """Get a place, and bring besides what nobody else will. None: nothing is to be done for this batch."""
         while True:
             grant = self._place(optimizer, batch)
@@ -285,7 +291,7 @@ class SwarmOptimization:
                 return None if grant is None else grant.lease
             self._train_besides(optimizer, batch.idx, grant)
 
-    def _place(self, optimizer: Optimizer, batch: Batch) -> Grant | None:
+    def _place(self, optimizer: Optimizer, batch: LoopBatch) -> Grant | None:
         """Who has to wait for one, or was busy elsewhere, finds that other trainers filled steps."""
         try:
             return self._session.begin_batch(

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning_swarm.core.errors import PeerError, StepError, SwarmError
 
 
-class Repeated(Protocol):
+class RestartableStrategy(Protocol):
     """What is needed of a strategy."""
 
     def check(self, trainer: Trainer, handed: Mapping[str, Any]) -> None:
@@ -26,7 +26,11 @@ class Repeated(Protocol):
 
 
 def run_through(
-    strategy: Repeated, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: RestartableStrategy,
+    trainer: Trainer,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Call a Trainer's function; and again, with a checkpoint, as often as its run goes back."""
     while True:
@@ -37,7 +41,11 @@ def run_through(
 
 
 def run_beside(
-    strategy: Repeated, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: RestartableStrategy,
+    trainer: Trainer,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> str | None:
     """Likewise beside the lead. Returns the checkpoint from which this peer is to lead, if it comes to that."""
     while True:
@@ -48,7 +56,11 @@ def run_beside(
 
 
 def _run(
-    strategy: Repeated, trainer: Trainer, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    strategy: RestartableStrategy,
+    trainer: Trainer,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[Any, str | None]:
     """What it returned, or where its run goes on."""
     try:
@@ -61,7 +73,7 @@ def _run(
 
 
 def lead_on(
-    strategy: Repeated,
+    strategy: RestartableStrategy,
     trainer: Trainer,
     function: Callable[..., Any],
     args: Sequence[Any],

@@ -32,24 +32,24 @@ from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
 from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.model.selection import read_selection
-from lightning_swarm.network.addresses import Address, Place
+from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import Compression, Preemption, Role, StateDictType, SwarmConfig
 from lightning_swarm.protocol.messages.run import CodecName, Rebalancing, Selection, ranges_of
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup
-from lightning_swarm.strategy.checkpointing import Files
+from lightning_swarm.strategy.checkpointing import CheckpointFiles
 from lightning_swarm.strategy.data import SharedData, can_share
-from lightning_swarm.strategy.framework import LIGHTNING, Framework
+from lightning_swarm.strategy.framework import LIGHTNING, ImportTree
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.strategy.optimization_loop import SwarmOptimization
-from lightning_swarm.strategy.teardown import EndingHooks
-from lightning_swarm.strategy.weight_sync import Home, Weights, writes_weights
+from lightning_swarm.strategy.teardown import TeardownHooks
+from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync, writes_weights
 
 _log = logging.getLogger(__name__)
 _LIMITS = Limits()
 
 
-class SwarmHooks(EndingHooks):
+class SwarmHooks(TeardownHooks):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
@@ -111,7 +111,7 @@ class SwarmHooks(EndingHooks):
     """
 
     strategy_name = "swarm"
-    framework: ClassVar[Framework]
+    framework: ClassVar[ImportTree]
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class SwarmHooks(EndingHooks):
             role=role,
             run_id=run_id,
             initial_peers=tuple(map(Address.parse, _as_tuple(initial_peers))),
-            listen=Place.to_listen(listen),
-            announce=tuple(map(Place.to_announce, _as_tuple(announce))),
+            listen=HostPort.to_listen(listen),
+            announce=tuple(map(HostPort.to_announce, _as_tuple(announce))),
             identity_path=identity_path,
             gather_on_end=gather_on_end,
             state_dict_type=state_dict_type,
@@ -333,7 +333,7 @@ class SwarmHooks(EndingHooks):
             self._come_home(trainer, self._session)
 
     def _start_run(
-        self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         assert self.peer is not None
         follower, device = self.peer.follower, self.root_device
@@ -353,7 +353,7 @@ class SwarmHooks(EndingHooks):
         return session
 
     def _begin_run(
-        self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         """As the lead."""
         assert self.peer is not None
@@ -404,12 +404,12 @@ class SwarmHooks(EndingHooks):
         assert self.peer is not None
         module, fitting = self._own_module, trainer.state.fn == TrainerFn.FITTING
         stale = is_on_meta(module) or (self._weights is not None and self._weights.stale)
-        self._weights = Weights(self.peer, session, module, limits=self.config.limits, stale=stale)
-        self._undo.callback(Home(trainer, self._weights, stays=self._gathers).close)
+        self._weights = ModuleWeights(self.peer, session, module, limits=self.config.limits, stale=stale)
+        self._undo.callback(WeightSync(trainer, self._weights, stays=self._gathers).close)
         if fitting and self.config.gather_on_end and not self._gathers:
             rank_zero_info("The model is on torch's meta device: what is trained will be in checkpoints only.")
         if fitting and self._writes_files:
-            self._files = Files(trainer, self.checkpoint_io)
+            self._files = CheckpointFiles(trainer, self.checkpoint_io)
 
     # ------------------------------------------------------------------ serving
 
@@ -449,8 +449,8 @@ class SwarmHooks(EndingHooks):
         return str(goal.path)
 
     @property
-    def _models(self) -> model_setup.Models:
-        return model_setup.Models(
+    def _models(self) -> model_setup.ModelSetup:
+        return model_setup.ModelSetup(
             config=self.config,
             framework=self.framework,
             device=self.root_device,
@@ -459,7 +459,7 @@ class SwarmHooks(EndingHooks):
             knows_length=self.is_global_zero and not self.config.only_serves,
         )
 
-    def _for_server(self, trainer: Trainer, model: Model) -> Model:
+    def _for_server(self, trainer: Trainer, model: PeerModel) -> PeerModel:
         """What this trainer's own server computes with."""
         written = writes_weights(trainer)
         return self._models.beside(self._own_module, model, shared=self._is_shared, written=written)

@@ -13,13 +13,13 @@ from lightning_swarm.core.errors import LeftOut, PeerError, RunOver, StepError, 
 from lightning_swarm.model.boundary_layers import hook
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
 from lightning_swarm.strategy import model_setup
-from lightning_swarm.strategy.checkpointing import ResumingHooks
+from lightning_swarm.strategy.checkpointing import CheckpointHooks
 from lightning_swarm.strategy.data import SharedData
 
 _log = logging.getLogger(__name__)
 
 
-class EndingHooks(ResumingHooks):
+class TeardownHooks(CheckpointHooks):
     """The part of `SwarmHooks` that ends what it has begun."""
 
     def __init__(self, *args: Any) -> None:

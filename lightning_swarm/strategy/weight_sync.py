@@ -19,17 +19,17 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model import optimizer_state
-from lightning_swarm.model.sharded_format import Folder
+from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.state import Written
+from lightning_swarm.protocol.messages.state import WrittenValue
 from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.strategy.framework import callbacks_named
 
 _T = TypeVar("_T")
 
 
-class Weights:
+class ModuleWeights:
     """The lead's word on weights and optimizer state, whose home is its module while nothing trains.
 
     Args:
@@ -124,7 +124,7 @@ class Weights:
         def as_saved(state: Mapping[str, dict[str, Any]]) -> Mapping[str, dict[str, Any]]:
             return optimizer_state.as_saved(optimizer, parameter_names, state) if optimizer is not None else {}
 
-        def write(folder: Path) -> list[Written]:
+        def write(folder: Path) -> list[WrittenValue]:
             session.hold_still()
             session.renew()
             return self._peer.runtime.run(
@@ -201,7 +201,7 @@ class Weights:
             model_state.scatter_optimizer(self._peer.transport, run, state, timeout=self._limits.call_timeout)
         )
 
-    def hand_out_shards(self, optimizer: Optimizer, folder: Folder) -> None:
+    def hand_out_shards(self, optimizer: Optimizer, folder: ShardedCheckpoint) -> None:
         """As `hand_out_optimizer`, from a folder, for one stage after the other."""
         _, run = self._of_run
         groups = folder.read_groups()["param_groups"]
@@ -254,7 +254,7 @@ def writes_weights(trainer: Trainer) -> bool:
     return any(isinstance(one, callbacks_named("WeightAveraging", "StochasticWeightAveraging")) for one in callbacks)
 
 
-class Home(Callback):
+class WeightSync(Callback):
     """The first of the Trainer's callbacks, until `close`: what the others look at is there before them.
 
     Args:
@@ -264,7 +264,7 @@ class Home(Callback):
             may change it, and it is saved as it is.
     """
 
-    def __init__(self, trainer: Trainer, weights: Weights, *, stays: bool) -> None:
+    def __init__(self, trainer: Trainer, weights: ModuleWeights, *, stays: bool) -> None:
         self._callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it in its connector
         self._weights = weights
         self._stays = stays

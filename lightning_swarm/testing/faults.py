@@ -108,7 +108,7 @@ _ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|rig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passing:
+class MessagePoint:
     """A message at one point of its way."""
 
     phases: tuple[Phase, ...]  # none: one that has no name
@@ -122,7 +122,7 @@ class Passing:
 
 def read_passing(
     caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None = None
-) -> Passing:
+) -> MessagePoint:
     """Look at a message.
 
     Args:
@@ -137,10 +137,10 @@ def read_passing(
     if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
         phases, found = _of_ticket(method, _fields(request).get("name"), side, answer)
         doers = both if Phase.RECEIPT_SEEN in phases else holder
-        return Passing(phases=phases, caller=caller, peer=peer, doers=doers, **found)
+        return MessagePoint(phases=phases, caller=caller, peer=peer, doers=doers, **found)
     phase = _of_request(method, side)
     found = {} if phase is None else _found(_fields(request))
-    return Passing(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **found)
+    return MessagePoint(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **found)
 
 
 def _of_request(method: str, side: Side) -> Phase | None:
@@ -233,7 +233,7 @@ class Fault:
     fired: int = field(default=0, init=False)
     _seen: int = field(default=0, init=False)
 
-    def strikes(self, passing: Passing) -> bool:
+    def strikes(self, passing: MessagePoint) -> bool:
         """Take note of a message; whether it is one with which this happens."""
         if (self.times is not None and self.fired >= self.times) or not self._matches(passing):
             return False
@@ -243,7 +243,7 @@ class Fault:
         self.fired += 1
         return True
 
-    def _matches(self, passing: Passing) -> bool:
+    def _matches(self, passing: MessagePoint) -> bool:
         doer = self.when.get("of", self.peer)
         return (
             (self.at is None or self.at in passing.phases)
@@ -357,6 +357,6 @@ class FaultPlan:
         if self.unfired:
             raise DidNotHappen(f"These faults did not happen: {'; '.join(map(str, self.unfired))}.")
 
-    def strike(self, passing: Passing, kinds: Collection[Kind]) -> Sequence[Fault]:
+    def strike(self, passing: MessagePoint, kinds: Collection[Kind]) -> Sequence[Fault]:
         """The faults of these kinds that happen with a message. Counts them."""
         return [fault for fault in self.faults if fault.kind in kinds and fault.strikes(passing)]

@@ -23,12 +23,12 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Line, MemoryNetwork
+from lightning_swarm.network.memory import MemoryNetwork, SimulatedLink
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.restart import arguments_of, run_through
 from lightning_swarm.strategy.strategy import SwarmHooks, SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
@@ -65,7 +65,7 @@ class InMemoryHooks(_SwarmHooks):
         seed: int = 0,
         latency_s: float = 0.0,
         microbatch_s: Sequence[float] = (),
-        lines: Sequence[Line] = (),
+        lines: Sequence[SimulatedLink] = (),
         faults: FaultPlan | None = None,
         **kwargs: Any,
     ) -> None:
@@ -120,7 +120,7 @@ class InMemoryHooks(_SwarmHooks):
 
     @override
     def _start_run(
-        self, trainer: Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+        self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run went back, and it serves already
@@ -140,7 +140,7 @@ class InMemoryHooks(_SwarmHooks):
         peer, model = self._newcomer(module)
         return peer.runtime.run(self._enter(peer, model))
 
-    async def come(self, microbatch_s: float, line: Line) -> PeerId:
+    async def come(self, microbatch_s: float, line: SimulatedLink) -> PeerId:
         """As `join`, on the loop. Returns who comes."""
         self._lines[_name(len(self.peers))] = line
         peer, model = self._newcomer()
@@ -164,14 +164,14 @@ class InMemoryHooks(_SwarmHooks):
         """Have something happen beside the run. It ends with it."""
         self._joining.spawn(work)
 
-    async def _enter(self, peer: Peer, model: Model) -> Server:
+    async def _enter(self, peer: Peer, model: PeerModel) -> Server:
         await peer.begin_to_serve(model)
         assert peer.server is not None
         self._servers.append(peer.server)
         await self.spawn(self._stay(peer))
         return peer.server
 
-    def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, Model]:
+    def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, PeerModel]:
         assert self._untouched is not None
         assert self.lightning_module is not None
         peer = self._peer(len(self.peers))
@@ -190,7 +190,7 @@ class InMemoryHooks(_SwarmHooks):
         if server is not None:
             self._burials.append(asyncio.get_running_loop().create_task(_end(server)))
 
-    def _copied_model(self, module: LightningModule, trainer: Trainer) -> Model:
+    def _copied_model(self, module: LightningModule, trainer: Trainer) -> PeerModel:
         module.trainer = trainer
         # Other processes would draw from generators of their own.
         with isolate_rng():

@@ -17,9 +17,9 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.messages.run import Selection
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.strategy import SwarmStrategy
-from lightning_swarm.testing.faults import Fault, FaultPlan, Passing, Side
+from lightning_swarm.testing.faults import Fault, FaultPlan, MessagePoint, Side
 from lightning_swarm.testing.sabotage import Saboteur
 
 
@@ -49,12 +49,12 @@ class _ProcessSaboteur(Saboteur):
     @override
     def _read(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
-    ) -> Passing:
+    ) -> MessagePoint:
         names = self._names
         caller, peer = names.get(caller, caller), names.get(peer, peer)
         return super()._read(caller, peer, method, request, side=side, answer=answer)
 
-    def _write(self, fault: Fault, _: Passing) -> None:
+    def _write(self, fault: Fault, _: MessagePoint) -> None:
         with self._fired.open("a") as file:
             print(fault, file=file)
 
@@ -114,7 +114,7 @@ class FaultySwarmStrategy(SwarmStrategy):
 
     @override
     def _start_run(
-        self, trainer: pl.Trainer, model: Model, ranges: Sequence[range], selection: Selection | None
+        self, trainer: pl.Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         self._strike()
         return super()._start_run(trainer, model, ranges, selection)

@@ -13,7 +13,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.rpc import Responder
-from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, Passing, Side, read_passing
+from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, MessagePoint, Side, read_passing
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Saboteur:
     """
 
     def __init__(
-        self, plan: FaultPlan, victims: Victims, *, struck: Callable[[Fault, Passing], None] = lambda *_: None
+        self, plan: FaultPlan, victims: Victims, *, struck: Callable[[Fault, MessagePoint], None] = lambda *_: None
     ) -> None:
         self._plan = plan
         self._victims = victims
@@ -55,7 +55,7 @@ class Saboteur:
         """See `Tap`."""
 
         async def tapped(message: Message) -> Message:
-            def passing(side: Side, answer: bytes | None = None) -> Passing:
+            def passing(side: Side, answer: bytes | None = None) -> MessagePoint:
                 return self._read(caller, peer, head.method, message.body, side=side, answer=answer)
 
             duplicates = await self._strike(passing("request"))
@@ -83,10 +83,10 @@ class Saboteur:
 
     def _read(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
-    ) -> Passing:
+    ) -> MessagePoint:
         return read_passing(caller, peer, method, request, side=side, answer=answer)
 
-    async def _strike(self, passing: Passing, *, has_come: bool = False) -> list[Fault]:
+    async def _strike(self, passing: MessagePoint, *, has_come: bool = False) -> list[Fault]:
         """Do what is planned for a message; returns the faults that have its request come again.
 
         Args:
@@ -125,7 +125,7 @@ class Saboteur:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.info("A request that came once more was refused: %s", error)
 
-    def _note(self, faults: Sequence[Fault], passing: Passing) -> Sequence[Fault]:
+    def _note(self, faults: Sequence[Fault], passing: MessagePoint) -> Sequence[Fault]:
         for fault in faults:
             _log.info("%s: %s", fault, passing)
             self._struck(fault, passing)
@@ -169,7 +169,7 @@ def sabotage(
     plan: FaultPlan,
     *,
     killed: Callable[[PeerId], None] = lambda _: None,
-    struck: Callable[[Fault, Passing], None] = lambda *_: None,
+    struck: Callable[[Fault, MessagePoint], None] = lambda *_: None,
 ) -> None:
     """Have a plan's faults happen on an in-memory network.
 

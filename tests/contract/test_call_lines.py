@@ -18,7 +18,7 @@ from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode, encode_c
 pytest.importorskip("lightning_swarm.network.hivemind")
 from lightning_swarm.network.hivemind import transport
 from lightning_swarm.network.hivemind.streams import Stream
-from lightning_swarm.network.hivemind.transport import Calls, answer_calls
+from lightning_swarm.network.hivemind.transport import OutgoingCalls, answer_calls
 
 LONG_S = 30.0
 SHORT_S = 0.05
@@ -84,7 +84,7 @@ def test_a_transport_that_closes_cancels_nobody_who_waits_for_a_stream() -> None
         raise AssertionError
 
     async def go(tasks: Tasks) -> None:
-        asking = asyncio.create_task(Calls(never, tasks.spawn, patient).ask(PEER, request(1)))
+        asking = asyncio.create_task(OutgoingCalls(never, tasks.spawn, patient).ask(PEER, request(1)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await tasks.end()
@@ -105,7 +105,7 @@ def test_an_opening_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError
 
     async def go(tasks: Tasks) -> None:
-        caller = Calls(never, tasks.spawn, patient)
+        caller = OutgoingCalls(never, tasks.spawn, patient)
         for number in (1, 2):
             with pytest.raises(Unreachable, match="within"):
                 await caller.ask(PEER, request(number))
@@ -123,7 +123,7 @@ def test_a_call_given_up_as_its_stream_closes_is_only_cancelled(fast: bool) -> N
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            asking = asyncio.create_task(Calls(open_stream, tasks.spawn, patient).ask(PEER, request(1)))
+            asking = asyncio.create_task(OutgoingCalls(open_stream, tasks.spawn, patient).ask(PEER, request(1)))
             await asyncio.sleep(SHORT_S)
             ours.close()
             await asyncio.sleep(0)
@@ -142,7 +142,7 @@ def test_calls_to_a_peer_that_does_not_read_break_its_stream_and_do_not_fill_the
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            caller = Calls(open_stream, tasks.spawn, patient)
+            caller = OutgoingCalls(open_stream, tasks.spawn, patient)
             largest = 0
             for number in range(1, 1000):
                 asking = asyncio.create_task(caller.ask(PEER, request(number, 1 << 20)))
@@ -166,7 +166,7 @@ def test_an_answer_that_comes_while_much_is_to_be_sent_is_not_waited_for() -> No
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            caller = Calls(open_stream, tasks.spawn, patient)
+            caller = OutgoingCalls(open_stream, tasks.spawn, patient)
             first = asyncio.create_task(caller.ask(PEER, request(1)))
             await theirs.channel.readexactly(HEADER_BYTES)
             others = [asyncio.create_task(caller.ask(PEER, request(number, 1 << 20))) for number in (2, 3, 4, 5)]
@@ -191,7 +191,7 @@ def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() ->
             async def open_stream(peer: PeerId) -> Stream:
                 return left.pop(0)
 
-            caller = Calls(open_stream, tasks.spawn, lambda _: 2 * SHORT_S)
+            caller = OutgoingCalls(open_stream, tasks.spawn, lambda _: 2 * SHORT_S)
             for _ in range(3):  # to give up early says nothing of the stream
                 asking = asyncio.create_task(caller.ask(PEER, request(1)))
                 await first[1].channel.readexactly(len(request(1)))
@@ -223,7 +223,7 @@ def test_an_answer_that_stops_half_way_breaks_the_stream(monkeypatch: pytest.Mon
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            caller = Calls(open_stream, tasks.spawn, patient)
+            caller = OutgoingCalls(open_stream, tasks.spawn, patient)
             asking = asyncio.create_task(caller.ask(PEER, request(1)))
             await theirs.write(b"".join(encode(Kind.ANSWER, 1, "method", Message()))[:-1])
             with pytest.raises(Unreachable, match="half way"):

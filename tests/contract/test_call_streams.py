@@ -43,7 +43,7 @@ async def ask(world: HivemindWorld, method: str = "echo", body: bytes = b"") -> 
     return await world.a.transport.call(world.b.id, method, body, timeout=LONG_S)
 
 
-async def line(world: HivemindWorld) -> transport._Line:
+async def line(world: HivemindWorld) -> transport._PeerStream:
     """The stream that `a` calls `b` over."""
     return await world.a.transport._calls._lines[world.b.id]  # type: ignore[attr-defined]
 

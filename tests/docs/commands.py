@@ -23,7 +23,7 @@ from lightning_swarm.cli.pytorch_lightning import SwarmCLI as OtherSwarmCLI
 from lightning_swarm.cli.swarm_cli import SwarmCLI
 from lightning_swarm.network import addresses as addresses_module
 from lightning_swarm.peer import _bootstrap
-from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from tests.docs import my_project
 from tests.docs.pages import ROOT
@@ -188,7 +188,7 @@ def _nothing_is_done(told: list[object]) -> Iterator[None]:
         addresses = [*getattr(arguments, "peer", ()), *filter(None, [getattr(arguments, "address", None)])]
         told.append([addresses_module.Address.parse(address) for address in addresses])
         if "scenario" in arguments:
-            Runs(arguments.scenario)
+            ScenarioRuns(arguments.scenario)
         return 0
 
     def run_subcommand(_cli: object, name: str) -> None:

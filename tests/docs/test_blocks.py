@@ -24,7 +24,7 @@ from lightning_swarm.network.addresses import Address
 from lightning_swarm.peer.process import invitation
 from lightning_swarm.planner.machine_files import read_machines
 from lightning_swarm.planner.simulator import report
-from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.strategy.launcher import SwarmLauncher
 from lightning_swarm.testing import InMemoryStrategy
 from tests.docs import my_project
@@ -222,7 +222,7 @@ def peers_can_join(block: Block) -> None:
 
 def simulated(block: Block, name: str = "scenario") -> None:
     """The table of the example."""
-    runs = Runs(ROOT / f"examples/spot/{name}.yaml")
+    runs = ScenarioRuns(ROOT / f"examples/spot/{name}.yaml")
     assert report.table(simulate.simulated(runs)) == block.text.rstrip("\n")
 
 
@@ -277,7 +277,7 @@ def test_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             if block.kind == "yaml":
                 file.write_text(block.text)
                 if block.shown == "scenario.yaml":
-                    assert Runs(file).plan == Runs(ROOT / "examples/spot/scenario.yaml").plan
+                    assert ScenarioRuns(file).plan == ScenarioRuns(ROOT / "examples/spot/scenario.yaml").plan
                     continue
                 if block.shown == "machines.yaml":
                     assert read_machines(file, 1e9, None)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from examples.large import train
-from lightning_swarm.model.sharded_format import Folder
+from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from lightning_swarm.testing import InMemoryStrategy
 
 SMALL = ["--d-model=16", "--num-blocks=6", "--batch-size=6", "--precision=64-true", "--max-steps=3", "--memory-mb=0"]
@@ -34,7 +34,7 @@ def test_it_trains_and_goes_on_in_other_stages_as_the_plain_trainer_does(
 ) -> None:
     [first] = run(tmp_path / "swarm")
     assert all(parameter.is_meta for parameter in first.lightning_module.parameters())  # type: ignore[union-attr]
-    assert Folder(tmp_path / "swarm/last.ckpt").has_optimizer
+    assert ShardedCheckpoint(tmp_path / "swarm/last.ckpt").has_optimizer
     [then] = run(tmp_path / "swarm", "--resume", "--max-steps=6", "--devices=5", "--num-stages=5")
     assert len(then.servers) == 5
     assert run(tmp_path / "plain", "--plain") == run(tmp_path / "plain", "--plain", "--resume", "--max-steps=6") == []

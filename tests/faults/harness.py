@@ -20,20 +20,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.microbatch_run import Passage, Replayer
-from lightning_swarm.client.pipeline.replay_buffer import Copies, Microbatch
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer
 from lightning_swarm.client.pipeline.router import StageRouter
-from lightning_swarm.client.step_client import Ahead, StepClient
+from lightning_swarm.client.step_client import NextGrant, StepClient
 from lightning_swarm.core.errors import LeaseRevoked, RunOver, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import ended, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryTransport
-from lightning_swarm.peer.server_host import Stay
+from lightning_swarm.peer.server_host import MembershipLifecycle
 from lightning_swarm.protocol.compression import Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import CallKey, Mode, Receipt
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
 from lightning_swarm.protocol.messages.events import EventKind
 from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding, Member
 from lightning_swarm.protocol.messages.step import Record
@@ -41,12 +41,12 @@ from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.server import Server
 from lightning_swarm.testing import Fault, FaultPlan
-from lightning_swarm.testing.faults import Passing
+from lightning_swarm.testing.faults import MessagePoint
 from lightning_swarm.testing.sabotage import InMemoryVictims, Saboteur
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, WIDTH, Swarm, make_module, make_optimizer
 from tests.wire import Averaging, sent
 
-MODE = Mode(training=True, grad=True, default_dtype="float64")
+MODE = ComputeMode(training=True, grad=True, default_dtype="float64")
 LIMITS = Limits(call_timeout=30.0)
 NUM_STEPS = 3
 NUM_STEPS_OF_LEAVERS = 4
@@ -163,8 +163,10 @@ class Trainer:
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
         self.events = steps.events
-        self.copies = Copies(swarm.limits.cache_bytes)
-        self.link = Link(transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies)
+        self.copies = ReplayBuffer(swarm.limits.cache_bytes)
+        self.link = PipelineContext(
+            transport, self.tickets, routers, swarm.limits.call_timeout, self.events, self.copies
+        )
         self.steps = steps
         Replayer(self.link, self.steps.run, max_in_flight=swarm.limits.max_in_flight)
         self.steps._on_record = self._follow
@@ -224,7 +226,9 @@ class Trainer:
         if self._is_alone and self.steps.open > self.steps.version:
             works.append(self.steps.begin(grant))
         await gather(works)
-        ahead = Ahead(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=SCALE) if self._is_alone else None
+        ahead = (
+            NextGrant(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=SCALE) if self._is_alone else None
+        )
         receipts = [passage.microbatch.key.receipt for passage in passages]
         closing = await self.steps.done(grant.lease, receipts, ahead=ahead)
         self._through[grant.lease] = number
@@ -234,7 +238,7 @@ class Trainer:
         if closing and self.steps.ended is None:
             await self.steps.closed(self.steps.open)
 
-    def _passage(self, grant: Grant, number: int, index: int) -> Passage:
+    def _passage(self, grant: Grant, number: int, index: int) -> MicrobatchRun:
         rows = batch_rows(self.peer_id, number, index)
         key = CallKey(
             generation=grant.generation, step=grant.step, attempt=grant.attempt, first=grant.first, index=index, call=0
@@ -245,9 +249,9 @@ class Trainer:
         microbatch = Microbatch(
             key=key, num_rows=ROWS, inputs=inputs, extras=extras, mode=MODE, weight=grant.weight, first_trained=0
         )
-        return Passage(self.link, microbatch)
+        return MicrobatchRun(self.link, microbatch)
 
-    async def _through_all(self, passage: Passage, number: int) -> None:
+    async def _through_all(self, passage: MicrobatchRun, number: int) -> None:
         received, _ = await passage.forward()
         output = decoded(received, self._codecs.activations, CPU)
         await asyncio.sleep(self._pace.losses_s.get(number, 0.0))
@@ -263,14 +267,14 @@ class _Watchman(Saboteur):
         plan: FaultPlan,
         victims: InMemoryVictims,
         *,
-        struck: Callable[[Fault, Passing], None],
-        look: Callable[[Passing], None],
+        struck: Callable[[Fault, MessagePoint], None],
+        look: Callable[[MessagePoint], None],
     ) -> None:
         super().__init__(plan, victims, struck=struck)
         self._look = look
 
     @override
-    async def _strike(self, passing: Passing, *, has_come: bool = False) -> list[Fault]:
+    async def _strike(self, passing: MessagePoint, *, has_come: bool = False) -> list[Fault]:
         self._look(passing)
         return await super()._strike(passing, has_come=has_come)
 
@@ -308,7 +312,7 @@ class FaultySwarm(Swarm):
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         encoding: Encoding = NOT_ENCODED,
         delays: bool = False,
-        look: Callable[[Passing], None] = lambda _: None,
+        look: Callable[[MessagePoint], None] = lambda _: None,
     ) -> None:
         names = trainers.split()
         target = 2 * NUM_MICROBATCHES * ROWS
@@ -348,7 +352,7 @@ class FaultySwarm(Swarm):
             self.add_server(name)
         for name, server in self.servers.items():
             self._watch(name, server)
-        self.stays: dict[PeerId, Stay] = {}
+        self.stays: dict[PeerId, MembershipLifecycle] = {}
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
         self._training: dict[PeerId, asyncio.Task[None]] = {}
         victims = InMemoryVictims(self.network, killed=self._bury)
@@ -382,7 +386,7 @@ class FaultySwarm(Swarm):
         logs += [trainer.events for trainer in self.trainers.values()]
         return sum(log.counts[kind] for log in logs)
 
-    def _struck(self, fault: Fault, passing: Passing) -> None:
+    def _struck(self, fault: Fault, passing: MessagePoint) -> None:
         self.struck_s.append(self.loop.time())
         if fault.kind == "drop":
             self.unanswered |= passing.doers
@@ -446,7 +450,7 @@ class FaultySwarm(Swarm):
             return [*reversed(self.announced), self.manifest.coordinator]
 
         server = self.servers[name]
-        self.stays[name] = stay = Stay(
+        self.stays[name] = stay = MembershipLifecycle(
             server._transport, server, find, run_id="run", limits=self.limits, events=server.events
         )
         self._lives[name] = self.loop.create_task(stay.last(lambda _: None), name=f"server {name}")

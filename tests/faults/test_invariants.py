@@ -20,7 +20,7 @@ from lightning_swarm.server.gradient_buffer import GradientSum
 from lightning_swarm.server.gradients import GradientSums
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.faults import Passing
+from lightning_swarm.testing.faults import MessagePoint
 from tests.faults.harness import NUM_STEPS, TOLERANCE, FaultySwarm
 from tests.faults.plans import COMPUTING, STAGES, TRAINERS, VOTERS
 from tests.unit.swarm import make_module
@@ -62,7 +62,7 @@ def test_2_deciding_takes_a_majority_and_membership_changes_only_by_records() ->
     seen: dict[int, list[list[Member]]] = {}
     swarms: list[FaultySwarm] = []
 
-    def look(_: Passing) -> None:
+    def look(_: MessagePoint) -> None:
         for swarm in swarms:
             for name in swarm.servers:
                 run = swarm.servers[name].admission.run
@@ -152,7 +152,7 @@ def test_7_weights_change_only_by_applying_a_decided_record() -> None:
     seen: dict[tuple[int, int], int] = {}
     swarms: list[FaultySwarm] = []
 
-    def look(_: Passing) -> None:
+    def look(_: MessagePoint) -> None:
         for swarm in swarms:
             for name in swarm.servers.keys() - swarm.dead:
                 stepping = swarm.servers[name].stepping

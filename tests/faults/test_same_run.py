@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_swarm.testing import FaultPlan, Phase
-from lightning_swarm.testing.faults import Passing
+from lightning_swarm.testing.faults import MessagePoint
 from tests.faults.harness import FaultySwarm
 from tests.faults.plans import STAGES, TRAINERS, VOTERS
 
@@ -19,7 +19,7 @@ def messages() -> str:
     """A digest of all messages of a run in which much goes wrong, with their times and in their order."""
     seen: list[tuple[object, ...]] = []
 
-    def look(one: Passing) -> None:
+    def look(one: MessagePoint) -> None:
         now_s = asyncio.get_running_loop().time()
         seen.append((now_s, one.phases, one.caller, one.peer, one.step, one.stage, one.microbatch))
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_swarm.model.sharded_format import Folder
+from lightning_swarm.model.sharded_format import ShardedCheckpoint
 from tests.features.both import STEPS, Both, Evaluated, Trained, approx, fit_both
 from tests.features.mark import WORKS, feature
 from tests.parity.harness import LOSS_TOLERANCE, QUIET, WEIGHT_TOLERANCE, quiet_warnings, run_plain, run_swarm
@@ -310,6 +310,6 @@ def test_sharded(tmp_path: Path) -> None:
     plain, swarm = (sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("plain", "swarm"))
     assert swarm == plain == ["last.ckpt", "step=4.ckpt", "step=8.ckpt"]
     assert both.trainers[1].checkpoint_callback.best_model_path == str(tmp_path / "swarm" / "step=8.ckpt")
-    found = Folder(tmp_path / "swarm" / "step=8.ckpt")
+    found = ShardedCheckpoint(tmp_path / "swarm" / "step=8.ckpt")
     theirs = torch.load(tmp_path / "plain" / "step=8.ckpt", weights_only=True)["state_dict"]
     torch.testing.assert_close(found.read_weights(found.weights), dict(theirs), rtol=0.0, atol=WEIGHT_TOLERANCE)

@@ -22,7 +22,7 @@ from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.batches import RecordReply
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.strategy.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, Framework
+from lightning_swarm.strategy.framework import FRAMEWORKS, LIGHTNING, PYTORCH_LIGHTNING, ImportTree
 from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing import InMemoryStrategy
 from lightning_swarm.testing import pytorch_lightning as pytorch_lightning_testing
@@ -293,13 +293,13 @@ class _PytorchLightningWatch(_Watch, pytorch_lightning.Callback):
 
 
 _WATCHES = {LIGHTNING: _LightningWatch, PYTORCH_LIGHTNING: _PytorchLightningWatch}
-_IN_MEMORY: dict[Framework, Any] = {
+_IN_MEMORY: dict[ImportTree, Any] = {
     LIGHTNING: InMemoryStrategy,
     PYTORCH_LIGHTNING: pytorch_lightning_testing.InMemoryStrategy,
 }
 
 
-def _framework_of(module: Any) -> Framework:
+def _framework_of(module: Any) -> ImportTree:
     """Whichever of Lightning's import trees the module is from, the Trainer will be from it too."""
     module = getattr(module, "_orig_mod", module)  # a compiled one wraps it
     return next(framework for framework in FRAMEWORKS if isinstance(module, framework.module))

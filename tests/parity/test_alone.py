@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lightning_swarm.client.coordinator_client import CoordinatorCalls
-from lightning_swarm.coordinator.trainer_handlers import Trainers
+from lightning_swarm.coordinator.trainer_handlers import TrainerHandlers
 from lightning_swarm.protocol.methods import BEGIN, DONE, GRANT, RECORD
 from tests.parity.harness import assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, Recipe, digits, loader
@@ -127,7 +127,7 @@ def test_a_place_is_given_back_where_something_else_is_to_train(
         async def none(*_: object) -> None:
             return None
 
-        monkeypatch.setattr(Trainers, "_ahead", none)
+        monkeypatch.setattr(TrainerHandlers, "_ahead", none)
     data = loader(digits())
     with asked() as calls:
         swarm = run_swarm(digits_net, data, max_steps=PER_EPOCH, num_servers=4, callbacks=[Thaws()])

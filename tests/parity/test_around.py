@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_swarm.coordinator.step import reconcile
-from lightning_swarm.coordinator.step.replay_plan import Plan
+from lightning_swarm.coordinator.step.replay_plan import ReplayPlan
 from lightning_swarm.core.errors import ConfigError, ProtocolError, StepError
 from lightning_swarm.network import Message
-from lightning_swarm.protocol.messages.calls import CallKey, ForwardRequest, Mode
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, ForwardRequest
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import AverageRequest
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import FORWARD
 from lightning_swarm.server.gradients import GradientSums
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.float16 import HALF, InHalves, train
 from tests.parity.harness import (
@@ -327,7 +327,7 @@ class Looks(L.Callback):
         request = ForwardRequest(
             key=key,
             stage_index=index,
-            mode=Mode(training=False, grad=False),
+            mode=ComputeMode(training=False, grad=False),
             source=None,
             structure=["tuple", ["tuple"], {}],
         )
@@ -370,10 +370,10 @@ PLANTED_AT = 5
 def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
     """The gradient of one batch around the pipeline is added twice, or never."""
     struck: list[CallKey] = []
-    add_batch = Stepping.add_batch
+    add_batch = StepHandlers.add_batch
 
     async def wrong(
-        self: Stepping, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float
+        self: StepHandlers, index: int, key: CallKey, gradients: Mapping[str, Tensor | None], weight: float
     ) -> None:
         strikes = key.step == PLANTED_AT and not struck
         if strikes:
@@ -384,7 +384,7 @@ def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
             other = CallKey(generation=0, step=key.step, attempt=0, first=key.first, index=1, call=0)
             await add_batch(self, index, other, gradients, weight)
 
-    monkeypatch.setattr(Stepping, "add_batch", wrong)
+    monkeypatch.setattr(StepHandlers, "add_batch", wrong)
     return struck
 
 
@@ -408,7 +408,7 @@ def test_a_sum_with_a_batch_too_many_is_in_no_record(planted: list[CallKey], cap
 def test_the_curve_shows_what_is_not_counted_once(planted: list[CallKey], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_plain(scheduled, loader(sentences()), max_steps=2 * STEPS)
     # The closing would strike the batch.
-    monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
+    monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: ReplayPlan((), (), {}, ()))
     monkeypatch.setattr(GradientSums, "bind", bind_anyway)
     swarm = run_swarm(scheduled, loader(sentences()), max_steps=2 * STEPS, **LIST)
     assert len(planted) == 1

@@ -11,8 +11,8 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.strategy.weight_sync import Weights
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.strategy.weight_sync import ModuleWeights
 from lightning_swarm.testing import InMemoryStrategy
 from tests.features.both import fit_both
 from tests.features.test_averaging import Watched
@@ -28,13 +28,13 @@ if not hasattr(lightning_callbacks, "WeightAveraging"):
 @pytest.mark.parametrize(("every", "times"), [(1, 2 * EPOCH), (3, 5), (100, 1)])
 def test_weights_come_home_only_where_they_are_read(every: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
-    bring = Weights._bring_weights_home
+    bring = ModuleWeights._bring_weights_home
 
     def noted(self: Any, timeout: float) -> None:
         bring(self, timeout)
         brought.append(self._version)
 
-    monkeypatch.setattr(Weights, "_bring_weights_home", noted)
+    monkeypatch.setattr(ModuleWeights, "_bring_weights_home", noted)
 
     def made(_: str) -> list[L.Callback]:
         return [lightning_callbacks.EMAWeightAveraging(update_every_n_steps=every)]
@@ -107,13 +107,13 @@ def test_validating_after_fit_swaps_as_the_plain_trainer_does() -> None:
 def test_calls_mean_the_weights_that_were_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a step is open meanwhile: its gradients, of the weights that train, stay as they are."""
     meant: list[tuple[bool, int]] = []
-    send = Link.send
+    send = PipelineContext.send
 
-    async def noted(self: Link, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
+    async def noted(self: PipelineContext, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
         meant.append((request.key.evaluation, request.key.weights))
         return await send(self, peer, method, request, tensors)
 
-    monkeypatch.setattr(Link, "send", noted)
+    monkeypatch.setattr(PipelineContext, "send", noted)
     options: dict[str, Any] = {"val_check_interval": 3, "accumulate_grad_batches": 2, "max_epochs": 1}
     averaged, free = (
         fit_both(Watched, loader(digits(), 20), made={"callbacks": lambda _, own=own: own()}, **options)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from typing_extensions import override
 
 from lightning_swarm.client.step_client import StepClient
-from lightning_swarm.server.pending_work import Lull
+from lightning_swarm.server.pending_work import IdleLinkWait
 from tests.parity.harness import SwarmRun, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, digits, loader, sentences
 from tests.parity.test_delayed import assert_late, run_late
@@ -54,14 +54,14 @@ def test_an_optimizer_that_gives_parameters_other_memory() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_only_averaging_that_is_late_waits_for_a_lull(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[Lull] = []
-    wait = Lull.wait
+    waits: list[IdleLinkWait] = []
+    wait = IdleLinkWait.wait
 
-    async def noted(self: Lull) -> None:
+    async def noted(self: IdleLinkWait) -> None:
         waits.append(self)
         await wait(self)
 
-    monkeypatch.setattr(Lull, "wait", noted)
+    monkeypatch.setattr(IdleLinkWait, "wait", noted)
     train(DigitsMLP, loader(digits()), delay_optimizer_step=late)
     assert (len(waits) >= STEPS) if late else not waits, "of two servers, in all steps that are late"
 

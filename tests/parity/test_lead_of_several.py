@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 from typing_extensions import override
 
-from lightning_swarm.coordinator.membership.trainers import Enrolment
+from lightning_swarm.coordinator.membership.trainers import TrainerMembership
 from lightning_swarm.coordinator.takeover import choose_heir, seniority
 from lightning_swarm.core.errors import ProtocolError, Replaced, Unreachable
 from lightning_swarm.core.limits import Limits
@@ -458,7 +458,7 @@ def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(
     alone: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is released with the others, and its loop was at nothing."""
-    late, waiting = PeerId("peer-2"), Enrolment.waiting
+    late, waiting = PeerId("peer-2"), TrainerMembership.waiting
     released: list[Seen] = []
 
     class Waiting(Several):
@@ -471,11 +471,11 @@ def test_one_whose_server_is_in_the_run_before_it_trains_comes_again(
             released[:] = [self.seen]
             return is_member(self.seen, late)
 
-    def held(enrolment: Enrolment) -> list[PeerId]:
+    def held(enrolment: TrainerMembership) -> list[PeerId]:
         gone_back = released and released[0].went_back
         return [one for one in waiting.fget(enrolment) if one != late or gone_back]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Enrolment, "waiting", property(held))
+    monkeypatch.setattr(TrainerMembership, "waiting", property(held))
     seen = run(3, {2: "in a batch"}, callbacks=lambda rank: [Awaiting("peer-2")], make=Waiting)
     before = {seen.batches[place][0] for places in seen.steps[: seen.went_back[0]] for place in places}
     assert 2 not in before, "it did not train yet"

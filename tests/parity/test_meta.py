@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_swarm import Bottleneck
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.deferred_init import Blueprint
+from lightning_swarm.model.deferred_init import InitRecord
 from lightning_swarm.strategy.rollback.loop_state import LoopState
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run_swarm
@@ -162,15 +162,15 @@ def test_a_file_holds_all_of_it_and_goes_on_elsewhere(tmp_path: Path) -> None:
 def test_one_stage_at_a_time_is_in_the_starters_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[StorageWeakRef] = []
     alive: list[int] = []
-    values = Blueprint.values
+    values = InitRecord.values
 
-    def watched(blueprint: Blueprint, *args: Any) -> list[Tensor]:
+    def watched(blueprint: InitRecord, *args: Any) -> list[Tensor]:
         alive.append(len({one.cdata for one in made if not one.expired()}))
         found = values(blueprint, *args)
         made.extend(StorageWeakRef(one.untyped_storage()) for one in found)
         return found
 
-    monkeypatch.setattr(Blueprint, "values", watched)
+    monkeypatch.setattr(InitRecord, "values", watched)
     run_swarm(on_meta, loader(digits()), max_steps=2, num_stages=4, num_servers=4, pipeline="net", role="trainer")
     outside, *stages = alive
     assert outside == 0

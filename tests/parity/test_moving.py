@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from lightning_swarm.coordinator.rebalancing.balancer import Balance
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.testing import FaultPlan, InMemoryStrategy, Phase
 from tests.parity.harness import Run, SwarmRun, assert_exact, run_plain, run_swarm
@@ -129,7 +129,7 @@ def few(*callbacks: L.Callback, **options: Any) -> SwarmRun:
 
 
 def test_a_newcomer_takes_the_slowest_stage_not_the_emptiest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Balance, "moves", lambda *_, **__: [])
+    monkeypatch.setattr(Balancer, "moves", lambda *_, **__: [])
     timeline, joining = Timeline(), Joining(at=4)
     run = few(timeline, joining, speeds=(1, 9, 1, 9, 1, 1), num_servers=5, num_joiners=1)
     assert_exact(run, plain(STEPS))

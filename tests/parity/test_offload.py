@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.server import stage_builder as server_model
-from lightning_swarm.server.optimizer import Stepper
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.optimizer import StageOptimizer
+from lightning_swarm.server.stage_builder import PeerModel
 from tests.parity.harness import SwarmRun, assert_exact, run_plain, run_swarm
 from tests.parity.models import DigitsMLP, NanoGPT, Recipe, digits, loader, sentences
 from tests.parity.test_resume import EPOCH, Matrices, adam_8bit, go
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the parameters are on another device than the copies that are stepped."""
 
-    def make(*args: Any, **options: Any) -> Stepper:
-        return Stepper(*args, **{**options, "offload": True})
+    def make(*args: Any, **options: Any) -> StageOptimizer:
+        return StageOptimizer(*args, **{**options, "offload": True})
 
-    monkeypatch.setattr(server_model, "Stepper", make)
+    monkeypatch.setattr(server_model, "StageOptimizer", make)
 
 
 def assert_offloaded(swarm: SwarmRun) -> None:
@@ -104,7 +104,7 @@ def test_a_file_goes_on(optimizer: Callable[..., Optimizer], tmp_path: Path) -> 
 def test_a_gpus_optimizer_is_on_the_cpu_if_that_is_asked_for(device: str, offload: bool, offloads: bool) -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     blocks = find_blocks(module, None)
-    model = Model(module, blocks, lambda _: Optimizer([], {}), torch.device(device), keep=True, offload=offload)
+    model = PeerModel(module, blocks, lambda _: Optimizer([], {}), torch.device(device), keep=True, offload=offload)
     assert model.offloads == offloads
 
 

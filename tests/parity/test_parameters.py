@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.strategy.weight_sync import Weights
+from lightning_swarm.strategy.weight_sync import ModuleWeights
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, assert_exact, quiet_warnings, run_plain, run_swarm
 from tests.parity.models import Net, digits, loader
@@ -183,10 +183,10 @@ def test_a_block_with_old_weights_is_not_asked() -> None:
 def test_a_broken_run_is_torn_down_whatever_can_be_gathered(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gather(self: Weights, optimizer: Optimizer, *, timeout: float) -> None:
+    def gather(self: ModuleWeights, optimizer: Optimizer, *, timeout: float) -> None:
         raise KeyError("a name")
 
-    monkeypatch.setattr(Weights, "stay_home", gather)
+    monkeypatch.setattr(ModuleWeights, "stay_home", gather)
     strategy = InMemoryStrategy(num_stages=2)
     trainer = L.Trainer(**{**QUIET, "devices": 2, "max_steps": STEPS}, strategy=strategy)
     with pytest.raises(ConfigError, match="a loss may reach the pipeline"), quiet_warnings():

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.client.pipeline.microbatch_run import Passage, replay
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, replay
 from lightning_swarm.coordinator.step import reconcile
 from lightning_swarm.coordinator.step.open_step import clip_factor
-from lightning_swarm.coordinator.step.replay_plan import Plan, plan_replays
+from lightning_swarm.coordinator.step.replay_plan import ReplayPlan, plan_replays
 from lightning_swarm.protocol.messages.calls import CallKey
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.server.averaging import all_reduce
@@ -58,9 +58,9 @@ def test_without_a_bug_nothing_is_seen(plain: Run) -> None:
 def double_count(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
     """A backward whose answer came is sent to the stage's other replica too, as a careless retry would."""
     planted: list[CallKey] = []
-    backward = Passage.backward
+    backward = MicrobatchRun.backward
 
-    async def twice(self: Passage, gradients: Sequence[Tensor | None], **rest: Any) -> list[Tensor | None] | None:
+    async def twice(self: MicrobatchRun, gradients: Sequence[Tensor | None], **rest: Any) -> list[Tensor | None] | None:
         result = await backward(self, gradients, **rest)
         key = self.microbatch.key
         if key.step == STEP and not planted:
@@ -72,11 +72,11 @@ def double_count(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
             await replay(self.link, copy, {last: other}, frozenset())
         return result
 
-    monkeypatch.setattr(Passage, "backward", twice)
+    monkeypatch.setattr(MicrobatchRun, "backward", twice)
     return planted
 
 
-def test_a_double_count_is_mended(plain: Run, double_count: list[CallKey], plans: list[Plan]) -> None:
+def test_a_double_count_is_mended(plain: Run, double_count: list[CallKey], plans: list[ReplayPlan]) -> None:
     swarm = train()
     assert len(double_count) == 1
     (plan,) = plans
@@ -109,7 +109,7 @@ def lost_microbatch(monkeypatch: pytest.MonkeyPatch) -> list[CallKey]:
     return planted
 
 
-def test_a_lost_microbatch_is_mended(plain: Run, lost_microbatch: list[CallKey], plans: list[Plan]) -> None:
+def test_a_lost_microbatch_is_mended(plain: Run, lost_microbatch: list[CallKey], plans: list[ReplayPlan]) -> None:
     swarm = train()
     assert len(lost_microbatch) == 1
     (plan,) = plans
@@ -124,11 +124,11 @@ def test_a_lost_microbatch_is_seen(plain: Run, lost_microbatch: list[CallKey], d
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[ReplayPlan]:
     """What closings had to do."""
-    found: list[Plan] = []
+    found: list[ReplayPlan] = []
 
-    def plan(*arguments: Any, **settings: Any) -> Plan:
+    def plan(*arguments: Any, **settings: Any) -> ReplayPlan:
         made = plan_replays(*arguments, **settings)
         if not made.done:
             found.append(made)
@@ -141,7 +141,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 @pytest.fixture
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The closing would mend it."""
-    monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: Plan((), (), {}, ()))
+    monkeypatch.setattr(reconcile, "plan_replays", lambda *_, **__: ReplayPlan((), (), {}, ()))
 
 
 # ---------------------------------------------------------------------- wrong arithmetic
@@ -166,7 +166,7 @@ def test_averaging_in_float16_is_seen(plain: Run, monkeypatch: pytest.MonkeyPatc
     rounded: list[float] = []
     average = all_reduce.average
 
-    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> all_reduce.Mean:
+    async def coarse(vector: Tensor, total_weight: float, *rest: Any, **options: Any) -> all_reduce.GroupMean:
         half = vector.to(torch.float16).to(vector)
         rounded.append(float((half - vector).abs().max()))
         return await average(half, total_weight, *rest, **options)

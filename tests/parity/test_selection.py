@@ -10,7 +10,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.methods import BACKWARD, FORWARD
 from tests.features.both import Trained, fit_both
@@ -70,13 +70,13 @@ def test_resuming_after_an_unfreeze(made: Any, first: Any, then: Any, tmp_path: 
 
 def test_no_gradient_goes_to_stages_that_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int, bool]] = []
-    send = Link.send
+    send = PipelineContext.send
 
-    async def noted(self: Link, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
+    async def noted(self: PipelineContext, peer: Any, method: str, request: Any, tensors: Any) -> bytes:
         calls.append((method, request.stage_index, getattr(request, "keep", True)))
         return await send(self, peer, method, request, tensors)
 
-    monkeypatch.setattr(Link, "send", noted)
+    monkeypatch.setattr(PipelineContext, "send", noted)
     both = fit_both(Backbone, made={"callbacks": unfreezing}, max_epochs=2)
     in_all = EPOCH * 3 - 1  # microbatches of an epoch: of 3, 3 and 2 samples, or of 3 and 1
     assert Counter(calls) == {

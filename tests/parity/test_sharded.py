@@ -64,7 +64,7 @@ def test_it_goes_on_with_other_stages(first: Any, second: Any, tmp_path: Path) -
     )
     assert [*begun.losses, *rest.losses] == pytest.approx(plain.losses, rel=1e-11)
     assert [*begun.learning_rates, *rest.learning_rates] == pytest.approx(plain.learning_rates, rel=1e-12)
-    saved = sharded_format.Folder(tmp_path / "021.ckpt")
+    saved = sharded_format.ShardedCheckpoint(tmp_path / "021.ckpt")
     found = saved.read_weights(saved.weights)
     torch.testing.assert_close(found, dict(plain.weights), rtol=0.0, atol=1e-10)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")], "parts are left"
@@ -136,7 +136,7 @@ def test_what_several_stages_hold_is_written_once(tmp_path: Path) -> None:
     plain = run_plain(partial(TiedOnMeta, "cpu"), loader(sentences()), max_epochs=2)
     options = {"state_dict_type": "sharded", "num_stages": 3, "num_servers": 3}
     begun = run_swarm(partial(TiedOnMeta, "meta"), loader(sentences()), max_epochs=1, **options, **saving(tmp_path))
-    folder = sharded_format.Folder(tmp_path / "007.ckpt")
+    folder = sharded_format.ShardedCheckpoint(tmp_path / "007.ckpt")
     assert set(folder.weights) == set(plain.weights), "both names"
     assert set(folder.read_state(None)) == {name for name, _ in begun.module.named_parameters()}
     path = tmp_path / "007.ckpt"
@@ -173,7 +173,7 @@ def test_weights_alone_and_what_is_saved_after_fit(tmp_path: Path) -> None:
     run.trainer.save_checkpoint(tmp_path / "all.ckpt")
     run.trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     run.trainer.save_checkpoint(tmp_path / "all.ckpt")  # in the place of the first
-    everything, weights = (sharded_format.Folder(tmp_path / name) for name in ("all.ckpt", "weights.ckpt"))
+    everything, weights = (sharded_format.ShardedCheckpoint(tmp_path / name) for name in ("all.ckpt", "weights.ckpt"))
     for folder in (everything, weights):
         torch.testing.assert_close(folder.read_weights(folder.weights), dict(run.weights), rtol=0.0, atol=0.0)
     assert everything.has_optimizer

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_swarm.coordinator.membership.trainers import Enrolment
+from lightning_swarm.coordinator.membership.trainers import TrainerMembership
 from lightning_swarm.core.errors import ConfigError, Unreachable
 from lightning_swarm.server.server import Server
 from tests.parity.models import DigitsMLP, Recipe, digits
@@ -31,7 +31,7 @@ def server_of_lead(seen: Seen) -> Server | None:
     return None if strategy.peer is None else strategy.peer.server
 
 
-def enrolment(seen: Seen) -> Enrolment:
+def enrolment(seen: Seen) -> TrainerMembership:
     server = server_of_lead(seen)
     assert server is not None
     coordinator = server.admission.coordinator

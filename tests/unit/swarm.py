@@ -33,9 +33,9 @@ from lightning_swarm.protocol.messages.calls import (
     CallReport,
     CancelReply,
     CancelRequest,
+    ComputeMode,
     Direction,
     ForwardRequest,
-    Mode,
     Receipt,
     Ticket,
 )
@@ -48,7 +48,7 @@ from lightning_swarm.protocol.run_state import RunState
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.server import Server
-from lightning_swarm.server.stage_builder import Model
+from lightning_swarm.server.stage_builder import PeerModel
 from tests.held import Held
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ T = TypeVar("T")
 LEAD = PeerId("trainer")
 WIDTH = 3
 HYPERPARAMETERS: list[dict[str, Any]] = [{"lr": 0.1}]
-MODE = Mode(training=True, grad=True, input_grad=True, default_dtype="float64")
+MODE = ComputeMode(training=True, grad=True, input_grad=True, default_dtype="float64")
 
 
 def make_module(num_blocks: int) -> nn.Sequential:
@@ -142,7 +142,7 @@ class Swarm:
             name: self._server(name, 100 + i, optimizer) for i, name in enumerate(names)
         }
         self.members = {name: Member(peer_id=name, boot_id=100 + i) for i, name in enumerate(names)}
-        self._model = Model(
+        self._model = PeerModel(
             self.module,
             find_blocks(self.module, self._pipeline),
             lambda _: optimizer(self.module),
@@ -189,7 +189,7 @@ class Swarm:
         for tensor in [*module.parameters(), *module.buffers()]:
             nn.init.constant_(tensor, float("nan"))
         blocks = find_blocks(module, self._pipeline)
-        model = Model(module, blocks, lambda _: optimizer(module), torch.device("cpu"), keep=False)
+        model = PeerModel(module, blocks, lambda _: optimizer(module), torch.device("cpu"), keep=False)
         transport = self.network.transport(name)
         handshake.answer(transport, now=lambda: 1000.0)
         report = PeerReport(run_id="x", age_s=1.0, sent_bytes=0, received_bytes=0, server=None)
@@ -360,7 +360,9 @@ class Swarm:
     def route(self, choice: int = 0) -> list[PeerId]:
         return [roster[choice % len(roster)] for roster in self.rosters]
 
-    def forward_request(self, k: CallKey, stage: int, route: Sequence[PeerId], x: Tensor, mode: Mode = MODE) -> Message:
+    def forward_request(
+        self, k: CallKey, stage: int, route: Sequence[PeerId], x: Tensor, mode: ComputeMode = MODE
+    ) -> Message:
         source = Ticket(peer_id=route[stage - 1], name=k.name(stage - 1, "forward")) if stage else None
         structure, tensors = serialization.flatten((None if stage else (x,), {}))
         request = ForwardRequest(key=k, stage_index=stage, mode=mode, source=source, structure=structure)
@@ -389,7 +391,7 @@ class Swarm:
         return Message(await self.trainer.call(peer, method, message.body, timeout=30.0))
 
     async def forward(
-        self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, mode: Mode = MODE
+        self, k: CallKey, x: Tensor, *, route: Sequence[PeerId] | None = None, mode: ComputeMode = MODE
     ) -> Tensor:
         """All stages' calls at once; the last one's output."""
         route = route or self.route()

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_swarm.client.pipeline.replay_buffer import Copies
-from lightning_swarm.client.pipeline.router import Charge, StageRouter, deadline_s
+from lightning_swarm.client.pipeline.replay_buffer import ReplayBuffer
+from lightning_swarm.client.pipeline.router import PeerCharge, StageRouter, deadline_s
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import NotEnlisted, PeerError, SwarmError, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId, Transport
-from lightning_swarm.protocol.events import EventLog, Vigil
+from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Candidate, Record
-from lightning_swarm.protocol.messages.wire import Wire, encode
+from lightning_swarm.protocol.messages.wire import WireMessage, encode
 from lightning_swarm.protocol.tickets import TicketStore
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ async def _nothing() -> None:
 
 
 @dataclass
-class Link:
+class PipelineContext:
     """What passages share: the network and the routers, one for each stage.
 
     Args:
@@ -63,7 +63,7 @@ class Link:
     routers: Sequence[StageRouter]
     timeout: float
     events: EventLog
-    copies: Copies = field(default_factory=lambda: Copies(_DEFAULT_COPIES_BYTES))
+    copies: ReplayBuffer = field(default_factory=lambda: ReplayBuffer(_DEFAULT_COPIES_BYTES))
     stage_timeout: float = 0.0
     check: Callable[[], Awaitable[None]] = _nothing
     count: Counter[str] = field(default_factory=Counter)
@@ -73,13 +73,13 @@ class Link:
     _silent: dict[PeerId, PeerError] = field(default_factory=dict)  # who could not be reached the last time, and why
 
     def __post_init__(self) -> None:
-        self._vigil = Vigil(self.events, stage_timeout=self.stage_timeout)
+        self._vigil = OutageWait(self.events, stage_timeout=self.stage_timeout)
 
     async def follow(self, record: Record, members: Sequence[Sequence[Member]]) -> None:
         """From now on route as the record's roster says. Who joined is tried next, if it can be reached from here.
 
         A trainer that passes over records finds in the roster who joined by them. The lead passes over none; one that
-        serves, too, met all of them before they came in; of others `Training` sees to it.
+        serves, too, met all of them before they came in; of others `TrainerRole` sees to it.
         """
         await self.copies.release(record.step)
         rosters = [[member.peer_id for member in roster] for roster in members]
@@ -136,7 +136,7 @@ class Link:
                 error,
             )
 
-    async def send(self, peer: PeerId, method: str, request: Wire, tensors: Sequence[Tensor]) -> bytes:
+    async def send(self, peer: PeerId, method: str, request: WireMessage, tensors: Sequence[Tensor]) -> bytes:
         """A small call where there are no tensors, a stream where there are.
 
         Peers answer as soon as they have it. Who lives and does not answer did not get it.
@@ -173,7 +173,7 @@ class Link:
             self.num_under_way -= 1
             self._ended.set()
 
-    def patience_s(self, stage: int, charge: Charge) -> float:
+    def patience_s(self, stage: int, charge: PeerCharge) -> float:
         """How long a stage's peer may take, from when its input is there. An only peer is waited for to the end."""
         load = self.routers[stage].peers.get(charge.peer)
         if load is None or load.samples_per_s is None or not self.others(stage, charge.peer):

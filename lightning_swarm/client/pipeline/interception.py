@@ -27,18 +27,18 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.autocast import capture
 from lightning_swarm.model.partition import BlockCall, Blocks, Pick, bind, guard, is_computing
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import Mode
+from lightning_swarm.protocol.messages.calls import ComputeMode
 
 
 @dataclass(frozen=True)
-class _Progress:
+class _ChainProgress:
     """The calls of one chain so far."""
 
     list_name: str
     block_name: str  # called last
     hidden: Any  # the first block's input
     calls: tuple[BlockCall, ...]
-    mode: Mode
+    mode: ComputeMode
     recomputed_in: FrameType | None  # of the checkpoint that the chain began in
     versions: tuple[tuple[Tensor, int], ...]  # of what the calls were given
 
@@ -47,12 +47,12 @@ class _Progress:
         """Of the block that was called last."""
         return len(self.calls) - 1
 
-    def picked(self, picks: tuple[Pick, ...]) -> _Progress:
+    def picked(self, picks: tuple[Pick, ...]) -> _ChainProgress:
         """The same, where `picks` were taken from what the last block gave."""
         return replace(self, calls=(*self.calls[:-1], replace(self.calls[-1], picks=picks)))
 
 
-class Chain:
+class BlockChain:
     """Turns the calls of blocks into calls of the pipeline.
 
     Args:
@@ -77,14 +77,14 @@ class Chain:
     def call(self, place: int, *args: Any, **kwargs: Any) -> Any:
         """What stands in for the forward of the block that is at `place` for the first time."""
         hidden, arguments = self._bound(place, args, kwargs)
-        before = hidden._progress.picked(hidden._picks) if isinstance(hidden, Pending) else None
+        before = hidden._progress.picked(hidden._picks) if isinstance(hidden, DeferredOutput) else None
         index = 0 if before is None else before.index + 1
         if index == len(self._modules) or self._modules[index] is not self._modules[place]:
             found = "something else" if before is None else f"the output of block {before.block_name!r}"
             self._refuse(f"block {self._names[place]!r} was called with {found}")
         progress = self._began(hidden, arguments) if before is None else self._went_on(before, arguments)
         if index < len(self._modules) - 1:
-            return Pending(progress)
+            return DeferredOutput(progress)
         if any(tensor._version != version for tensor, version in progress.versions):
             self._refuse("an argument was changed in place between the calls of the first block and of the last")
         # A checkpoint around this block is after what is saved in this thread: not what stages save that compute in it.
@@ -117,7 +117,7 @@ class Chain:
         return unnamed[0], given
 
     def _check_travels(self, place: int, name: str, value: Any) -> None:
-        if isinstance(value, Pending):
+        if isinstance(value, DeferredOutput):
             self._refuse(
                 f"block {self._names[place]!r} got the output of block {value._progress.block_name!r} as `{name}`"
             )
@@ -130,8 +130,8 @@ class Chain:
                 "only: do without it, by `use_cache=False` in a Hugging Face model's config."
             ) from error
 
-    def _began(self, hidden: Any, arguments: dict[str, Any]) -> _Progress:
-        return _Progress(
+    def _began(self, hidden: Any, arguments: dict[str, Any]) -> _ChainProgress:
+        return _ChainProgress(
             list_name=self._list_name,
             block_name=self._names[0],
             hidden=hidden,
@@ -141,7 +141,7 @@ class Chain:
             versions=_versions((hidden, arguments)),
         )
 
-    def _went_on(self, before: _Progress, arguments: dict[str, Any]) -> _Progress:
+    def _went_on(self, before: _ChainProgress, arguments: dict[str, Any]) -> _ChainProgress:
         name = self._names[before.index + 1]
         if before.mode != self._mode():
             self._refuse(
@@ -160,32 +160,32 @@ class Chain:
             versions=before.versions + _versions(arguments),
         )
 
-    def _mode(self) -> Mode:
+    def _mode(self) -> ComputeMode:
         return capture(self._device_type, training=False, grad=torch.is_grad_enabled(), input_grad=False)
 
     def _refuse(self, found: str) -> NoReturn:
         _refuse(self._list_name, found)
 
 
-class Pending:
+class DeferredOutput:
     """Stands for the output of a block, or a part of it, until the last block is called. The next block may have it."""
 
     __slots__ = ("_picks", "_progress")
 
-    def __init__(self, progress: _Progress, picks: tuple[Pick, ...] = ()) -> None:
+    def __init__(self, progress: _ChainProgress, picks: tuple[Pick, ...] = ()) -> None:
         self._progress = progress
         self._picks = picks
 
-    def __getitem__(self, key: Any) -> Pending:
+    def __getitem__(self, key: Any) -> DeferredOutput:
         if type(key) not in (int, str):
             self._refuse("`__getitem__`")
-        return Pending(self._progress, (*self._picks, key))
+        return DeferredOutput(self._progress, (*self._picks, key))
 
-    def __iter__(self) -> Iterator[Pending]:
+    def __iter__(self) -> Iterator[DeferredOutput]:
         count = _unpacked_into(sys._getframe(1))
         if count is None:
             self._refuse("`__iter__`")
-        return iter([Pending(self._progress, (*self._picks, (place, count))) for place in range(count)])
+        return iter([DeferredOutput(self._progress, (*self._picks, (place, count))) for place in range(count)])
 
     @override
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ class Pending:
 
 
 def _operation(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Pending, *_: Any) -> NoReturn:
+    def refuse(self: DeferredOutput, *_: Any) -> NoReturn:
         self._refuse(f"`{name}`")
 
     return refuse
@@ -218,8 +218,8 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul
 _OTHERS = ("neg", "abs", "invert", "eq", "ne", "lt", "le", "gt", "ge", "bool", "int", "float", "index")
 _CONTAINER = ("setitem", "delitem", "len", "contains")
 for _name in (*_ARITHMETIC, *(f"r{one}" for one in _ARITHMETIC), *_OTHERS, *_CONTAINER):
-    setattr(Pending, f"__{_name}__", _operation(f"__{_name}__"))
-Pending.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
+    setattr(DeferredOutput, f"__{_name}__", _operation(f"__{_name}__"))
+DeferredOutput.__hash__ = object.__hash__  # type: ignore[method-assign]  # gone with `__eq__`
 
 
 def _unpacked_into(frame: FrameType) -> int | None:
@@ -279,7 +279,7 @@ class Interception:
         if not blocks.one_by_one:
             self._replace(blocks.root, pipeline)
             return
-        chain = Chain(blocks, pipeline, pipeline.config.device.type, pipeline.config.shared)
+        chain = BlockChain(blocks, pipeline, pipeline.config.device.type, pipeline.config.shared)
         places: dict[int, tuple[int, nn.Module]] = {}
         for place, block in enumerate(blocks.modules):
             places.setdefault(id(block), (place, block))
@@ -289,7 +289,7 @@ class Interception:
     def _replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
         # Not `setattr`: a compiled module passes that on to the one that it wraps.
         self._own.append((module, {name: value for name, value in vars(module).items() if name == "forward"}))
-        vars(module)["forward"] = _StandIn(module.forward, call, self)
+        vars(module)["forward"] = _ForwardOverride(module.forward, call, self)
 
     def remove(self) -> None:
         """Give the user's own forwards back. Twice is fine."""
@@ -302,7 +302,7 @@ class Interception:
             vars(module).update(own)
 
 
-class _StandIn:
+class _ForwardOverride:
     """Takes the place of a module's forward: on the trainer, not where a stage computes with the same module.
 
     A copy of the module calls the same pipeline; a pickled one has its own forward.
@@ -318,8 +318,8 @@ class _StandIn:
             return self.__wrapped__(*args, **kwargs)
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _StandIn:
-        return _StandIn(copy.deepcopy(self.__wrapped__, memo), self._call, self._interception)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ForwardOverride:
+        return _ForwardOverride(copy.deepcopy(self.__wrapped__, memo), self._call, self._interception)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _itself, (self.__wrapped__,)

@@ -39,7 +39,7 @@ class LocalStage(Protocol):
         ...
 
 
-class Around:
+class LocalLayers:
     """The parameters that this trainer computes with itself.
 
     Args:

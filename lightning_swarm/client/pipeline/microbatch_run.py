@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.recovery import BackwardRecovery, ForwardRecovery, HolderGone
-from lightning_swarm.client.pipeline.replay_buffer import Copy, Microbatch
-from lightning_swarm.client.pipeline.stage_calls import Calls, Failed
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.recovery import BackwardRecovery, ForwardRecovery, GradientHolderGone
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayCopy
+from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import DeadlineExceeded, LeaseRevoked, ProtocolError, StepError, TicketGone
 from lightning_swarm.core.tasks import gather, gather_bounded
@@ -34,7 +34,7 @@ async def _nothing() -> None:
     """Nobody wants to know."""
 
 
-class Passage:
+class MicrobatchRun:
     """One microbatch on its way.
 
     Args:
@@ -42,10 +42,10 @@ class Passage:
         microbatch: What goes through the stages.
     """
 
-    def __init__(self, link: Link, microbatch: Microbatch) -> None:
+    def __init__(self, link: PipelineContext, microbatch: Microbatch) -> None:
         self.link = link
         self.microbatch = microbatch
-        self._calls = Calls(link, microbatch)
+        self._calls = StageCalls(link, microbatch)
 
     async def forward(self) -> tuple[serialization.Tree, list[bool]]:
         """The output of the last stage, as it travels, and which of its tensors require grad.
@@ -70,7 +70,7 @@ class Passage:
     async def _forward(self) -> tuple[serialization.Tree, list[bool]]:
         calls, link = self._calls, self.link
         began_s = now_s()
-        sender = _Sender(link, calls, self.microbatch)
+        sender = _ForwardSender(link, calls, self.microbatch)
         recovery = ForwardRecovery(link, calls, self.microbatch)
         while True:
             try:
@@ -81,7 +81,7 @@ class Passage:
                 # After a failure it is not sure whose reports these are.
                 self._learn(() if recovery.num_failures else (report, *report.others), took_s=now_s() - began_s)
                 return from_message(message)
-            except Failed as failure:
+            except StageCallFailed as failure:
                 await recovery.mend(failure)
 
     def _learn(self, reports: Sequence[StageReport], *, took_s: float) -> None:
@@ -111,7 +111,7 @@ class Passage:
         """
         calls, link = self._calls, self.link
         calls.gradients = gradients
-        way_back = _WayBack(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
+        way_back = _BackwardRun(link, calls, self.microbatch, wants_input_gradient=self.microbatch.mode.input_grad)
         with link.passing():
             try:
                 found = await way_back.go(sent=sent)
@@ -120,20 +120,22 @@ class Passage:
                 calls.release()
         if calls.end <= calls.last:
             route = [charge.peer for charge in calls.route]
-            await link.copies.keep(Copy(microbatch=self.microbatch, gradients=gradients, route=route))
+            await link.copies.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
         return found
 
     async def _account_forward(self, stage: int) -> None:
         """Of a stage without a backward. It did its part: what becomes of it now is no matter of this passage."""
         try:
             report = await self._calls.wait(stage, "forward")
-        except Failed as failure:
+        except StageCallFailed as failure:
             self.link.ban(stage, failure.peer, self.microbatch.key.step, failure.error)
         else:
             _settle(self.link, self._calls, stage, report)
 
 
-async def replay(link: Link, copy: Copy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]) -> None:
+async def replay(
+    link: PipelineContext, copy: ReplayCopy, holders: Mapping[int, PeerId], avoid: frozenset[PeerId]
+) -> None:
     """Compute a microbatch again, so that those who shall hold its gradients add them.
 
     Args:
@@ -147,7 +149,7 @@ async def replay(link: Link, copy: Copy, holders: Mapping[int, PeerId], avoid: f
         StepError: No way through the other stages was found.
     """
     microbatch = copy.microbatch
-    calls = Calls(link, microbatch, holders)
+    calls = StageCalls(link, microbatch, holders)
     calls.gradients = copy.gradients
     for stage, (router, before) in enumerate(zip(link.routers, copy.route, strict=True)):
         if stage in holders:
@@ -157,7 +159,7 @@ async def replay(link: Link, copy: Copy, holders: Mapping[int, PeerId], avoid: f
         else:  # who computed it may hold its output still
             charge = router.charge(before, microbatch.num_rows)
         calls.route.append(charge)
-    way_back = _WayBack(link, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
+    way_back = _BackwardRun(link, calls, microbatch, wants_input_gradient=False, holders=holders, avoid=avoid)
     with link.passing():
         try:
             await way_back.go(anew=True)
@@ -165,10 +167,10 @@ async def replay(link: Link, copy: Copy, holders: Mapping[int, PeerId], avoid: f
             calls.release()
 
 
-class _Sender:
+class _ForwardSender:
     """Sends forwards, and finds a place for those that meet busy peers."""
 
-    def __init__(self, link: Link, calls: Calls, microbatch: Microbatch) -> None:
+    def __init__(self, link: PipelineContext, calls: StageCalls, microbatch: Microbatch) -> None:
         self._link = link
         self._calls = calls
         self._microbatch = microbatch
@@ -223,13 +225,13 @@ class _Sender:
         return sorted({*busy, *(stage + 1 for stage in busy if stage < self._calls.last)})
 
 
-class _WayBack:
+class _BackwardRun:
     """The backward of a microbatch: each stage's receipt, and what is sent again until all are there."""
 
     def __init__(
         self,
-        link: Link,
-        calls: Calls,
+        link: PipelineContext,
+        calls: StageCalls,
         microbatch: Microbatch,
         *,
         wants_input_gradient: bool,
@@ -240,7 +242,7 @@ class _WayBack:
         self._calls = calls
         self._replays = holders is not None
         self._wants_input_gradient = wants_input_gradient
-        self._sender = _Sender(link, calls, microbatch)
+        self._sender = _ForwardSender(link, calls, microbatch)
         self._recovery = BackwardRecovery(link, calls, microbatch, holders=holders or {}, avoid=avoid)
 
     async def go(self, *, anew: bool = False, sent: Callable[[], Awaitable[None]] = _nothing) -> serialization.Tree:
@@ -248,7 +250,7 @@ class _WayBack:
 
         Args:
             anew: No forward went before it.
-            sent: As in `Passage.backward`.
+            sent: As in `MicrobatchRun.backward`.
         """
         is_told = False
         calls, recovery = self._calls, self._recovery
@@ -273,7 +275,7 @@ class _WayBack:
                     if stage not in recovery.done:
                         await self._receive(stage)
                 return await self._input_gradient() if self._wants_input_gradient else None
-            except Failed as failure:
+            except StageCallFailed as failure:
                 await recovery.mend(failure)
 
     async def _send_first(self, stage: int) -> None:
@@ -304,7 +306,7 @@ class _WayBack:
         patience_s = link.patience_s(calls.last, calls.route[calls.last])
         try:
             report = await calls.wait(calls.end, "backward", timeout=patience_s)
-        except Failed as failure:
+        except StageCallFailed as failure:
             if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
                 await self._receive(calls.last, timeout=_MOMENT_S)
             return
@@ -325,7 +327,7 @@ class _WayBack:
                 raise ProtocolError(f"{peer} finished stage {stage} with a receipt too few or too many")
             if not report.receipt:  # what is there is of a replay in which it was to add nothing
                 await calls.cancel(stage, "backward")
-                raise Failed(stage, peer, TicketGone("the gradient was computed, and not added"))
+                raise StageCallFailed(stage, peer, TicketGone("the gradient was computed, and not added"))
         _settle(self._link, calls, stage, report)
         self._recovery.done.add(stage)
 
@@ -334,7 +336,7 @@ class _WayBack:
         return from_message(message)[0]
 
 
-def _settle(link: Link, calls: Calls, stage: int, report: StageReport) -> None:
+def _settle(link: PipelineContext, calls: StageCalls, stage: int, report: StageReport) -> None:
     link.routers[stage].settle(calls.route[stage], busy_s=report.busy_s, queued=report.queued)
     link.heard(calls.peer(stage), step=calls.step)
 
@@ -348,7 +350,7 @@ class Replayer:
         max_in_flight: Microbatches under way at once.
     """
 
-    def __init__(self, link: Link, run: RunState, *, max_in_flight: int) -> None:
+    def __init__(self, link: PipelineContext, run: RunState, *, max_in_flight: int) -> None:
         self._link = link
         self._run = run
         self._max_in_flight = max_in_flight
@@ -381,7 +383,7 @@ class Replayer:
             return
         try:
             await replay(self._link, copy, one.holders, frozenset(request.avoid))
-        except HolderGone as error:
+        except GradientHolderGone as error:
             unreached.add(error.peer)
         except LeaseRevoked as error:  # the sums are frozen anew, or by another: it is asked for again, if it is missed
             self._link.events.note("retry", step=request.step, reason=str(error))

@@ -11,8 +11,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.microbatch_run import Passage
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.microbatches import concat, concat_gradients, num_rows, split, split_gradients
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.core.errors import ConfigError, LeaseRevoked
@@ -24,7 +24,7 @@ from lightning_swarm.network import SMALL_BYTES
 from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression import PLAIN, Codec, Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.calls import CallKey, Mode, Receipt
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
 
 
 class Call(Protocol):
@@ -46,10 +46,10 @@ def apply(call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
     """
     # Without an input that wants a gradient autograd would leave the function out.
     anchor = torch.zeros((), requires_grad=True)
-    return list(_Pipeline.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # torch has no types here
+    return list(_PipelineFunction.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-class _Pipeline(torch.autograd.Function):
+class _PipelineFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
@@ -86,7 +86,7 @@ cheaper.
 
 
 @dataclass
-class BatchInHand:
+class GrantedBatch:
     """A granted batch between its grant and its end."""
 
     grant: Grant
@@ -136,7 +136,9 @@ class Pipeline:
         config: See there.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], link: Link, runtime: Runtime, config: PipelineConfig) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], link: PipelineContext, runtime: Runtime, config: PipelineConfig
+    ) -> None:
         self.blocks = blocks
         self.link = link
         self.runtime = runtime
@@ -145,7 +147,7 @@ class Pipeline:
         self.version = 0  # of the weights that calls outside a batch use
         self.lent = 0  # of what calls outside a batch mean by it; 0: the weights of the step
         self.first_trained = 0  # no stage before this one trains
-        self.batch: BatchInHand | None = None
+        self.batch: GrantedBatch | None = None
         self.num_microbatches = 0
         self._evaluations = itertools.count()
 
@@ -176,7 +178,7 @@ class Pipeline:
         """Enter the run's next generation; a batch in hand is given up."""
         self.generation, self.version, self.batch = generation, version, None
 
-    def key(self, batch: BatchInHand | None, call: int, index: int) -> CallKey:
+    def key(self, batch: GrantedBatch | None, call: int, index: int) -> CallKey:
         """The key of a microbatch of the current batch, or of an evaluation."""
         if batch is None:
             return CallKey(
@@ -199,7 +201,7 @@ class Pipeline:
             call=call,
         )
 
-    def next_call(self, batch: BatchInHand | None) -> int:
+    def next_call(self, batch: GrantedBatch | None) -> int:
         """Numbers the calls of a batch, and those outside of batches."""
         if batch is None:
             return next(self._evaluations)
@@ -232,7 +234,7 @@ class Pipeline:
 class _Call:
     """One call: its microbatches, forward and backward."""
 
-    def __init__(self, pipeline: Pipeline, args: tuple[Any, ...], extras: dict[str, Any], mode: Mode) -> None:
+    def __init__(self, pipeline: Pipeline, args: tuple[Any, ...], extras: dict[str, Any], mode: ComputeMode) -> None:
         self._pipeline = pipeline
         self._batch = pipeline.batch if mode.grad else None
         config = pipeline.config
@@ -241,7 +243,7 @@ class _Call:
         number = pipeline.next_call(self._batch)
         self._sizes = [part.num_rows for part in parts]
         self._passages = [
-            Passage(
+            MicrobatchRun(
                 pipeline.link,
                 Microbatch(
                     key=pipeline.key(self._batch, number, index),
@@ -301,7 +303,7 @@ class _Call:
             return no_gradients
         return concat_gradients([decoded(one, codec, config.device) for one in found], self._sizes)
 
-    async def _sent(self, batch: BatchInHand, receipt: Receipt) -> None:
+    async def _sent(self, batch: GrantedBatch, receipt: Receipt) -> None:
         batch.sent.append(receipt)
         if batch.arm is not None and len(batch.sent) == batch.num_microbatches:
             await batch.arm(batch.sent)

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
-from lightning_swarm.client.pipeline.stage_calls import Calls, Failed
+from lightning_swarm.client.pipeline.stage_calls import StageCallFailed, StageCalls
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import (
     DeadlineExceeded,
@@ -37,7 +37,7 @@ _MIN_FAILURES: Final = 8
 _MAX_OF_A_HOLDER: Final = 2
 
 
-class HolderGone(PeerError):
+class GradientHolderGone(PeerError):
     """Nobody else may take the place of this peer.
 
     Args:
@@ -63,8 +63,8 @@ class Recovery:
 
     def __init__(
         self,
-        link: Link,
-        calls: Calls,
+        link: PipelineContext,
+        calls: StageCalls,
         microbatch: Microbatch,
         *,
         holders: Mapping[int, PeerId] | None = None,
@@ -81,7 +81,7 @@ class Recovery:
         self._missed: Counter[tuple[PeerId, ...]] = Counter()  # by the peers that had to do with it
         self.num_failures = 0
 
-    async def _note(self, failure: Failed) -> None:
+    async def _note(self, failure: StageCallFailed) -> None:
         """Count a failure. What is asked for again, and again, is asked for less and less often.
 
         Raises:
@@ -118,7 +118,7 @@ class Recovery:
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
-    async def _replace(self, failure: Failed) -> None:
+    async def _replace(self, failure: StageCallFailed) -> None:
         """Ban the peer that failed, and choose another one. One that nobody can replace is asked again if it lives."""
         if failure.stage in self._holders and not isinstance(failure.error, (Unreachable, NotMember)):
             self._repeats[failure.stage] += 1
@@ -139,13 +139,13 @@ class Recovery:
         """Choose another peer for a stage, if there is another one."""
         peer = self._calls.peer(stage)
         if stage in self._holders:
-            raise HolderGone(peer, error) from error
+            raise GradientHolderGone(peer, error) from error
         neighbours = {self._calls.peer(one) for one in (stage - 1, stage + 1) if 0 <= one <= self._calls.last}
         apart = {one for pair in self._missed if neighbours.intersection(pair) for one in pair}
         avoid = frozenset({peer, *self._avoid, *(apart - neighbours)})
         self._calls.reroute(stage, avoid)
 
-    def _part(self, failure: Failed, senders: list[int]) -> list[int]:
+    def _part(self, failure: StageCallFailed, senders: list[int]) -> list[int]:
         """An input did not come, again: have another peer wait for it, or else another one send it.
 
         Returns:
@@ -165,7 +165,7 @@ class Recovery:
 class ForwardRecovery(Recovery):
     """Makes a route fit to be sent again, whole: what is done or under way is not done again."""
 
-    async def mend(self, failure: Failed) -> None:
+    async def mend(self, failure: StageCallFailed) -> None:
         """Find out who failed, and choose another one. Then all calls are to be sent again, in order.
 
         Raises:
@@ -184,19 +184,19 @@ class ForwardRecovery(Recovery):
             if self._link.is_banned(stage, self._calls.peer(stage)):
                 self._choose(stage, failure.error)
 
-    async def _first(self) -> Failed | None:
+    async def _first(self) -> StageCallFailed | None:
         """Wait for one stage after the other; the first one that fails. Its time began when its input was there."""
         for stage in range(self._calls.last + 1):
             try:
                 await self._calls.wait(stage, "forward")
-            except Failed as failure:
+            except StageCallFailed as failure:
                 return failure
         return None
 
-    async def _stop(self, failure: Failed) -> None:
+    async def _stop(self, failure: StageCallFailed) -> None:
         try:
             await self._calls.cancel(failure.stage, "forward")
-        except Failed:
+        except StageCallFailed:
             return  # then it is gone, and adds nothing in a forward anyway
 
 
@@ -216,8 +216,8 @@ class BackwardRecovery(Recovery):
 
     def __init__(
         self,
-        link: Link,
-        calls: Calls,
+        link: PipelineContext,
+        calls: StageCalls,
         microbatch: Microbatch,
         *,
         holders: Mapping[int, PeerId],
@@ -227,7 +227,7 @@ class BackwardRecovery(Recovery):
         self.forwards, self.backwards, self.done = set(), set(), set()
         self._late = set()
 
-    async def mend(self, failure: Failed) -> None:
+    async def mend(self, failure: StageCallFailed) -> None:
         """Find out what to send again, and to whom.
 
         Raises:
@@ -263,7 +263,7 @@ class BackwardRecovery(Recovery):
         if stage < self._calls.end:
             self.forwards.update(range(stage + 1))
 
-    async def _added_late(self, failure: Failed) -> bool:
+    async def _added_late(self, failure: StageCallFailed) -> bool:
         """Stop a peer that is late; whether the gradient is in its sum. Late twice, it is as good as gone."""
         late = (failure.stage, failure.peer)
         if late in self._late or self._calls.peer(failure.stage) != failure.peer:
@@ -271,5 +271,5 @@ class BackwardRecovery(Recovery):
         self._late.add(late)
         try:
             return await self._calls.cancel(failure.stage, "backward")
-        except Failed:
+        except StageCallFailed:
             return False

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import serialization
-from lightning_swarm.protocol.messages.calls import CallKey, Mode
+from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Microbatch:
     num_rows: int
     inputs: tuple[Any, ...]
     extras: Sequence[dict[str, Any]]
-    mode: Mode
+    mode: ComputeMode
     weight: float
     first_trained: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class ReplayCopy:
     """A microbatch that went forward and backward.
 
     Args:
@@ -59,15 +59,15 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class _Spilled:
+class _SpilledCopy:
     """A copy whose tensors are in the file."""
 
-    hull: Copy  # without its tensors
+    hull: ReplayCopy  # without its tensors
     structure: serialization.Structure
     places: Sequence[tuple[int, torch.dtype, torch.Size]]  # where each begins
 
 
-class Copies:
+class ReplayBuffer:
     """Copies by their keys: in memory up to a budget, beyond it in a file that nobody else can open.
 
     Args:
@@ -76,8 +76,8 @@ class Copies:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[CallKey, Copy] = {}
-        self._spilled: dict[CallKey, _Spilled] = {}
+        self._kept: dict[CallKey, ReplayCopy] = {}
+        self._spilled: dict[CallKey, _SpilledCopy] = {}
         self._file: IO[bytes] | None = None
         self._using_file = asyncio.Lock()
         self._decided = -1  # the newest step that is, as far as this trainer knows
@@ -90,7 +90,7 @@ class Copies:
     def __contains__(self, key: CallKey) -> bool:
         return key in self._kept or key in self._spilled
 
-    async def keep(self, copy: Copy) -> None:
+    async def keep(self, copy: ReplayCopy) -> None:
         """Keep a copy until its step is decided; the newer one where there is one of its key already."""
         key = copy.microbatch.key
         if key.step <= self._decided:
@@ -105,7 +105,7 @@ class Copies:
         async with self._using_file:
             self._spilled[key] = await asyncio.to_thread(self._write, copy)
 
-    async def find(self, key: CallKey) -> Copy | None:
+    async def find(self, key: CallKey) -> ReplayCopy | None:
         """A copy, if it is kept here."""
         if (copy := self._kept.get(key)) is not None:
             return copy
@@ -147,7 +147,7 @@ class Copies:
             if self._file is not None and not self._spilled:
                 self._file.truncate(0)
 
-    def _write(self, copy: Copy) -> _Spilled:
+    def _write(self, copy: ReplayCopy) -> _SpilledCopy:
         if self._file is None:
             self._file = tempfile.TemporaryFile(prefix="lightning_swarm-")  # noqa: SIM115 - closed by `close`
         structure, tensors = serialization.flatten(_tensors_of(copy))
@@ -157,9 +157,9 @@ class Copies:
             places.append((at, tensor.dtype, tensor.shape))
             at += self._file.write(_bytes_of(tensor.detach().resolve_conj().resolve_neg().contiguous()))
         microbatch = replace(copy.microbatch, inputs=(), extras=())
-        return _Spilled(replace(copy, microbatch=microbatch, gradients=()), structure, places)
+        return _SpilledCopy(replace(copy, microbatch=microbatch, gradients=()), structure, places)
 
-    def _read(self, spilled: _Spilled) -> Copy:
+    def _read(self, spilled: _SpilledCopy) -> ReplayCopy:
         assert self._file is not None
         tensors = []
         for at, dtype, shape in spilled.places:
@@ -172,11 +172,11 @@ class Copies:
         return replace(spilled.hull, microbatch=microbatch, gradients=gradients)
 
 
-def _tensors_of(copy: Copy) -> tuple[Any, ...]:
+def _tensors_of(copy: ReplayCopy) -> tuple[Any, ...]:
     return copy.microbatch.inputs, list(copy.microbatch.extras), copy.gradients
 
 
-def _num_bytes(copy: Copy) -> int:
+def _num_bytes(copy: ReplayCopy) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in serialization.flatten(_tensors_of(copy))[1])
 
 

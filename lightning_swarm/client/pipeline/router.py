@@ -59,7 +59,7 @@ class PeerLoad:
 
 
 @dataclass(eq=False, slots=True)
-class Charge:
+class PeerCharge:
     """A microbatch on a peer's account. The router alone changes it.
 
     Args:
@@ -81,7 +81,7 @@ class Charge:
     is_forward: bool = False
 
 
-class Order:
+class PeerHeap:
     """Places and whose they are, the smallest first. Several may have the same place."""
 
     def __init__(self) -> None:
@@ -166,10 +166,10 @@ class StageRouter:
         self._rng = rng
         self._roster = 0
         # Each peer is in one of three orders.
-        self._measured = Order()  # by when a microbatch would be through
-        self._unmeasured = Order()  # by their forwards under way
-        self._banned = Order()  # by what they have to do
-        self._again = Order()  # those measured, by when they are tried again
+        self._measured = PeerHeap()  # by when a microbatch would be through
+        self._unmeasured = PeerHeap()  # by their forwards under way
+        self._banned = PeerHeap()  # by what they have to do
+        self._again = PeerHeap()  # those measured, by when they are tried again
         self._given_s = 0.0  # to each peer on average: a clock that stands still while nothing is trained
         self._ends: list[tuple[float, PeerId]] = []  # a heap of when bans end; those of who was forgiven count no more
         self._num_samples = 0  # of the microbatches for which `_measured` is in order
@@ -193,7 +193,7 @@ class StageRouter:
 
     # ------------------------------------------------------------------ choosing
 
-    def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> Charge:
+    def choose(self, num_samples: int, *, now_s: float, avoid: frozenset[PeerId] = frozenset()) -> PeerCharge:
         """Take the peer where a microbatch would be through first, and charge it.
 
         Args:
@@ -220,10 +220,10 @@ class StageRouter:
         first = self._unmeasured.first
         return not self._is_known and len(self._unmeasured) > 1 and first is not None and first[0] >= FIRST_FORWARDS
 
-    def charge(self, peer: PeerId, num_samples: int) -> Charge:
+    def charge(self, peer: PeerId, num_samples: int) -> PeerCharge:
         """Charge a peer that was chosen by others; one that left has no account."""
         if peer not in self.peers:
-            return Charge(peer, num_samples, 0.0)
+            return PeerCharge(peer, num_samples, 0.0)
         with self._changing(peer) as load:
             expected_s = num_samples / (load.samples_per_s or self._mean_rate())
             self._given_s += expected_s / len(self.peers)
@@ -232,7 +232,7 @@ class StageRouter:
             load.num_under_way += 1
             load.num_forwards += 1
             load.left_s += expected_s
-        return Charge(peer, num_samples, expected_s, self._roster, left_s=expected_s, is_forward=True)
+        return PeerCharge(peer, num_samples, expected_s, self._roster, left_s=expected_s, is_forward=True)
 
     def _first(self, avoid: frozenset[PeerId]) -> PeerId | None:
         again = self._again.first
@@ -245,14 +245,14 @@ class StageRouter:
 
     # ------------------------------------------------------------------ what becomes of a charge
 
-    def refund(self, charge: Charge) -> None:
+    def refund(self, charge: PeerCharge) -> None:
         """The peer was busy: as if it had not been chosen."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None:
             load.num_microbatches -= 1
         self.release(charge)
 
-    def release(self, charge: Charge) -> None:
+    def release(self, charge: PeerCharge) -> None:
         """The microbatch is on its peer's account no more, whatever became of it. Twice is once."""
         load = self.peers.get(charge.peer)
         if load is not None and charge.left_s is not None and charge.roster == self._roster:
@@ -263,7 +263,7 @@ class StageRouter:
                 load.left_s = load.left_s - charge.left_s if load.num_under_way else 0.0
         charge.left_s, charge.is_forward = None, False
 
-    def note_forward(self, charge: Charge, *, busy_s: float | None) -> None:
+    def note_forward(self, charge: PeerCharge, *, busy_s: float | None) -> None:
         """A forward is done, whose backward may come long after: expect of that as much as it takes in proportion.
 
         Args:
@@ -281,7 +281,7 @@ class StageRouter:
                 self._expect(load, charge, busy_s)
         self._learn(load)
 
-    def _expect(self, load: PeerLoad, charge: Charge, forward_s: float) -> None:
+    def _expect(self, load: PeerLoad, charge: PeerCharge, forward_s: float) -> None:
         load.num_done += 1
         charge.forward_s, charge.expected_s = forward_s, forward_s / (self._forward_share.value or _FORWARD_SHARE)
         self._measure(load, charge.num_samples / charge.expected_s)
@@ -290,7 +290,7 @@ class StageRouter:
             if charge.roster == self._roster:
                 load.left_s += charge.left_s - before_s
 
-    def settle(self, charge: Charge, *, busy_s: float, queued: int) -> None:
+    def settle(self, charge: PeerCharge, *, busy_s: float, queued: int) -> None:
         """The microbatch is done: it leaves the account, and the peer's rate follows."""
         load = self.peers.get(charge.peer)
         self.release(charge)
@@ -381,7 +381,7 @@ class StageRouter:
         own_s = self._num_samples / (load.samples_per_s or self._mean_rate())
         return load.left_s + (1.0 + (load.waiting.value or 0.0)) * own_s
 
-    def _order(self, load: PeerLoad) -> Order:
+    def _order(self, load: PeerLoad) -> PeerHeap:
         if load.banned_until_s is not None:
             return self._banned
         return self._measured if self._is_known and load.samples_per_s is not None else self._unmeasured

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from lightning_swarm.client.pipeline.context import Link
+from lightning_swarm.client.pipeline.context import PipelineContext
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
-from lightning_swarm.client.pipeline.router import Charge
+from lightning_swarm.client.pipeline.router import PeerCharge
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, PeerError
 from lightning_swarm.network import Message, PeerId
@@ -26,7 +26,7 @@ from lightning_swarm.protocol.messages.wire import decode
 from lightning_swarm.protocol.methods import BACKWARD, CANCEL, FORWARD
 
 
-class Failed(Exception):
+class StageCallFailed(Exception):
     """A peer of the route did not do its part, or could not be asked.
 
     Args:
@@ -43,19 +43,19 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class _Told:
+class _InputSource:
     """Where a peer was told to get its input, or its gradient, from."""
 
     peer: PeerId
     source: PeerId | None
     recompute: PeerId | None = None
 
-    def agrees(self, now: _Told) -> bool:
+    def agrees(self, now: _InputSource) -> bool:
         """Whether who was told this gets what `now` says, if it is done or under way."""
         return self.source == now.source and self.recompute in (None, now.recompute)
 
 
-class Calls:
+class StageCalls:
     """Sends the calls of one microbatch. What is sent twice to a peer is done once, there.
 
     Args:
@@ -68,12 +68,14 @@ class Calls:
         gradients: For each of the output's tensors its gradient or None, as they travel, when they are known.
     """
 
-    def __init__(self, link: Link, microbatch: Microbatch, holders: Mapping[int, PeerId] | None = None) -> None:
+    def __init__(
+        self, link: PipelineContext, microbatch: Microbatch, holders: Mapping[int, PeerId] | None = None
+    ) -> None:
         self._link = link
         self._microbatch = microbatch
         self._holders = holders
-        self._told: dict[tuple[int, Direction], _Told] = {}
-        self.route: list[Charge] = []
+        self._told: dict[tuple[int, Direction], _InputSource] = {}
+        self.route: list[PeerCharge] = []
         self.gradients: serialization.Tree = []
 
     @property
@@ -123,7 +125,7 @@ class Calls:
 
     async def send_forward(self, stage: int) -> bool:
         """Tell a peer to compute its stage. False: it is busy, and will not."""
-        told = _Told(self.peer(stage), self.peer(stage - 1) if stage else None)
+        told = _InputSource(self.peer(stage), self.peer(stage - 1) if stage else None)
         await self._untell(stage, "forward", told)
         microbatch = self._microbatch
         structure, tensors = serialization.flatten(self._brought(stage))
@@ -152,7 +154,7 @@ class Calls:
             recompute: Say how to do the forward again, for a peer that kept nothing of it.
         """
         source = self.peer(stage + 1) if stage < self.last else None
-        told = _Told(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
+        told = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
         await self._untell(stage, "backward", told)
         microbatch = self._microbatch
         again = self._brought(stage) if recompute else None
@@ -182,7 +184,7 @@ class Calls:
         with self._blaming(stage):
             return decode(await self._link.send(self.peer(stage), CANCEL, request, ()), CancelReply).added
 
-    async def _untell(self, stage: int, direction: Direction, now: _Told) -> None:
+    async def _untell(self, stage: int, direction: Direction, now: _InputSource) -> None:
         """Who waits at a peer that left the route would take a second call for a repetition of the first."""
         told = self._told.get((stage, direction))
         if told is not None and told.peer == now.peer and not told.agrees(now):
@@ -215,4 +217,4 @@ class Calls:
         try:
             yield
         except PeerError as error:
-            raise Failed(stage, peer, error) from error
+            raise StageCallFailed(stage, peer, error) from error

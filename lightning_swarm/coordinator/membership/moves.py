@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from lightning_swarm.coordinator.membership.servers import Gate
-from lightning_swarm.coordinator.rebalancing.balancer import Balance, Load
-from lightning_swarm.coordinator.rebalancing.policy import Shed
+from lightning_swarm.coordinator.membership.servers import ServerMembership
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer, ReportedLoad
+from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog
@@ -27,17 +27,17 @@ _STATE_FACTOR: Final = 3
 """Weights, and two moments of an optimizer that has them."""
 
 
-def balance_of(manifest: Manifest, *, now_s: float) -> Balance:
+def balance_of(manifest: Manifest, *, now_s: float) -> Balancer:
     """Of a run's stages, those on trainers left out."""
     state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
-    return Balance(manifest.rebalancing, manifest.rebalance_interval, state_bytes, now_s=now_s)
+    return Balancer(manifest.rebalancing, manifest.rebalance_interval, state_bytes, now_s=now_s)
 
 
 def _num_bytes(stage: StageManifest) -> int:
     return sum(math.prod(shape) * getattr(torch, dtype).itemsize for _, shape, dtype in stage.parameters)
 
 
-class Moves:
+class PlannedMoves:
     """Those that the records of a run order.
 
     Args:
@@ -49,7 +49,13 @@ class Moves:
     """
 
     def __init__(
-        self, run: RunState, gate: Gate, balance: Balance, events: EventLog, *, step_aside: Callable[[], None]
+        self,
+        run: RunState,
+        gate: ServerMembership,
+        balance: Balancer,
+        events: EventLog,
+        *,
+        step_aside: Callable[[], None],
     ) -> None:
         self._run = run
         self._gate = gate
@@ -57,17 +63,17 @@ class Moves:
         self._events = events
         self._step_aside = step_aside
         self._steps_aside = False
-        self._put_off: tuple[list[Departure], list[Shed]] | None = None
+        self._put_off: tuple[list[Departure], list[StageRelease]] | None = None
         self._stays_among: set[PeerId] | None = None  # who was there when it had another one coordinate
 
-    def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
+    def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """What the servers said as the open step closed."""
         num_stages = self._run.num_pipeline_stages
         self._balance.take_loads(
             {peer: {i: load for i, load in held.items() if i < num_stages} for peer, held in loads.items()}
         )
 
-    def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[Shed]]:
+    def choose(self, gone: Collection[PeerId]) -> tuple[list[Departure], list[StageRelease]]:
         """Who is to move with the record of the open step, or who is to give up one of its stages.
 
         Args:
@@ -112,8 +118,8 @@ class Moves:
         return self._put_off is not None
 
     def _still(
-        self, chosen: tuple[list[Departure], list[Shed]], gone: Collection[PeerId]
-    ) -> tuple[list[Departure], list[Shed]]:
+        self, chosen: tuple[list[Departure], list[StageRelease]], gone: Collection[PeerId]
+    ) -> tuple[list[Departure], list[StageRelease]]:
         """What was chosen, as far as nobody concerned went meanwhile: then it is not what it was chosen for."""
         movers, sheds = chosen
         staying = set(self._run.servers) - {*gone, *self._gate.leaving}

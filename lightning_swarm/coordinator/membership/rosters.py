@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from lightning_swarm.coordinator.rebalancing.policy import Shed
+from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import MAX_TRAINERS, Member
 from lightning_swarm.protocol.messages.step import Candidate
@@ -20,7 +20,7 @@ def next_rosters(
     *,
     gone: Collection[PeerId] = (),
     leaving: Sequence[PeerId] = (),
-    sheds: Sequence[Shed] = (),
+    sheds: Sequence[StageRelease] = (),
     newcomers: Sequence[Candidate] = (),
 ) -> list[list[Member]]:
     """The rosters of the next step.

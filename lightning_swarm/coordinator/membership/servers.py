@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_swarm.coordinator.membership.rosters import alone_in, next_rosters
-from lightning_swarm.coordinator.rebalancing.balancer import Balance
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer
 from lightning_swarm.coordinator.server_calls import dismiss
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, ConfigError, ProtocolError, SwarmError, Unreachable
@@ -49,20 +49,20 @@ _FIRST_EXCLUSION_S: Final = 5.0
 # Rounds that joiners missed, and how long a joiner that missed some must wait. The time comes with each call, so this
 # asks no clock.
 @dataclass
-class _Missed:
+class _Backoff:
     count: int = 0
     until_s: float = 0.0  # it may not join before
 
 
 @dataclass
-class Misses:
+class JoinBackoff:
     """Of each peer, however often it joined anew."""
 
-    _missed: dict[PeerId, _Missed] = field(default_factory=dict)  # those with the latest miss last
+    _missed: dict[PeerId, _Backoff] = field(default_factory=dict)  # those with the latest miss last
 
     def add(self, peer: PeerId, *, now_s: float) -> None:
         """One more. After a few it may not join for a while, and with each further one for twice as long."""
-        missed = self._missed[peer] = self._missed.pop(peer, _Missed())
+        missed = self._missed[peer] = self._missed.pop(peer, _Backoff())
         missed.count += 1
         if len(self._missed) > _MAX_MISSING:
             del self._missed[next(iter(self._missed))]
@@ -71,11 +71,11 @@ class Misses:
 
     def count(self, peer: PeerId) -> int:
         """How many."""
-        return self._missed.get(peer, _Missed()).count
+        return self._missed.get(peer, _Backoff()).count
 
     def wait_s(self, peer: PeerId, *, now_s: float) -> float:
         """In how many seconds it may join; not positive: it may."""
-        return self._missed.get(peer, _Missed()).until_s - now_s
+        return self._missed.get(peer, _Backoff()).until_s - now_s
 
     def forget(self, peer: PeerId) -> None:
         """It is in."""
@@ -99,7 +99,7 @@ class _Round:
 
 
 @dataclass
-class _Waiting:
+class _WaitingCaller:
     candidate: Candidate
     last_heard_s: float
     ready: bool = False
@@ -114,7 +114,7 @@ class _Waiting:
         return self.ready and self.refusal is None
 
 
-class Gate:
+class ServerMembership:
     """Who wants to join, and who wants to leave.
 
     Args:
@@ -130,7 +130,7 @@ class Gate:
         self,
         transport: Transport,
         run: RunState,
-        balance: Balance,
+        balance: Balancer,
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         limits: Limits,
@@ -142,8 +142,8 @@ class Gate:
         self._spawn = spawn
         self._events = events
         self._limits = limits
-        self._waiting: dict[PeerId, _Waiting] = {}
-        self._misses = Misses()
+        self._waiting: dict[PeerId, _WaitingCaller] = {}
+        self._misses = JoinBackoff()
         self.on_restarted_lead: Callable[[], None] = lambda: None  # called when the lead joins as another process
         self._entering: set[PeerId] = set()  # by the record that is being decided
         self._leaving: dict[PeerId, None] = {}  # who asked first comes first
@@ -194,7 +194,7 @@ class Gate:
         member = Member(peer_id=caller, boot_id=request.boot_id)
         candidate = Candidate(member=member, stage_index=stage_index, addresses=request.addresses)
         # Before anyone is told, so that of two that come at once at least one is told of the other.
-        waiting = self._waiting[caller] = _Waiting(candidate, now_s())
+        waiting = self._waiting[caller] = _WaitingCaller(candidate, now_s())
         try:
             await self._introduce(candidate)
         except BaseException:
@@ -371,7 +371,7 @@ class Gate:
                 hearing.append(self._spawn(self._listen(one, round_, timeout=self._limits.call_timeout)))
         return hearing
 
-    async def _listen(self, waiting: _Waiting, round_: _Round, *, timeout: float) -> None:
+    async def _listen(self, waiting: _WaitingCaller, round_: _Round, *, timeout: float) -> None:
         member = waiting.candidate.member
         try:
             answer = await self._transport.call(member.peer_id, LISTEN, encode(round_.request), timeout=timeout)
@@ -415,7 +415,7 @@ class Gate:
         holding = [one for one in self._waiting.values() if one.holds and one.holds.request.closing is closing]
         self._entering = {one.candidate.member.peer_id for one in holding}
 
-        async def hold(waiting: _Waiting) -> None:
+        async def hold(waiting: _WaitingCaller) -> None:
             round_, waiting.holds = waiting.holds, None
             assert round_ is not None
             await self._listen(waiting, round_, timeout=_GRACE_S)
@@ -425,7 +425,7 @@ class Gate:
         self._entering = {candidate.member.peer_id for candidate in there}
         return sorted(there, key=lambda candidate: candidate.member.peer_id)
 
-    def _miss(self, waiting: _Waiting, reason: str) -> None:
+    def _miss(self, waiting: _WaitingCaller, reason: str) -> None:
         peer, at_s = waiting.candidate.member.peer_id, now_s()
         self._misses.add(peer, now_s=at_s)
         waiting.ready = False  # until it says so again

@@ -11,10 +11,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from lightning_swarm.coordinator.long_poll import Changes
+from lightning_swarm.coordinator.long_poll import ChangeNotifier
 from lightning_swarm.coordinator.membership.rosters import trainer_changes
-from lightning_swarm.coordinator.step.books import Books
-from lightning_swarm.coordinator.trainer_leases import TrainerWatch
+from lightning_swarm.coordinator.step.books import StepState
+from lightning_swarm.coordinator.trainer_leases import LeaseExpiry
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.limits import Limits
@@ -33,7 +33,7 @@ _SILENT: Final = "it does not answer"
 _ANEW: Final = "it was started again"
 
 
-class Enrolment:
+class TrainerMembership:
     """Who wants to train, who wants to no more, and who is gone.
 
     Args:
@@ -51,9 +51,9 @@ class Enrolment:
         self,
         transport: Transport,
         run: RunState,
-        books: Books,
-        watch: TrainerWatch,
-        held: Changes,
+        books: StepState,
+        watch: LeaseExpiry,
+        held: ChangeNotifier,
         *,
         epoch: Callable[[], int | None],
         events: EventLog,

@@ -18,10 +18,10 @@ from typing import Final
 
 from lightning_swarm.coordinator.rebalancing.policy import (
     SCATTER,
-    Costs,
     Move,
-    Shed,
-    Stages,
+    MoveCosts,
+    StageRates,
+    StageRelease,
     mean_rate,
     plan,
     plan_as_paper,
@@ -36,7 +36,7 @@ _FEWEST: Final = 0.01
 """Changes that are thought of as remembered, however long nothing happens."""
 
 
-class Pace:
+class ChurnEstimate:
     """For how long a swarm stays as it is, on the average: what it was like in the last hours counts.
 
     Args:
@@ -79,7 +79,7 @@ _SIGMAS: Final = 2.0
 
 
 @dataclass(frozen=True)
-class Load:
+class ReportedLoad:
     """What a server says of one of its stages.
 
     Args:
@@ -93,14 +93,14 @@ class Load:
     busy_share: float | None = None
 
     @classmethod
-    def said(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> Load:
+    def said(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> ReportedLoad:
         """What a server says, as far as it can be true: nothing that it says may harm who coordinates."""
         believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
         share = None if busy_share is None else min(busy_share, 1.0)
         return cls(samples_per_s if believed else None, min(queued, 1.0 / _SLOWEST), share)
 
 
-class Rate:
+class RateEstimate:
     """One peer's, as it says it step after step. What it says scatters most where a stage computes for milliseconds.
 
     Attributes:
@@ -164,13 +164,13 @@ _GIVEN_UP: Final = 10.0
 
 
 @dataclass(frozen=True)
-class _Journey:
+class _MoveInProgress:
     target: int
     began_s: float
     until_s: float  # then it is not expected any more
 
 
-class Balance:
+class Balancer:
     """Of one run.
 
     Args:
@@ -184,20 +184,20 @@ class Balance:
         self._rule = rule
         self._interval_s = interval_s
         self._state_bytes = state_bytes
-        self._loads: dict[PeerId, dict[int, Load]] = {}
-        self._known: dict[PeerId, Rate] = {}  # also of those on their way
+        self._loads: dict[PeerId, dict[int, ReportedLoad]] = {}
+        self._known: dict[PeerId, RateEstimate] = {}  # also of those on their way
         self._log_work = [0.0] * len(state_bytes)
-        self._on_the_way: dict[PeerId, _Journey] = {}
+        self._on_the_way: dict[PeerId, _MoveInProgress] = {}
         self._left: dict[PeerId, set[int]] = {}  # which stages, since peers came or went last
         self._bytes_per_s = MovingAverage(_SMOOTHING)
         self._seen: frozenset[PeerId] | None = None  # who was there when it decided last
         self._peers: frozenset[PeerId] = frozenset()  # and on the way, when it was asked last
-        self._pace = Pace(now_s)
+        self._pace = ChurnEstimate(now_s)
         self._step_s = MovingAverage(_SMOOTHING)
         self._asked_s: float | None = None
         self._decided_s = now_s
 
-    def take_loads(self, loads: Mapping[PeerId, Mapping[int, Load]]) -> None:
+    def take_loads(self, loads: Mapping[PeerId, Mapping[int, ReportedLoad]]) -> None:
         """What all servers said last. Where nobody moves, rates mean nothing: newcomers go where the fewest are."""
         if self._rule == "none":
             return
@@ -215,7 +215,7 @@ class Balance:
         index = next(iter(measured)) if len(measured) == 1 else None
         known = self._known.get(peer)
         if known is None:
-            self._known[peer] = Rate(rate, index)
+            self._known[peer] = RateEstimate(rate, index)
             return
         before, where = known.samples_per_s, known.stage
         known.hear(rate, index)
@@ -225,7 +225,7 @@ class Balance:
                 changed = self._log_work[stage] + _LEARNT * learnt
                 self._log_work[stage] = max(-_MOST_WORK, min(changed, _MOST_WORK))
 
-    def _speed(self, known: Rate) -> float:
+    def _speed(self, known: RateEstimate) -> float:
         """Samples/s at a stage of work 1."""
         return known.samples_per_s * (1.0 if known.stage is None else math.exp(self._log_work[known.stage]))
 
@@ -283,7 +283,7 @@ class Balance:
         leaving: Collection[PeerId],
         joining: Mapping[PeerId, int],
         now_s: float,
-    ) -> list[Shed]:
+    ) -> list[StageRelease]:
         """Who is to give up one of several stages now. Not of a stage that somebody is being sent.
 
         Args:
@@ -336,7 +336,7 @@ class Balance:
     def note_left(self, peer: PeerId, source: int, target: int, *, now_s: float) -> None:
         """A record let a peer go, which is to join another stage."""
         self._left.setdefault(peer, set()).add(source)
-        self._on_the_way[peer] = _Journey(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
+        self._on_the_way[peer] = _MoveInProgress(target, now_s, now_s + _GIVEN_UP * self._move_s(target))
 
     def stage_for(
         self, newcomer: PeerId, rosters: Sequence[Sequence[PeerId]], joining: Mapping[PeerId, int], *, now_s: float
@@ -359,7 +359,7 @@ class Balance:
         stages = self._stages(rosters, fixed if leader is None else {*fixed, leader}, joining)
         if self._rule == "gain":
             move_s = [self._move_s(index) for index in range(len(rosters))]
-            costs = Costs(move_s, self._pace.horizon_s(now_s), _LOST_S)
+            costs = MoveCosts(move_s, self._pace.horizon_s(now_s), _LOST_S)
             moves = plan(stages, costs)
             all_free = self._stages(rosters, fixed, joining)
             others = plan(all_free, costs)
@@ -382,9 +382,9 @@ class Balance:
         joining: Mapping[PeerId, int],
         *,
         by_rates: bool = True,
-    ) -> Stages:
+    ) -> StageRates:
         known = self._known if by_rates else {}
-        stages = Stages(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None)
+        stages = StageRates(len(rosters), list(map(math.exp, self._log_work)) if by_rates else None)
         speeds = {peer: self._speed(rate) for peer, rate in known.items()}
         usual = math.fsum(speeds.values()) / len(speeds) if speeds else 1.0
         several = {peer for roster in rosters for peer in roster if sum(peer in other for other in rosters) > 1}

@@ -48,7 +48,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Costs:
+class MoveCosts:
     """What a move costs, and for how long its gain lasts.
 
     Args:
@@ -63,7 +63,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StagePeer:
     stage: int
     samples_per_s: float
     arrived: bool
@@ -72,7 +72,7 @@ class _Place:
     scatter: float
 
 
-class Stages:
+class StageRates:
     """Who serves which stage, and how fast: kept sorted, so that a decision looks at a few peers of each stage.
 
     A peer's rate is in samples/s at a stage of work 1. A peer on its way to a stage counts there, but cannot be moved
@@ -95,7 +95,7 @@ class Stages:
         """Also those on their way."""
         self._num_serving = [0] * num_stages
         self._movable: list[list[tuple[float, PeerId]]] = [[] for _ in range(num_stages)]
-        self._where: dict[PeerId, _Place] = {}
+        self._where: dict[PeerId, _StagePeer] = {}
 
     def put(
         self,
@@ -122,7 +122,7 @@ class Stages:
                 smaller share of a large stage's sum, where errors cancel.
         """
         self.remove(peer)
-        place = self._where[peer] = _Place(stage, samples_per_s, arrived, arrived and movable, left, scatter)
+        place = self._where[peer] = _StagePeer(stage, samples_per_s, arrived, arrived and movable, left, scatter)
         self._count(place, 1)
         if place.movable:
             insort(self._movable[stage], (samples_per_s, peer))
@@ -175,7 +175,7 @@ class Stages:
         """How many have arrived."""
         return self._num_serving[stage]
 
-    def _count(self, place: _Place, sign: int) -> None:
+    def _count(self, place: _StagePeer, sign: int) -> None:
         rate = place.samples_per_s / self.work[place.stage]
         self.rates[place.stage] += sign * rate
         self.squares[place.stage] += sign * (rate * place.scatter) ** 2
@@ -185,14 +185,14 @@ class Stages:
             self._num_serving[place.stage] += sign
 
 
-def stage_for(stages: Stages) -> int:
+def stage_for(stages: StageRates) -> int:
     """The stage that a newcomer is of most use to."""
     return min(range(len(stages.rates)), key=stages.rates.__getitem__)
 
 
-def plan(stages: Stages, costs: Costs) -> list[Move]:
+def plan(stages: StageRates, costs: MoveCosts) -> list[Move]:
     """The moves that pay, or none. No stage is left without a peer that serves it."""
-    draft = _Draft(stages, costs)
+    draft = _MovePlan(stages, costs)
     best: list[Move] = []
     best_rate = draft.mean_rate()
     while found := draft.find():
@@ -204,18 +204,18 @@ def plan(stages: Stages, costs: Costs) -> list[Move]:
     return best
 
 
-def mean_rate(stages: Stages, costs: Costs, moves: Sequence[Move]) -> float:
+def mean_rate(stages: StageRates, costs: MoveCosts, moves: Sequence[Move]) -> float:
     """Of the pipeline with these moves, as long as the swarm stays as it is."""
-    draft = _Draft(stages, costs)
+    draft = _MovePlan(stages, costs)
     for move in moves:
         draft.make(move, stages.rate(move.peer))
     return draft.mean_rate()
 
 
-class _Draft:
+class _MovePlan:
     """Moves, and where they leave the stages."""
 
-    def __init__(self, stages: Stages, costs: Costs) -> None:
+    def __init__(self, stages: StageRates, costs: MoveCosts) -> None:
         self.moves: dict[PeerId, Move] = {}
         self._stages = stages
         self._costs = costs
@@ -326,7 +326,7 @@ class _Draft:
 def plan_as_paper(queued: Sequence[float], queues: Sequence[Mapping[PeerId, float]]) -> list[Move]:
     """The paper's rule: of the stage with the shortest queue, the peer with the shortest moves to the longest one.
 
-    It says nothing of when to stop: see `Stages.stays_ahead`.
+    It says nothing of when to stop: see `StageRates.stays_ahead`.
 
     Args:
         queued: Samples that wait, by stage.
@@ -366,10 +366,10 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
         chosen.append(index)
     if len(ordered) >= _MANY * num_stages:
         return totals[0][0]
-    stages = Stages(num_stages)
+    stages = StageRates(num_stages)
     for number, (rate, index) in enumerate(zip(ordered, chosen, strict=True)):
         stages.put(PeerId(str(number)), index, rate, scatter=0.0)
-    free = Costs([0.0] * num_stages, horizon_s=1.0)
+    free = MoveCosts([0.0] * num_stages, horizon_s=1.0)
     while moves := plan(stages, free):
         for move in moves:
             stages.move(move)
@@ -379,7 +379,7 @@ def best_rate(rates: Iterable[float], num_stages: int) -> float:
 # Giving up one stage of several. Each peer of a stage gets as many of its microbatches as the peer is fast, whatever
 # other stages it computes. So a peer with several stages holds up the newcomers of each, until it leaves them one.
 @dataclass(frozen=True)
-class Shed:
+class StageRelease:
     """A peer is to give up a stage, and to stay in its others.
 
     Args:
@@ -397,7 +397,7 @@ def plan_shedding(
     kept: Collection[int] = (),
     leaving: Collection[PeerId] = (),
     lone_costs: float = 0.0,
-) -> list[Shed]:
+) -> list[StageRelease]:
     """What is given up: where of those who share the stage the busiest has clearly less to do afterwards.
 
     Args:
@@ -410,7 +410,7 @@ def plan_shedding(
         Of each stage at most one copy less; each has still a peer that stays.
     """
     held = [dict(stage) for stage in rates]
-    found: list[Shed] = []
+    found: list[StageRelease] = []
     while choices := _choices(held, {*kept, *(one.stage for one in found)}, leaving, lone_costs):
         _, shed = min(choices, key=lambda choice: choice[0])
         found.append(shed)
@@ -420,7 +420,7 @@ def plan_shedding(
 
 def _choices(
     held: Sequence[Mapping[PeerId, float]], kept: Collection[int], leaving: Collection[PeerId], lone_costs: float
-) -> list[tuple[float, Shed]]:
+) -> list[tuple[float, StageRelease]]:
     """What could be given up with a gain, and what is left then of the busiest one's work."""
     choices = []
     several = {peer for peer, number in Counter(peer for stage in held for peer in stage).items() if number > 1}
@@ -436,7 +436,7 @@ def _choices(
             before = max(_seconds(one, held) for one in stage)
             after = max(_seconds(one, without) for one in stage)
             if after * (1.0 + SCATTER) < before * (1.0 - (lone_costs if len(staying) == 1 else 0.0)):
-                choices.append((after / before, Shed(peer, index)))
+                choices.append((after / before, StageRelease(peer, index)))
     return choices
 
 

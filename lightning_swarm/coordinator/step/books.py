@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_swarm.coordinator.step.data_order import Order
+from lightning_swarm.coordinator.step.data_order import DataOrder
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import Message
-from lightning_swarm.protocol.messages.batches import Logged
+from lightning_swarm.protocol.messages.batches import LoggedValue
 from lightning_swarm.protocol.messages.run import BatchNumber, EpochPlan, Manifest, Selection
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.run_state import RunState
 
 
 @dataclass
-class Outcome:
+class StepOutcome:
     """The newest record, and what came with it for the lead.
 
     Args:
@@ -25,7 +25,7 @@ class Outcome:
     """
 
     record: Record | None = None
-    logs: list[Logged] = field(default_factory=list)
+    logs: list[LoggedValue] = field(default_factory=list)
     metrics: dict[int, Message] = field(default_factory=dict)
 
     @property
@@ -35,7 +35,7 @@ class Outcome:
 
 
 @dataclass
-class Books:
+class StepState:
     """One coordinator's, as long as it is one.
 
     Args:
@@ -52,14 +52,14 @@ class Books:
     open: OpenStep
     begun: bool = False
     reselected: Selection | None = None
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: StepOutcome = field(default_factory=StepOutcome)
     due: OpenStep | None = None
     finishing: bool = False
     closing_s: float | None = None
-    order: Order = field(default_factory=Order)
+    order: DataOrder = field(default_factory=DataOrder)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Books:
+    def of(cls, manifest: Manifest) -> StepState:
         """Of a run that begins."""
         return cls(OpenStep(manifest.first_step, manifest.target_batch_size))
 
@@ -69,8 +69,8 @@ class Books:
 
     def go_back(self, manifest: Manifest) -> None:
         """The run entered its next generation."""
-        self.end(Outcome())
-        self.due, self.order = None, Order()
+        self.end(StepOutcome())
+        self.due, self.order = None, DataOrder()
         self.open = OpenStep(manifest.first_step, manifest.target_batch_size)
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
@@ -107,7 +107,7 @@ class Books:
         """A step that is not decided yet."""
         return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: StepOutcome) -> None:
         """The open step is over; the next one is still to be opened."""
         self.outcome = outcome
         self._end_open()

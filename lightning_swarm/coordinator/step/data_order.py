@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan
 
 
-class Order:
+class DataOrder:
     """The epochs that are known."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Order:
 
 
 @dataclass
-class Window:
+class StepWindow:
     """The batches of one step.
 
     Args:
@@ -97,7 +97,7 @@ class Window:
         dropped: Its batches that count nowhere, by the word of their own `training_step`. Others take their place.
     """
 
-    order: Order
+    order: DataOrder
     begin: BatchNumber
     target_batch_size: int
     dropped: set[BatchNumber] = field(default_factory=set)
@@ -155,7 +155,7 @@ class Window:
 
 
 @dataclass
-class Waiting:
+class WaitingTrainer:
     """A trainer that was told to wait.
 
     Args:
@@ -170,7 +170,7 @@ class Waiting:
 
 
 def choose_besides(
-    waiting: Waiting, free: Sequence[BatchNumber], unattended: Collection[BatchNumber], *, now_s: float
+    waiting: WaitingTrainer, free: Sequence[BatchNumber], unattended: Collection[BatchNumber], *, now_s: float
 ) -> BatchNumber | None:
     """What a trainer that waits brings besides: the first batch that nobody will come to, or not soon.
 

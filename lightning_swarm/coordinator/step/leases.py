@@ -15,7 +15,7 @@ from typing import Final
 
 from msgspec.structs import replace as replaced
 
-from lightning_swarm.coordinator.step.data_order import Waiting, choose_besides
+from lightning_swarm.coordinator.step.data_order import WaitingTrainer, choose_besides
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import ProtocolError
@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.batches import (
     Grant,
     GrantReply,
     GrantRequest,
-    Wait,
+    WaitForRecord,
 )
 from lightning_swarm.protocol.messages.run import BatchNumber, Term
 from lightning_swarm.protocol.run_state import RunState, lanes_of, owner_of
@@ -42,7 +42,7 @@ _FIRST_PATIENCE_S: Final = 5.0
 """Of a trainer of which no batch was seen yet: compilers and caches are cold."""
 
 
-class Places:
+class LeaseTable:
     """Grants them.
 
     Args:
@@ -65,7 +65,7 @@ class Places:
         self._gone = gone
         self._waiting: dict[PeerId, GrantRequest] = {}  # who found the step full, first come first
         self._reserved: dict[PeerId, tuple[GrantRequest, Grant]] = {}  # their places in the step after
-        self._idle: dict[PeerId, Waiting] = {}  # who was told to wait with a batch of another step
+        self._idle: dict[PeerId, WaitingTrainer] = {}  # who was told to wait with a batch of another step
         self._granted_s: dict[PeerId, float] = {}  # when each got its newest place
         self._took_s: dict[PeerId, float] = {}  # from there to its end, of late
         self._warned_large = False
@@ -83,7 +83,7 @@ class Places:
         if self._is_beyond(step):
             return GrantReply(over=True)
         if request.step < step.step:  # a place may be kept for it, and it must know the record before that step first
-            return GrantReply(wait=Wait(step=step.step - 1))
+            return GrantReply(wait=WaitForRecord(step=step.step - 1))
         if (request.batch is None) != (step.window is None):
             raise ProtocolError(
                 f"all batches of step {step.step} are named by epoch and index, or none is; got {request.batch}"
@@ -97,7 +97,7 @@ class Places:
         grant = self._grant(step, trainer, request)
         if grant is None:
             self._waiting[trainer] = request
-            return GrantReply(wait=Wait(step=step.step))
+            return GrantReply(wait=WaitForRecord(step=step.step))
         self._waiting.pop(trainer, None)
         self._warn_of_large(request)
         return GrantReply(grant=grant)
@@ -178,10 +178,10 @@ class Places:
             waiting = self._idle.get(trainer)
             if waiting is None or waiting.batch != batch:
                 patience_s = max(_LEAST_PATIENCE_S, self._took_s.get(trainer, _FIRST_PATIENCE_S))
-                waiting = self._idle[trainer] = Waiting(batch, now_s(), patience_s)
+                waiting = self._idle[trainer] = WaitingTrainer(batch, now_s(), patience_s)
             chosen = self._besides(step, waiting)
         if chosen is None:
-            return GrantReply(wait=Wait(step=step.step))
+            return GrantReply(wait=WaitForRecord(step=step.step))
         self._idle.pop(trainer, None)
         lease = next(self._leases)
         step.hand_out(lease, trainer, chosen, request.gradient_scale, request.number)
@@ -203,7 +203,7 @@ class Places:
             return batch <= window.begin or (not step.closing and window.is_passed(batch, step.batches_through))
         return window.is_before(batch) or (batch in window.numbers and batch not in step.free)
 
-    def _besides(self, step: OpenStep, waiting: Waiting) -> BatchNumber | None:
+    def _besides(self, step: OpenStep, waiting: WaitingTrainer) -> BatchNumber | None:
         """What a trainer that waits brings."""
         free = step.free
         unattended = {number for number in free if self._is_unattended(step, number)}

@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_swarm.coordinator.step.data_order import Order, Window
+from lightning_swarm.coordinator.step.data_order import DataOrder, StepWindow
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, Logged, fold
+from lightning_swarm.protocol.messages.batches import MAX_LOGS, Lease, LoggedValue, fold
 from lightning_swarm.protocol.messages.calls import PLACES, Receipt
 from lightning_swarm.protocol.messages.run import BatchNumber
 
@@ -22,14 +22,14 @@ CLIP_EPSILON = 1e-6
 
 
 @dataclass
-class _Batch:
+class _LeasedBatch:
     trainer: PeerId
     first: int
     num_samples: int
     weight: float
     number: int = 0  # its trainer's; 0: not told
     completed: tuple[Receipt, ...] | None = None  # None: still under way
-    logs: tuple[Logged, ...] = ()
+    logs: tuple[LoggedValue, ...] = ()
     metrics: Message | None = None
     armed: tuple[Receipt, ...] | None = None  # its microbatches, when its servers can complete it by themselves
     batch: BatchNumber | None = None  # where an epoch's order is shared
@@ -47,8 +47,8 @@ class OpenStep:
 
     step: int
     target_batch_size: int | None
-    window: Window | None = None
-    _batches: dict[int, _Batch] = field(default_factory=dict)
+    window: StepWindow | None = None
+    _batches: dict[int, _LeasedBatch] = field(default_factory=dict)
     _withdrawn: dict[tuple[int, PeerId], int] = field(default_factory=dict)
     _first_lease: int = 0
     _next_first: int = 0
@@ -72,7 +72,7 @@ class OpenStep:
         if self.target_batch_size is None or any(one.batch is None for one in self._batches.values()):
             raise ProtocolError(f"step {self.step} takes batches as they come, got their order")
 
-    def plan(self, order: Order, begin: BatchNumber) -> None:
+    def plan(self, order: DataOrder, begin: BatchNumber) -> None:
         """Take certain batches, from `begin` on.
 
         Raises:
@@ -80,7 +80,7 @@ class OpenStep:
         """
         self.check_numbered()
         assert self.target_batch_size is not None
-        self.window = Window(order, begin, self.target_batch_size, self._dropped)
+        self.window = StepWindow(order, begin, self.target_batch_size, self._dropped)
 
     @property
     def num_granted(self) -> int:
@@ -137,7 +137,7 @@ class OpenStep:
         first = self._next_first
         self._next_first += num_samples
         weight = 1.0 if self.target_batch_size is None else float(num_samples)
-        self._batches[lease] = _Batch(trainer, first, num_samples, weight, number)
+        self._batches[lease] = _LeasedBatch(trainer, first, num_samples, weight, number)
         return first, weight
 
     def hand_out(
@@ -152,7 +152,7 @@ class OpenStep:
             first += ((self._first_lease >> 32 << 6) + self._num_again) * PLACES
         self._tried.add(batch)
         self.gradient_scale = gradient_scale
-        self._batches[lease] = _Batch(trainer, first, size, float(size), number, batch=batch)
+        self._batches[lease] = _LeasedBatch(trainer, first, size, float(size), number, batch=batch)
         return first, float(size)
 
     def granted(self, trainer: PeerId, number: int) -> int | None:
@@ -190,7 +190,7 @@ class OpenStep:
         if any(grant.first < one.first + one.num_samples and one.first < end for one in self._batches.values()):
             return
         self.gradient_scale = request.gradient_scale
-        batch = _Batch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)
+        batch = _LeasedBatch(trainer, grant.first, request.num_samples, grant.weight, request.number, metrics=metrics)
         batch.batch = grant.batch
         batch.logs = tuple(lease.logs)
         if lease.completed is not None:
@@ -207,7 +207,9 @@ class OpenStep:
         """Grant no place before this one."""
         self._next_first = max(self._next_first, first)
 
-    def complete(self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[Logged] = ()) -> None:
+    def complete(
+        self, lease: int, trainer: PeerId, completed: Sequence[Receipt], logs: Sequence[LoggedValue] = ()
+    ) -> None:
         """The batch is through: its trainer saw a receipt of each of its microbatches from every stage.
 
         Said twice, or after servers completed it without its trainer, it changes nothing.
@@ -218,7 +220,9 @@ class OpenStep:
         self._check_reports(lease, batch, completed, logs)
         batch.completed, batch.logs = tuple(completed), tuple(logs)
 
-    def _check_reports(self, lease: int, batch: _Batch, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+    def _check_reports(
+        self, lease: int, batch: _LeasedBatch, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]
+    ) -> None:
         names = {one.name for other in self._batches.values() for one in other.logs} | {one.name for one in logs}
         if len(names) > MAX_LOGS:
             raise ProtocolError(f"the batches of a step may log {MAX_LOGS} names for all trainers, got {len(names)}")
@@ -257,7 +261,7 @@ class OpenStep:
         self._withdrawn[lease, trainer] = first
         return first
 
-    def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[Logged]) -> None:
+    def arm(self, lease: int, trainer: PeerId, receipts: Sequence[Receipt], logs: Sequence[LoggedValue]) -> None:
         """Servers have all that they need: if the trainer goes, the batch counts when they have these receipts.
 
         Said again when they have, for no answer came, it changes nothing.
@@ -351,7 +355,7 @@ class OpenStep:
         """The trainers whose batches are still under way."""
         return sorted({batch.trainer for batch in self._batches.values() if batch.completed is None})
 
-    def logs_for(self, lead: PeerId) -> list[Logged]:
+    def logs_for(self, lead: PeerId) -> list[LoggedValue]:
         """What the other trainers logged of their batches."""
         return fold(one for batch in self._batches.values() if batch.trainer != lead for one in batch.logs)
 
@@ -367,7 +371,7 @@ class OpenStep:
             return False
         return set(batch.completed) == set(completed)
 
-    def _leased(self, lease: int, trainer: PeerId) -> _Batch:
+    def _leased(self, lease: int, trainer: PeerId) -> _LeasedBatch:
         batch = self._batches.get(lease)
         if lease in self._struck or (batch is None and lease < self._first_lease):
             raise LeaseRevoked(f"the batch was struck from step {self.step}")

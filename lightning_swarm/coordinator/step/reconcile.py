@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_swarm.coordinator.rebalancing.balancer import Load
-from lightning_swarm.coordinator.server_calls import Servers
+from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
+from lightning_swarm.coordinator.server_calls import ServerCalls
 from lightning_swarm.coordinator.step.open_step import OpenStep
 from lightning_swarm.coordinator.step.replay_plan import (
-    Ledger,
     Ledgers,
-    Plan,
+    ReplayPlan,
+    ServerLedger,
     check_tied,
     loads,
     named,
@@ -39,16 +39,23 @@ from lightning_swarm.core.errors import (
 )
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.events import EventLog, Vigil
+from lightning_swarm.protocol.events import EventLog, OutageWait
 from lightning_swarm.protocol.messages.calls import Receipt, pack, to_runs
 from lightning_swarm.protocol.messages.run import Member, Selection, first_trained
-from lightning_swarm.protocol.messages.step import Closing, FreezeReply, FreezeRequest, Named, Replay, ReplayRequest
+from lightning_swarm.protocol.messages.step import (
+    Closing,
+    FreezeReply,
+    FreezeRequest,
+    NamedReceipts,
+    Replay,
+    ReplayRequest,
+)
 from lightning_swarm.protocol.run_state import RunState
 
 _MAX_BLAMELESS: Final = 3
 
 
-class Attendance:
+class StepServers:
     """In one step.
 
     Args:
@@ -61,7 +68,7 @@ class Attendance:
         gone: Who takes no part in the step any more, and why.
     """
 
-    def __init__(self, run: RunState, servers: Servers, step: int, events: EventLog) -> None:
+    def __init__(self, run: RunState, servers: ServerCalls, step: int, events: EventLog) -> None:
         self._run = run
         self._own = servers.own
         self._step = step
@@ -124,7 +131,7 @@ _MAX_WORK: Final = 64
 _PAUSE_S: Final = 0.5
 
 
-class Replays:
+class ReplayRounds:
     """Of one step.
 
     Args:
@@ -134,7 +141,7 @@ class Replays:
         events: Of the coordinator.
     """
 
-    def __init__(self, run: RunState, servers: Servers, step: OpenStep, events: EventLog) -> None:
+    def __init__(self, run: RunState, servers: ServerCalls, step: OpenStep, events: EventLog) -> None:
         self._run = run
         self._servers = servers
         self._step = step
@@ -207,7 +214,7 @@ _LONGEST_PAUSE_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Closed:
+class ReconciledStep:
     """The sums are what the step counts.
 
     Args:
@@ -217,11 +224,11 @@ class Closed:
     """
 
     closing: Closing
-    named: Mapping[PeerId, list[Named]]
+    named: Mapping[PeerId, list[NamedReceipts]]
     version_hashes: Sequence[int | None]
 
 
-class Sums:
+class SumReconciliation:
     """Of one step, whose batches are through.
 
     Args:
@@ -243,14 +250,14 @@ class Sums:
     def __init__(
         self,
         run: RunState,
-        servers: Servers,
+        servers: ServerCalls,
         step: OpenStep,
         selection: Selection | None,
         *,
         joining: Callable[[], bool],
         first_round: int,
         fence: Callable[[OpenStep, Sequence[int]], None],
-        vigil: Vigil,
+        vigil: OutageWait,
         events: EventLog,
     ) -> None:
         self._run = run
@@ -262,16 +269,16 @@ class Sums:
         self._vigil = vigil
         self._events = events
         self._rounds = itertools.count(first_round)
-        self._replays = Replays(run, servers, step, events)
+        self._replays = ReplayRounds(run, servers, step, events)
         self._pause_s = _FIRST_PAUSE_S
-        self.attendance = Attendance(run, servers, step.step, events)
-        self.loads: dict[PeerId, dict[int, Load]] = {}
+        self.attendance = StepServers(run, servers, step.step, events)
+        self.loads: dict[PeerId, dict[int, ReportedLoad]] = {}
 
     def are_of(self, step: OpenStep) -> bool:
         """Whether these are the sums of this step, and not of one of an earlier generation, say."""
         return self._step is step
 
-    async def close(self) -> Closed | None:
+    async def close(self) -> ReconciledStep | None:
         """Freeze the sums, have done what is missing, and freeze them again.
 
         Returns:
@@ -293,7 +300,7 @@ class Sums:
             plan = self._plan(ledgers)
             if plan.done:
                 self.loads = loads(ledgers)
-                return Closed(self._closing(ledgers, round_), named(ledgers), hashes)
+                return ReconciledStep(self._closing(ledgers, round_), named(ledgers), hashes)
             for first in plan.lost:
                 self._check_excused(first, ledgers)
             lost = set(plan.lost) or await self._repair(plan)
@@ -303,7 +310,7 @@ class Sums:
     # ------------------------------------------------------------------ freezing
 
     def _request(
-        self, round_: int, *, named: list[Named] | None = None, struck: list[int] | None = None
+        self, round_: int, *, named: list[NamedReceipts] | None = None, struck: list[int] | None = None
     ) -> FreezeRequest:
         return FreezeRequest(
             generation=self._run.manifest.generation,
@@ -360,7 +367,7 @@ class Sums:
 
     # ------------------------------------------------------------------ what is missing
 
-    def _plan(self, ledgers: Ledgers) -> Plan:
+    def _plan(self, ledgers: Ledgers) -> ReplayPlan:
         expected = [self._expected(index) for index in range(len(ledgers))]
         sums = [{member.peer_id: one.held for member, one in stage.items()} for stage in ledgers]
         trainers = {first: self._step.trainer_of(first) for first, _, _ in self._step.batches}
@@ -387,7 +394,7 @@ class Sums:
                     f"batch at {first} was added not at all"
                 )
 
-    async def _repair(self, plan: Plan) -> set[int]:
+    async def _repair(self, plan: ReplayPlan) -> set[int]:
         """Have sums begun anew and holes filled; returns the batches that cannot be computed again."""
         for index, peers in enumerate(plan.discards):
             for peer in peers:
@@ -399,7 +406,7 @@ class Sums:
             peer: self._request(
                 round_,
                 named=[
-                    Named(stage_index=index, receipts=pack(stage[peer]))
+                    NamedReceipts(stage_index=index, receipts=pack(stage[peer]))
                     for index, stage in enumerate(plan.named)
                     if peer in stage
                 ],
@@ -415,7 +422,7 @@ class Sums:
         held = [ledger.batches & self._places for _, _, ledger in self._on_trainers(ledgers)]
         return lost.union(*(batches for batches in held if batches & lost))
 
-    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, Ledger]]:
+    def _on_trainers(self, ledgers: Ledgers) -> Iterator[tuple[int, Member, ServerLedger]]:
         """The ledgers of what trainers hold, with their stages."""
         for index, (stage, held) in enumerate(zip(self._run.manifest.stages, ledgers, strict=True)):
             if stage.on_trainers:

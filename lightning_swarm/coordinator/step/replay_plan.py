@@ -11,17 +11,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lightning_swarm.coordinator.rebalancing.balancer import Load
+from lightning_swarm.coordinator.rebalancing.balancer import ReportedLoad
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, unpack
 from lightning_swarm.protocol.messages.run import Member
-from lightning_swarm.protocol.messages.step import FreezeReply, Named, StageLedger
+from lightning_swarm.protocol.messages.step import FreezeReply, NamedReceipts, StageLedger
 from lightning_swarm.protocol.messages.wire import union
 
 
 @dataclass(frozen=True)
-class Ledger:
+class ServerLedger:
     """Of one stage on one server.
 
     Args:
@@ -38,11 +38,11 @@ class Ledger:
         return {first for first, _, _ in self.held}
 
 
-Ledgers: TypeAlias = list[dict[Member, Ledger]]
+Ledgers: TypeAlias = list[dict[Member, ServerLedger]]
 """For each stage, those of its roster that are there, in its order."""
 
 
-def read(reply: FreezeReply, member: Member, stage_index: int) -> Ledger:
+def read(reply: FreezeReply, member: Member, stage_index: int) -> ServerLedger:
     """What a member of a stage says of it.
 
     Raises:
@@ -53,11 +53,11 @@ def read(reply: FreezeReply, member: Member, stage_index: int) -> Ledger:
         raise StepError(f"peer {member.peer_id} was restarted: its sums are gone")
     for ledger in reply.ledgers:
         if ledger.stage_index == stage_index:
-            return Ledger(ledger, unpack(ledger.held))
+            return ServerLedger(ledger, unpack(ledger.held))
     raise StepError(f"peer {member.peer_id} holds no ledger of stage {stage_index}")
 
 
-def version_hash(stage_index: int, ledgers: Collection[Ledger], *, step: int) -> int | None:
+def version_hash(stage_index: int, ledgers: Collection[ServerLedger], *, step: int) -> int | None:
     """Of the weights that a stage's replicas agree on. None: there is one, and nobody to compare them with.
 
     Raises:
@@ -92,26 +92,28 @@ def check_tied(ledgers: Ledgers, *, step: int) -> None:
         )
 
 
-def named(ledgers: Ledgers) -> dict[PeerId, list[Named]]:
+def named(ledgers: Ledgers) -> dict[PeerId, list[NamedReceipts]]:
     """What each server holds, for each of its stages."""
-    found: dict[PeerId, list[Named]] = {}
+    found: dict[PeerId, list[NamedReceipts]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
-            found.setdefault(member.peer_id, []).append(Named(stage_index=index, receipts=ledger.said.held))
+            found.setdefault(member.peer_id, []).append(NamedReceipts(stage_index=index, receipts=ledger.said.held))
     return found
 
 
-def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, Load]]:
+def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
     """How busy each server was, by stage."""
-    found: dict[PeerId, dict[int, Load]] = {}
+    found: dict[PeerId, dict[int, ReportedLoad]] = {}
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             said = ledger.said
-            found.setdefault(member.peer_id, {})[index] = Load.said(said.samples_per_s, said.queued, said.busy_share)
+            found.setdefault(member.peer_id, {})[index] = ReportedLoad.said(
+                said.samples_per_s, said.queued, said.busy_share
+            )
     return found
 
 
-def touched(ledgers: Collection[Ledger]) -> bytes:
+def touched(ledgers: Collection[ServerLedger]) -> bytes:
     """A bitmap over a stage's parameters: which got a gradient.
 
     Raises:
@@ -124,7 +126,7 @@ def touched(ledgers: Collection[Ledger]) -> bytes:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What is to be done until each receipt is in one sum of each stage that trains.
 
     Args:
@@ -152,7 +154,7 @@ def plan_replays(
     first_trained: int,
     replayable: Sequence[bool],
     barred: Mapping[int, Collection[PeerId]],
-) -> Plan:
+) -> ReplayPlan:
     """Name one holder for each receipt and stage, so that little is computed again.
 
     A sum is one number for all that is in it: who holds a receipt that is not its own begins anew. Of those that
@@ -181,7 +183,7 @@ def plan_replays(
         lost |= {receipt[0] for receipt in missing if index not in holes.get(receipt, ())}
         named.append(held)
         discards.append(dirty)
-    return Plan(named, discards, holes, lost)
+    return ReplayPlan(named, discards, holes, lost)
 
 
 def _fill(

@@ -22,7 +22,7 @@ from lightning_swarm.model.partition.split import (
     layers_behind,
     parameter_costs,
 )
-from lightning_swarm.model.partition.stages import StageModule, StageSpec, TensorSpec
+from lightning_swarm.model.partition.stages import ParameterSpec, StageModule, StageSpec
 from lightning_swarm.model.partition.timing import time_costs
 
 __all__ = [
@@ -30,10 +30,10 @@ __all__ = [
     "CARRIED",
     "BlockCall",
     "Blocks",
+    "ParameterSpec",
     "Pick",
     "StageModule",
     "StageSpec",
-    "TensorSpec",
     "argument_of",
     "balanced",
     "batch_norms",

@@ -19,7 +19,7 @@ from lightning_swarm.model.boundary_layers import (
 from lightning_swarm.model.partition import checks
 from lightning_swarm.model.partition.blocks import Blocks
 from lightning_swarm.model.partition.policy import balanced, named
-from lightning_swarm.model.partition.stages import Named, Run, Slot, Slots, StageModule, spec_of
+from lightning_swarm.model.partition.stages import Named, Run, Slot, StageModule, TensorIndex, spec_of
 
 
 def layers_behind(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
@@ -160,7 +160,7 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     stages = []
     for index, run in enumerate(runs):
         inside = _ids(block.buffers() for _, block in run)
-        slots = Slots(
+        slots = TensorIndex(
             tuple(
                 _inside(slot, model, run) if key in tied else slot
                 for key, slot in parameters.items()
@@ -171,7 +171,7 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
         stages.append(StageModule(spec_of(index, names[index], slots), run, slots))
     around = tuple(slot for key, slot in parameters.items() if not any(key in ids for ids in held))
     if around:
-        slots = Slots(around, ())
+        slots = TensorIndex(around, ())
         stages.append(StageModule(spec_of(len(runs), (), slots, on_trainers=True), (), slots))
     return tuple(stages)
 

@@ -22,7 +22,7 @@ Run = Sequence[tuple[str | None, nn.Module]]
 """What a stage computes, in order: blocks with their names, and boundary layers without."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class ParameterSpec(msgspec.Struct, frozen=True):
     """What must agree between peers about a parameter or buffer.
 
     Attributes:
@@ -48,8 +48,8 @@ class StageSpec(msgspec.Struct, frozen=True):
 
     index: int
     block_names: tuple[str, ...]
-    parameters: tuple[TensorSpec, ...]
-    buffers: tuple[TensorSpec, ...]
+    parameters: tuple[ParameterSpec, ...]
+    buffers: tuple[ParameterSpec, ...]
     on_trainers: bool = False
 
 
@@ -61,7 +61,7 @@ class StageModule(nn.Module):
         keywords: The extras that its blocks name.
     """
 
-    def __init__(self, spec: StageSpec, run: "Run", slots: "Slots") -> None:
+    def __init__(self, spec: StageSpec, run: "Run", slots: "TensorIndex") -> None:
         """Hold blocks; see `cut`."""
         super().__init__()
         self.spec = spec
@@ -116,25 +116,25 @@ class StageModule(nn.Module):
             for _, parameter in self.named_stage_parameters()
         )
         slots = tuple((name, holder, str(place)) for place, (name, *_) in enumerate(self._slots.parameters))
-        return StageModule(self.spec, (), Slots(slots, ()))
+        return StageModule(self.spec, (), TensorIndex(slots, ()))
 
 
-class Slots(msgspec.Struct, frozen=True):
+class TensorIndex(msgspec.Struct, frozen=True):
     """Where a stage's tensors are, each once."""
 
     parameters: tuple[Slot, ...]
     buffers: tuple[Slot, ...]
 
 
-def spec_of(index: int, block_names: tuple[str, ...], slots: Slots, *, on_trainers: bool = False) -> StageSpec:
+def spec_of(index: int, block_names: tuple[str, ...], slots: TensorIndex, *, on_trainers: bool = False) -> StageSpec:
     """Of the stage that holds these tensors."""
     parameters, buffers = tuple(map(_tensor_spec, slots.parameters)), tuple(map(_tensor_spec, slots.buffers))
     return StageSpec(index, block_names, parameters, buffers, on_trainers)
 
 
-def _tensor_spec(slot: Slot) -> TensorSpec:
+def _tensor_spec(slot: Slot) -> ParameterSpec:
     name, owner, key = slot
     tensor: Tensor = getattr(owner, key)
     dtype = str(tensor.dtype).removeprefix("torch.")
     persistent = key not in owner._non_persistent_buffers_set
-    return TensorSpec(name, tuple(tensor.shape), dtype, tensor.requires_grad, persistent)
+    return ParameterSpec(name, tuple(tensor.shape), dtype, tensor.requires_grad, persistent)

@@ -20,7 +20,7 @@ from lightning_swarm.model.random.philox import key_seed
 
 # The rules of random operations. A rule is called as (mode, func, args, kwargs); most operations have none. Torch tags
 # its random operations, so one that this package has never heard of is noticed.
-class Mode(Protocol):
+class DispatchState(Protocol):
     """What a rule needs of `KeyedRandom`."""
 
     def next_key(self, func: object) -> int:
@@ -62,7 +62,7 @@ def _rule_of(func: Any) -> Rule | None:
 
 
 def _drawn_by(handler: Handler) -> Rule:
-    def rule(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
             return func(*args, **kwargs)
         return handler(mode.next_key(func), *args, **kwargs)
@@ -70,7 +70,7 @@ def _drawn_by(handler: Handler) -> Rule:
     return rule
 
 
-def _decomposed(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _decomposed(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Where autograd is off altogether (inference mode), composite operations arrive whole.
     with mode:
         return func.decompose(*args, **kwargs)
@@ -79,7 +79,7 @@ def _decomposed(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 def _seeded(place: int) -> Rule:
     """Give an operation a generator of its own, at its place among the arguments."""
 
-    def rule(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
             return func(*args, **kwargs)
         key = mode.next_key(func)
@@ -94,7 +94,7 @@ def _seeded(place: int) -> Rule:
     return rule
 
 
-def _refused_if_drawn(mode: Mode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refused_if_drawn(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = {
         argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(func._schema.arguments)

@@ -21,10 +21,10 @@ from typing_extensions import override
 from lightning_swarm.client.status import SwarmStatus
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.monitor.view.scene import (
-    Curve,
+    DownsampledSeries,
+    PeerPresence,
     PeerRow,
-    Presence,
-    Rates,
+    RateWindow,
     Scene,
     event_line,
     newer_than,
@@ -81,7 +81,7 @@ class ViewHooks(_ProgressBar):
         self._began_s: float | None = None
         self._next_line_s = 0.0
         self._last_event: Event | None = None
-        self._presence, self._rates, self._curve = Presence(), Rates(), Curve()
+        self._presence, self._rates, self._curve = PeerPresence(), RateWindow(), DownsampledSeries()
         self._status: SwarmStatus | None = None
         self._rows: Sequence[Sequence[PeerRow]] = ()
         self._metrics: dict[str, float] = {}

@@ -54,7 +54,7 @@ class Terminal:
         refresh_per_second: float,
     ) -> None:
         self._live = Live(
-            _Careful(render, on_failure),
+            _GuardedRender(render, on_failure),
             console=console,
             refresh_per_second=refresh_per_second,
             vertical_overflow="crop",
@@ -81,7 +81,7 @@ class Terminal:
         self._live.stop()
 
 
-class _Careful:
+class _GuardedRender:
     """An exception would end the panel's thread, and the panel would stand still."""
 
     def __init__(self, render: Callable[[], RenderableType], on_failure: Callable[[Exception], None]) -> None:

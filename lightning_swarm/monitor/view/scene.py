@@ -73,7 +73,7 @@ class Scene:
     events: Sequence[Event] = ()
 
 
-class Presence:
+class PeerPresence:
     """Who is there, and for a minute who no longer is."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def _row(peer: PeerStatus, status: SwarmStatus) -> PeerRow:
     return PeerRow(peer, state, trains=peer.peer_id in status.trainers, coordinates=peer.peer_id == status.coordinator)
 
 
-class Rates:
+class RateWindow:
     """Steps and samples a second, over the last seconds."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Rates:
         return self._newest
 
 
-class Curve:
+class DownsampledSeries:
     """A number over a whole run, in bounded memory: the longer, the coarser."""
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ Serve = Callable[[str, PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awai
 """``(protocol, caller, reader, writer)``: answer what comes over a stream that a neighbour opened."""
 
 
-class Neighbours:
+class LocalPeers:
     """Opens and takes streams to and from other peers of this machine.
 
     Args:

@@ -26,7 +26,7 @@ from lightning_swarm.network.framing import (
 )
 from lightning_swarm.network.hivemind._engine import P2P, StreamInfo
 from lightning_swarm.network.hivemind.daemon import exited, steady
-from lightning_swarm.network.hivemind.local_streams import INTRODUCE, Neighbours
+from lightning_swarm.network.hivemind.local_streams import INTRODUCE, LocalPeers
 from lightning_swarm.network.hivemind.streams import Daemon, Stream, StreamPool
 from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel, ask, serve
 from lightning_swarm.network.transport import BaseTransport
@@ -47,7 +47,7 @@ Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 # All calls to one peer share a stream that stays open, and are answered in any order. libp2p's own unary calls cost the
 # daemon two to three times the work, and open a stream each time.
-class Calls:
+class OutgoingCalls:
     """Calls to other peers.
 
     Args:
@@ -66,7 +66,7 @@ class Calls:
         self._spawn = spawn
         self._patience_s = patience_s
         self._room = asyncio.Semaphore(_MAX_OPENING)
-        self._lines: dict[PeerId, asyncio.Task[_Line]] = {}
+        self._lines: dict[PeerId, asyncio.Task[_PeerStream]] = {}
 
     async def ask(self, peer: PeerId, request: bytes) -> bytes:
         """Carry an encoded call to `peer` and its encoded answer back.
@@ -87,18 +87,18 @@ class Calls:
             raise Unreachable(str(error)) from error
         return await opening.result().ask(request)
 
-    async def _open(self, peer: PeerId) -> _Line:
+    async def _open(self, peer: PeerId) -> _PeerStream:
         async with self._room:
             try:
                 async with asyncio.timeout(_OPENING_S):
                     stream = await self._open_stream(peer)
             except TimeoutError as error:
                 raise Unreachable(f"Cannot open a stream to {peer} within {_OPENING_S:g} s.") from error
-        line = _Line(peer, stream, self._patience_s)
+        line = _PeerStream(peer, stream, self._patience_s)
         self._spawn(line.read()).add_done_callback(lambda _: self._forget_ended(peer))
         return line
 
-    def _forget_failed(self, peer: PeerId, opening: asyncio.Task[_Line]) -> None:
+    def _forget_failed(self, peer: PeerId, opening: asyncio.Task[_PeerStream]) -> None:
         # To look at its exception is to have seen it: perhaps nobody waits any more.
         if (opening.cancelled() or opening.exception() is not None) and self._lines.get(peer) is opening:
             del self._lines[peer]
@@ -109,13 +109,13 @@ class Calls:
             del self._lines[peer]
 
 
-def _has_ended(opening: asyncio.Task[_Line]) -> bool:
+def _has_ended(opening: asyncio.Task[_PeerStream]) -> bool:
     if not opening.done():
         return False
     return opening.cancelled() or opening.exception() is not None or opening.result().ended
 
 
-class _Line:
+class _PeerStream:
     """The stream to one peer, and who waits for answers."""
 
     def __init__(self, peer: PeerId, stream: Stream, patience_s: Callable[[PeerId], float]) -> None:
@@ -317,13 +317,13 @@ class HivemindTransport(BaseTransport):
         self._p2p = p2p
         self._daemon = Daemon(p2p)
         self._pool = StreamPool(partial(self._open_stream, protocol=_STREAM))
-        self._calls = Calls(partial(self._open_stream, protocol=_CALL), self._spawn, self._liveness.patience_s)
+        self._calls = OutgoingCalls(partial(self._open_stream, protocol=_CALL), self._spawn, self._liveness.patience_s)
         self._neighbours = self._with_neighbours(silence_s) if neighbours else None
         self._watch: asyncio.Task[None] | None = None
 
-    def _with_neighbours(self, silence_s: float) -> Neighbours:
+    def _with_neighbours(self, silence_s: float) -> LocalPeers:
         # Half the time that a peer may be silent: the daemon shall have its turn.
-        return Neighbours(self._peer_id, self._introduced, self._attend, greeting_s=silence_s / 2)
+        return LocalPeers(self._peer_id, self._introduced, self._attend, greeting_s=silence_s / 2)
 
     @property
     def daemon_pid(self) -> int:

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_swarm.coordinator.rebalancing.balancer import Pace
+from lightning_swarm.coordinator.rebalancing.balancer import ChurnEstimate
 from lightning_swarm.coordinator.rebalancing.policy import (
-    Costs,
     Move,
-    Stages,
+    MoveCosts,
+    StageRates,
     best_rate,
     plan,
     plan_as_paper,
@@ -138,12 +138,12 @@ class _Swarm:
         self._scenario = scenario
         self._begin_s = scenario.changes[0].at_s
         self._changes = deque(scenario.changes)
-        self._stages = Stages(scenario.num_stages)
+        self._stages = StageRates(scenario.num_stages)
         self._alive: dict[PeerId, float] = {}  # with their rates
         self._arrivals: dict[PeerId, float] = {}  # when those that are on their way to a stage serve it
         self._left: dict[PeerId, set[int]] = {}  # from where they moved since the last change
         self._look_s = self._begin_s + scenario.offset_s + scenario.interval_s
-        self._pace = Pace(self._begin_s)
+        self._pace = ChurnEstimate(self._begin_s)
         self.best = 0.0
 
     @property
@@ -226,7 +226,7 @@ class _Swarm:
     def _decide(self, now_s: float, *, seen: bool, looks: bool) -> list[Move]:
         if self._scenario.rule == "gain" and (seen or looks):
             move_s = [self._scenario.move_s] * self._scenario.num_stages
-            return plan(self._stages, Costs(move_s, self._pace.horizon_s(now_s)))
+            return plan(self._stages, MoveCosts(move_s, self._pace.horizon_s(now_s)))
         if self._scenario.rule == "paper" and looks:
             return self._paper()
         return []

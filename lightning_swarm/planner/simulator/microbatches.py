@@ -23,14 +23,14 @@ from typing_extensions import override
 
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Line
+from lightning_swarm.network.memory import SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span, best_of
 from lightning_swarm.testing import InMemoryStrategy
 
 _FLOAT_BYTES = 4
 
 
-class Block(nn.Module):
+class SyntheticBlock(nn.Module):
     """One stage. Each sample is a row; its elements are all equal.
 
     Args:
@@ -64,12 +64,12 @@ class Simulated(L.LightningModule):
         num_stages: int,
         boundary_bytes: int,
         stage_bytes: int,
-        wrap: Callable[[int, Block], nn.Module] = lambda _, block: block,
+        wrap: Callable[[int, SyntheticBlock], nn.Module] = lambda _, block: block,
     ) -> None:
         super().__init__()
         width, size = (max(1, num_bytes // _FLOAT_BYTES) for num_bytes in (boundary_bytes, stage_bytes))
         widths = [width] * (num_stages - 1) + [1]
-        self.blocks = nn.Sequential(*(wrap(index, Block(gives, size)) for index, gives in enumerate(widths)))
+        self.blocks = nn.Sequential(*(wrap(index, SyntheticBlock(gives, size)) for index, gives in enumerate(widths)))
 
     @override
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -117,12 +117,12 @@ class Work:
     size: int = 1
     boundary_bytes: int = 1 << 12
     stage_bytes: int = 1 << 12
-    lines: Mapping[PeerId, Callable[[], Line]] = field(default_factory=dict)
+    lines: Mapping[PeerId, Callable[[], SimulatedLink]] = field(default_factory=dict)
     latency_s: float = 1e-4
 
-    def line(self, peer: PeerId) -> Line:
+    def line(self, peer: PeerId) -> SimulatedLink:
         """A new one of that peer."""
-        return self.lines.get(peer, Line)()
+        return self.lines.get(peer, SimulatedLink)()
 
 
 def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
@@ -143,13 +143,13 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
         role="trainer",
         microbatch_size=work.size,
         microbatch_s=[1.0, *(work.size / samples_per_s for samples_per_s in first.values())],
-        lines=[Line(), *map(work.line, first)],
+        lines=[SimulatedLink(), *map(work.line, first)],
         latency_s=work.latency_s,
         rebalancing=scenario.rule,
         rebalance_interval=scenario.interval_s,
         limits=Limits(max_in_flight=max(64, 4 * len(first))),
     )
-    events = _Events(strategy, scenario, work)
+    events = _ScenarioEvents(strategy, scenario, work)
     with _quiet(), isolate_rng():
         torch.manual_seed(seed)  # of which a run's manifest tells, so that messages are as long every time
         trainer = L.Trainer(
@@ -192,7 +192,7 @@ def _quiet() -> Iterator[None]:
             log.setLevel(level)
 
 
-class _Events(L.Callback):
+class _ScenarioEvents(L.Callback):
     """Has happen what the scenario says, and writes down what becomes of it."""
 
     def __init__(self, strategy: InMemoryStrategy, scenario: Scenario, work: Work) -> None:

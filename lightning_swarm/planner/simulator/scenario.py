@@ -14,7 +14,7 @@ import yaml
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Direction, Line
+from lightning_swarm.network.memory import Direction, SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
 from lightning_swarm.protocol.messages.run import Rebalancing
@@ -64,7 +64,7 @@ class Microbatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     latency_ms: float = 0.0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a scenario's file says.
 
     Args:
@@ -94,7 +94,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     microbatches: Microbatches | None = None
 
 
-class Runs:
+class ScenarioRuns:
     """Those of a scenario's file.
 
     Args:
@@ -133,22 +133,22 @@ class Runs:
         return self._trace or _made_up(self.plan.peers, self.plan.hours, seed)
 
 
-def _line(told: Microbatches, rng: random.Random) -> Callable[[], Line]:
+def _line(told: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:
     mbit = _between(told.mbit, rng)
     bytes_per_s = mbit * _BITS_PER_MBIT / 8 if mbit else math.inf
-    return lambda: Line(Direction(bytes_per_s), Direction(bytes_per_s), told.latency_ms / 1e3)
+    return lambda: SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), told.latency_ms / 1e3)
 
 
-def _read(path: Path) -> Plan:
+def _read(path: Path) -> ScenarioFile:
     try:
         content: Any = yaml.safe_load(path.read_text())
-        plan = msgspec.convert(content, Plan)
+        plan = msgspec.convert(content, ScenarioFile)
     except OSError as error:
         raise ConfigError(
             f"A scenario is a file, and {path} cannot be read: {error.strerror}. Name another."
         ) from error
     except (ValueError, yaml.YAMLError) as error:
-        fields = ", ".join(Plan.__struct_fields__)
+        fields = ", ".join(ScenarioFile.__struct_fields__)
         of_peers, of_microbatches = (", ".join(kind.__struct_fields__) for kind in (Peers, Microbatches))
         raise ConfigError(
             f"{path} is no scenario: {error}. It is YAML and has {fields}; `peers` has {of_peers}; `microbatches` has "
@@ -158,7 +158,7 @@ def _read(path: Path) -> Plan:
     return plan
 
 
-def _check(plan: Plan, path: Path) -> None:
+def _check(plan: ScenarioFile, path: Path) -> None:
     if (plan.peers is None) == (plan.trace is None):
         raise ConfigError(f"{path}: a scenario has either `peers` or `trace`. Name one of them.")
     if plan.peers is not None and not plan.hours:

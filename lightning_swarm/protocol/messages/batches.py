@@ -10,22 +10,22 @@ import msgspec
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
-from lightning_swarm.protocol.messages.events import Noted
-from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan, Seats, Selection, Term
+from lightning_swarm.protocol.messages.events import EventCounts
+from lightning_swarm.protocol.messages.run import MAX_PLANS, BatchNumber, EpochPlan, SeatedMembers, Selection, Term
 from lightning_swarm.protocol.messages.step import Record
-from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, SmallCount, Wire, decode
+from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, SmallCount, WireMessage, decode
 
 
-def fold(logs: Iterable[Logged]) -> list[Logged]:
+def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
     """One entry for each name, as if its values had been logged by one process."""
-    folded: dict[str, Logged] = {}
+    folded: dict[str, LoggedValue] = {}
     for one in logs:
         other = folded.get(one.name)
         folded[one.name] = one if other is None else _together(other, one)
     return list(folded.values())
 
 
-def _together(one: Logged, other: Logged) -> Logged:
+def _together(one: LoggedValue, other: LoggedValue) -> LoggedValue:
     batch_size = one.batch_size + other.batch_size
     if one.reduce == "mean":
         # Two batches of size 0 have no mean; whatever it is, it weighs nothing.
@@ -37,7 +37,7 @@ def _together(one: Logged, other: Logged) -> Logged:
     return msgspec.structs.replace(one, value=value, batch_size=batch_size)
 
 
-class SelectRequest(Wire, frozen=True):
+class SelectRequest(WireMessage, frozen=True):
     """The lead's selection is another one from step `step` on, in which nothing was granted yet."""
 
     generation: Count
@@ -45,7 +45,7 @@ class SelectRequest(Wire, frozen=True):
     selection: Selection
 
 
-class GrantRequest(Wire, frozen=True):
+class GrantRequest(WireMessage, frozen=True):
     """A trainer with a batch in hand asks for a place in the open step."""
 
     step: Count  # the weight version that the trainer knows
@@ -57,7 +57,7 @@ class GrantRequest(Wire, frozen=True):
     batch: BatchNumber | None = None
 
 
-class Grant(Wire, frozen=True):
+class Grant(WireMessage, frozen=True):
     """A lease of places in a step."""
 
     lease: int
@@ -71,17 +71,17 @@ class Grant(Wire, frozen=True):
     samples: Count = 0  # of that
 
 
-class Wait(Wire, frozen=True):
+class WaitForRecord(WireMessage, frozen=True):
     """No place: the open step is full. Ask again when record `step` is applied; None: the lead has not begun yet."""
 
     step: Count | None
 
 
-class GrantReply(Wire, frozen=True):
+class GrantReply(WireMessage, frozen=True):
     """Exactly one of the four."""
 
     grant: Grant | None = None
-    wait: Wait | None = None
+    wait: WaitForRecord | None = None
     over: bool = False  # the run's last step is decided: no place will ever come
     passed: bool = False  # the batch is in other hands, or counts; at the end of an epoch: all of it is through
 
@@ -93,7 +93,7 @@ Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
 """What is made of the values of several batches."""
 
 
-class Logged(Wire, frozen=True):
+class LoggedValue(WireMessage, frozen=True):
     """What `self.log(..., sync_dist=True)` said of a batch, or of several together."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]
@@ -106,7 +106,7 @@ class Logged(Wire, frozen=True):
     logger: bool
 
 
-class MetricState(Wire, frozen=True):
+class MetricState(WireMessage, frozen=True):
     """What a batch, or several, added to a torchmetrics object that is logged with `sync_dist=True`."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]  # its place in the LightningModule
@@ -114,7 +114,7 @@ class MetricState(Wire, frozen=True):
     lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each of its states, as declared
 
 
-class BatchMetrics(Wire, frozen=True):
+class BatchMetrics(WireMessage, frozen=True):
     """Goes with the states' tensors, before `BatchDone`: for the lead, if the batch counts."""
 
     generation: Count
@@ -123,7 +123,7 @@ class BatchMetrics(Wire, frozen=True):
     metrics: Annotated[list[MetricState], msgspec.Meta(min_length=1, max_length=MAX_LOGS)]
 
 
-class MetricsRequest(Wire, frozen=True):
+class MetricsRequest(WireMessage, frozen=True):
     """The lead asks for what came with a batch that the newest record counts."""
 
     generation: Count
@@ -131,7 +131,7 @@ class MetricsRequest(Wire, frozen=True):
     first: Count  # the batch, by its first position
 
 
-class BatchArmed(Wire, frozen=True):
+class BatchArmed(WireMessage, frozen=True):
     """All backward calls of a batch were accepted, and nothing else of it is to come: it needs its trainer no more."""
 
     generation: Count
@@ -139,10 +139,10 @@ class BatchArmed(Wire, frozen=True):
     lease: int
     receipts: list[Receipt]  # that it will have
     # As in `BatchDone`.
-    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
+    logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 
 
-class BatchBegins(Wire, frozen=True):
+class BatchBegins(WireMessage, frozen=True):
     """The lead begins a batch whose place was granted before: until it is through, a record may come that is late."""
 
     generation: Count
@@ -150,7 +150,7 @@ class BatchBegins(Wire, frozen=True):
     first: Count  # the batch's place
 
 
-class BatchDone(Wire, frozen=True):
+class BatchDone(WireMessage, frozen=True):
     """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
 
     step: Count  # that is meant: a late message must not close the next one
@@ -160,20 +160,20 @@ class BatchDone(Wire, frozen=True):
     close: bool  # the lead asks to close the step with what it has
     total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
     generation: Count
-    noted: Noted  # by the trainer, so far
+    noted: EventCounts  # by the trainer, so far
     first: Count = 0  # the batch's place
     begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
     dropped: bool = False  # withdrawn by its own `training_step`: nobody shall bring it again
     version: Count = 0  # that the trainer knows
     # For the lead, if the batch counts.
-    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
+    logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
     # From a trainer that trains alone: if its step closes now, it waits for the end.
     ends: RecordRequest | None = None
     # Likewise: its next batch wants a place, in whichever step takes it.
     following: GrantRequest | None = None
 
 
-class BatchDoneReply(Wire, frozen=True):
+class BatchDoneReply(WireMessage, frozen=True):
     """Whether the step closes now: then its record is worth waiting for."""
 
     closing: bool
@@ -183,7 +183,7 @@ class BatchDoneReply(Wire, frozen=True):
     imminent: Count | None = None
 
 
-class RecordRequest(Wire, frozen=True):
+class RecordRequest(WireMessage, frozen=True):
     """Long poll for the end of a step: its record; where steps are delayed, without `decided`, until the next is open.
 
     The record waits for the lead to ask: then its loop is where it sees the step, and no validation is under way.
@@ -199,35 +199,35 @@ class RecordRequest(Wire, frozen=True):
     epoch: Count = 0  # of the lead's loop
 
 
-class Quit(Wire, frozen=True):
+class Quit(WireMessage, frozen=True):
     """A trainer's loop ended, by an error perhaps; nothing more of it will come."""
 
     reason: Annotated[str, msgspec.Meta(max_length=2000)]
 
 
-class RecordReply(Wire, frozen=True):
+class RecordReply(WireMessage, frozen=True):
     """The newest record; where steps are not delayed, not older than what was asked for."""
 
     record: Record | None  # None: there is none that was asked for
     closing: bool  # whether what was asked for is worth waiting for; a withdrawn batch leaves a place in the step
     open: Count = 0  # the step that grants places
-    seats: Seats | None = None  # after the record, for a trainer that does not know those before it
+    seats: SeatedMembers | None = None  # after the record, for a trainer that does not know those before it
     # To the lead: what other trainers logged of the batches that it counts, folded by name.
-    logs: list[Logged] = msgspec.field(default_factory=list)
+    logs: list[LoggedValue] = msgspec.field(default_factory=list)
     # To the lead: by peers that noted more than it was told before; where many did, by the others later.
-    noted: dict[PeerId, Noted] = msgspec.field(default_factory=dict)
+    noted: dict[PeerId, EventCounts] = msgspec.field(default_factory=dict)
     # To the lead: batches of other trainers in it that came with `BatchMetrics`, by their first positions.
     measured: list[Count] = msgspec.field(default_factory=list)
 
 
-class ReportRequest(Wire, frozen=True):
+class ReportRequest(WireMessage, frozen=True):
     """The caller coordinates from now on, and asks a trainer for its part of the books."""
 
     term: Term
     generation: Count
 
 
-class Lease(Wire, frozen=True):
+class Lease(WireMessage, frozen=True):
     """A batch as its trainer knows it."""
 
     grant: Grant
@@ -236,11 +236,11 @@ class Lease(Wire, frozen=True):
     armed: list[Receipt] | None = None  # as in `BatchArmed`
     withdrawn: bool = False
     dropped: bool = False  # as in `BatchDone`
-    logs: Annotated[list[Logged], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
+    logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
     has_metrics: bool = False
 
 
-class ReportReply(Wire, frozen=True):
+class ReportReply(WireMessage, frozen=True):
     """What a trainer did in the steps that are open, and in the one before them."""
 
     begun: bool  # it was granted a place since the run began, or went back
@@ -251,7 +251,7 @@ class ReportReply(Wire, frozen=True):
     position: BatchNumber | None = None
 
 
-class RegisterRequest(Wire, frozen=True):
+class RegisterRequest(WireMessage, frozen=True):
     """A trainer's part of the books, to a coordinator that took over and may not have heard it."""
 
     generation: Count
@@ -259,7 +259,7 @@ class RegisterRequest(Wire, frozen=True):
     report: ReportReply
 
 
-class LeaseMetricsRequest(Wire, frozen=True):
+class LeaseMetricsRequest(WireMessage, frozen=True):
     """The coordinator asks a trainer for the `BatchMetrics` of a batch again."""
 
     step: Count
@@ -273,7 +273,7 @@ Metrics = tuple[list[bytes], list[Any]]  # the states of metrics, and the tensor
 
 
 class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a `Between` and its `LoopState`; what has a form on the wire is in that."""
+    """What is in a `ResumePoint` and its `LoopState`; what has a form on the wire is in that."""
 
     checkpoint: dict[str, Any]
     parameter_names: list[str]
@@ -321,7 +321,7 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def _check(logs: Iterable[bytes], metrics: Iterable[Metrics]) -> None:
     for one in logs:
-        decode(one, Logged)
+        decode(one, LoggedValue)
     for states, tensors in metrics:
         expected = sum(sum(decode(one, MetricState).lengths) for one in states)
         if expected != len(tensors):

@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.wire import Count, Positive, Wire
+from lightning_swarm.protocol.messages.wire import Count, Positive, WireMessage
 
 MAX_MICROBATCHES: Final = 1 << 19
 """Of a batch."""
@@ -23,7 +23,7 @@ Direction = Literal["forward", "backward"]
 TicketName = Annotated[str, msgspec.Meta(max_length=512)]
 
 
-class Ticket(Wire, frozen=True):
+class Ticket(WireMessage, frozen=True):
     """A reference to a tensor that a peer holds or will hold."""
 
     peer_id: PeerId
@@ -41,7 +41,7 @@ class _OfAttempt(Protocol):
     def attempt(self) -> int: ...
 
 
-class CallKey(Wire, frozen=True):
+class CallKey(WireMessage, frozen=True):
     """Names one microbatch's way through the pipeline; with a stage and a direction, one call.
 
     A microbatch is named by its place in the step, not by its trainer: whoever sends it again, after whatever
@@ -95,7 +95,7 @@ Receipt = tuple[Count, Index, Count]
 """``(first, index, call)`` of a microbatch whose gradient was added; the step and attempt are the ledger's."""
 
 
-class Mode(Wire, frozen=True):
+class ComputeMode(WireMessage, frozen=True):
     """How to compute: all that a thread of another process does not inherit from the trainer's."""
 
     training: bool  # train() or eval()
@@ -107,23 +107,23 @@ class Mode(Wire, frozen=True):
     anomaly: bool = False
 
 
-class ForwardRequest(Wire, frozen=True):
+class ForwardRequest(WireMessage, frozen=True):
     """Compute one stage's output for one microbatch."""
 
     key: CallKey
     stage_index: int
-    mode: Mode
+    mode: ComputeMode
     source: Ticket | None  # the input, at the previous stage's peer; None: it comes with the message
     structure: Any  # tree of (inputs or None, extras); its tensors come with the message
     keep: bool = True  # what backward needs; False: no backward will come, whatever the mode
 
 
-class BackwardRequest(Wire, frozen=True):
+class BackwardRequest(WireMessage, frozen=True):
     """Compute one stage's gradients for one microbatch, and add them to the step's sum once."""
 
     key: CallKey
     stage_index: int
-    mode: Mode
+    mode: ComputeMode
     weight: Positive  # of the batch, from its grant
     accumulate: bool  # False: only the input's gradient is wanted
     source: Ticket | None  # the output's gradient, at the next stage's peer; None: it comes with the message
@@ -133,14 +133,14 @@ class BackwardRequest(Wire, frozen=True):
     inputs: Ticket | None = None  # of whom to fetch the input for doing the forward again
 
 
-class Computed(Wire, frozen=True):
+class Computed(WireMessage, frozen=True):
     """Goes with the tensors of a finished call."""
 
     structure: Any  # tree of the output; of a backward, for each input leaf its gradient or None
     flags: list[bool]  # of a forward: which leaves require grad
 
 
-class StageReport(Wire, frozen=True):
+class StageReport(WireMessage, frozen=True):
     """What a server tells of one stage's part in a finished call."""
 
     busy_s: float  # the compute thread's time for this microbatch so far, its forward included
@@ -155,7 +155,7 @@ class CallReport(StageReport, frozen=True):
     others: Annotated[tuple[StageReport, ...], msgspec.Meta(max_length=1024)] = ()
 
 
-class CancelRequest(Wire, frozen=True):
+class CancelRequest(WireMessage, frozen=True):
     """Do not do a call that was sent before."""
 
     key: CallKey
@@ -163,7 +163,7 @@ class CancelRequest(Wire, frozen=True):
     direction: Direction
 
 
-class CancelReply(Wire, frozen=True):
+class CancelReply(WireMessage, frozen=True):
     """`added`: too late, the gradient is in the sum. Else it never will be by that call."""
 
     added: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, TypeAlias, get_args
 
-from lightning_swarm.protocol.messages.wire import Count, Wire
+from lightning_swarm.protocol.messages.wire import Count, WireMessage
 
 EventKind: TypeAlias = Literal[
     "retry",  # a call was sent again
@@ -27,7 +27,7 @@ EventKind: TypeAlias = Literal[
 EVENT_KINDS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 
 
-class Noted(Wire, frozen=True):
+class EventCounts(WireMessage, frozen=True):
     """How often a peer has noted each kind since it began: said twice, or late, it tells nothing new."""
 
     log: Count  # which of the peer's lives is meant: random

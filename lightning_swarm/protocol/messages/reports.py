@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding
-from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, ShortText, SmallCount, Wire
+from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, ShortText, SmallCount, WireMessage
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """What somebody plans with: so bounded that no sum of them overflows."""
@@ -18,7 +18,7 @@ Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e15)]
 ShortSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-class Greeting(Wire, frozen=True):
+class Greeting(WireMessage, frozen=True):
     """What a peer says of itself to whoever asks."""
 
     protocol_version: int
@@ -30,7 +30,7 @@ NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]
 """Of one number of a tensor; 0: it has none that a codec takes."""
 
 
-class SampleCosts(Wire, frozen=True):
+class SampleCosts(WireMessage, frozen=True):
     """What a sample costs a stage: seen once, in a forward of a training step. No codec is counted in."""
 
     flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]  # forward and backward; 0: compiled code does not show it
@@ -43,7 +43,7 @@ class SampleCosts(Wire, frozen=True):
     output_number_bytes: NumberBytes = 0
 
 
-class HeldStage(Wire, frozen=True):
+class HeldStage(WireMessage, frozen=True):
     """A stage on a server that microbatches go through."""
 
     index: SmallCount
@@ -55,7 +55,7 @@ class HeldStage(Wire, frozen=True):
     costs: SampleCosts | None = None  # None: none has gone through yet
 
 
-class MachineReport(Wire, frozen=True):
+class MachineReport(WireMessage, frozen=True):
     """What a server computes on. None: it cannot tell."""
 
     processor: Literal["cpu", "accelerator"]
@@ -63,21 +63,21 @@ class MachineReport(Wire, frozen=True):
     host_memory_bytes: Bytes | None = None  # beside the device's
 
 
-class StepReport(Wire, frozen=True):
+class StepReport(WireMessage, frozen=True):
     """What the newest step was made of."""
 
     num_samples: NumSamples
     num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # of all trainers
 
 
-class CarriedReport(Wire, frozen=True):
+class CarriedReport(WireMessage, frozen=True):
     """A long message, and the seconds of its exchange: the way there and back, and its own."""
 
     num_bytes: Bytes
     took_s: ShortSeconds
 
 
-class LinkReport(Wire, frozen=True):
+class LinkReport(WireMessage, frozen=True):
     """The way to another peer, at its best. None: not measured yet."""
 
     peer_id: ShortText
@@ -86,7 +86,7 @@ class LinkReport(Wire, frozen=True):
     received: CarriedReport | None = None
 
 
-class ServerReport(Wire, frozen=True):
+class ServerReport(WireMessage, frozen=True):
     """A server's part in a run. What is counted is counted since it was admitted."""
 
     lead: ShortText  # peer ids
@@ -107,7 +107,7 @@ class ServerReport(Wire, frozen=True):
     encoding: Encoding = NOT_ENCODED  # of the run's tensors
 
 
-class PeerReport(Wire, frozen=True):
+class PeerReport(WireMessage, frozen=True):
     """What a peer says to whoever asks. What is counted is counted since it started."""
 
     run_id: ShortText
@@ -118,14 +118,14 @@ class PeerReport(Wire, frozen=True):
     links: Annotated[list[LinkReport], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
 
 
-class OtherPeer(Wire, frozen=True):
+class OtherPeer(WireMessage, frozen=True):
     """A server that a peer has heard of."""
 
     peer_id: ShortText
     addresses: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=16)]
 
 
-class OtherPeers(Wire, frozen=True):
+class OtherPeers(WireMessage, frozen=True):
     """All of them."""
 
     peers: Annotated[list[OtherPeer], msgspec.Meta(max_length=1024)]

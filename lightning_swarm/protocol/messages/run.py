@@ -10,7 +10,7 @@ import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, Seconds, ShortText, Wire
+from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, Seconds, ShortText, WireMessage
 
 Rebalancing = Literal["none", "paper", "gain"]
 """Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs."""
@@ -87,7 +87,7 @@ Sizes = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Ind
 Bits = Annotated[bytes, msgspec.Meta(max_length=1 << 13)]
 
 
-class RandomNumbers(Wire, frozen=True):
+class RandomNumbers(WireMessage, frozen=True):
     """Where the generators are that samplers draw from."""
 
     torch: Bits
@@ -99,7 +99,7 @@ class RandomNumbers(Wire, frozen=True):
     own: Annotated[list[Bits], msgspec.Meta(max_length=8)]  # of the loader and its samplers
 
 
-class EpochPlan(Wire, frozen=True):
+class EpochPlan(WireMessage, frozen=True):
     """The order of an epoch: what to list it by, and what it must come to."""
 
     epoch: Epoch
@@ -115,7 +115,7 @@ class EpochPlan(Wire, frozen=True):
         return sum(count for _, count in self.sizes)
 
 
-class PlanRequest(Wire, frozen=True):
+class PlanRequest(WireMessage, frozen=True):
     """The lead has listed an epoch."""
 
     generation: Count
@@ -123,14 +123,14 @@ class PlanRequest(Wire, frozen=True):
     position: BatchNumber  # the first batch that no step before this generation counts
 
 
-class TakePlanRequest(Wire, frozen=True):
+class TakePlanRequest(WireMessage, frozen=True):
     """Long poll for the plan of an epoch."""
 
     generation: Count
     epoch: Epoch
 
 
-class TakePlanReply(Wire, frozen=True):
+class TakePlanReply(WireMessage, frozen=True):
     """None: there is none yet; or its epoch is over."""
 
     plan: EpochPlan | None
@@ -157,14 +157,14 @@ SomeTrainers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_TRAINERS)]
 """Any of them."""
 
 
-class Member(Wire, frozen=True):
+class Member(WireMessage, frozen=True):
     """A peer in one of its lives: a process that was restarted has a new boot id."""
 
     peer_id: PeerId
     boot_id: int
 
 
-class Selection(Wire, frozen=True):
+class Selection(WireMessage, frozen=True):
     """Which parameters train, and which group of the optimizer holds which: the user's word, by full names."""
 
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
@@ -172,7 +172,7 @@ class Selection(Wire, frozen=True):
     frozen: list[str]  # parameters that require no gradient, in the model's order
 
 
-class StageManifest(Wire, frozen=True):
+class StageManifest(WireMessage, frozen=True):
     """A stage as every peer must find it in its own copy of the model."""
 
     first_block: Count  # without blocks: 0 to 0
@@ -188,7 +188,7 @@ def ranges_of(stages: Iterable[StageManifest]) -> list[range]:
     return [range(stage.first_block, stage.end_block) for stage in stages if not stage.on_trainers]
 
 
-class Encoding(Wire, frozen=True):
+class Encoding(WireMessage, frozen=True):
     """By which codecs the tensors of a run travel; fields are those of `Compression`."""
 
     activations: CodecName
@@ -202,7 +202,7 @@ NOT_ENCODED: Final = Encoding(activations="none", gradients="none", averaging="n
 """They travel as they are."""
 
 
-class Manifest(Wire, frozen=True):
+class Manifest(WireMessage, frozen=True):
     """Record 0: what a run is. A peer whose own model or version differs refuses, naming the field."""
 
     protocol_version: int
@@ -234,7 +234,7 @@ class Manifest(Wire, frozen=True):
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
 
 
-class Seats(Wire, frozen=True):
+class SeatedMembers(WireMessage, frozen=True):
     """Who is in a run at a version: for those who have not followed all records until then."""
 
     rosters: list[list[Member]]
@@ -242,30 +242,30 @@ class Seats(Wire, frozen=True):
     trainers: Trainers
 
 
-class RunView(Wire, frozen=True):
+class RunView(WireMessage, frozen=True):
     """A run at a version, for whoever asks: record 0, and what changed since."""
 
     manifest: Manifest
     version: Count  # records before it are applied; the step that is open
-    seats: Seats
+    seats: SeatedMembers
     term: Term  # of who coordinates
     position: BatchNumber | None = None  # the first batch of that step, as in `Record`; of a first one it is not said
 
 
-class BrokenOff(Wire, frozen=True):
+class RunAborted(WireMessage, frozen=True):
     """The run ends without its lead, which would have ended it in order, and without a word."""
 
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
 
 
-class ReleaseRequest(Wire, frozen=True):
+class ReleaseRequest(WireMessage, frozen=True):
     """The run goes back further than its servers can: a server is in no run any more, and waits for the next."""
 
     generation: Count  # which is void
     first_step: Count = 0  # where the next one begins: trainers go on from there
 
 
-class InheritRequest(Wire, frozen=True):
+class InheritRequest(WireMessage, frozen=True):
     """The lead is gone: another peer goes back with the run, and leads it from there. Whoever coordinates says so."""
 
     generation: Count  # which is void
@@ -273,20 +273,20 @@ class InheritRequest(Wire, frozen=True):
     first_step: Count  # where it goes on: the heir has the loop's state there
 
 
-class LoopRequest(Wire, frozen=True):
+class LoopRequest(WireMessage, frozen=True):
     """Asks a trainer whether its loop could go on at one of these versions."""
 
     versions: Annotated[list[Count], msgspec.Meta(max_length=64)]
 
 
-class LoopReply(Wire, frozen=True):
+class LoopReply(WireMessage, frozen=True):
     """Of those versions the ones at which it could; and whether it waits for the run that goes on."""
 
     versions: list[Count]
     waits: bool
 
 
-class RestartRequest(Wire, frozen=True):
+class RestartRequest(WireMessage, frozen=True):
     """The run goes back: the running generation is void, and the stages wait for weights of `first_step`.
 
     Records say what changes of who is in, and some server may have missed the newest one, so it is said once more.
@@ -294,11 +294,11 @@ class RestartRequest(Wire, frozen=True):
 
     generation: Count  # the next one
     first_step: Count
-    seats: Seats
+    seats: SeatedMembers
     selection: Selection | None  # of the first step, as in the manifest
 
 
-class Leading(Wire, frozen=True):
+class CoordinatorTerm(WireMessage, frozen=True):
     """A majority of the voters promised: the caller coordinates from now on. Also what a server knows of that."""
 
     term: Term
@@ -306,7 +306,7 @@ class Leading(Wire, frozen=True):
     version: Count  # that the one who says it is at
 
 
-class WatchRequest(Wire, frozen=True):
+class WatchRequest(WireMessage, frozen=True):
     """Hold the answer while the one who is asked coordinates by this term, unless it knows a later version already.
 
     A record that comes meanwhile ends no wait: nearly always who asks is told of it, too.
@@ -317,7 +317,7 @@ class WatchRequest(Wire, frozen=True):
     hold_s: Seconds
 
 
-class WatchReply(Wire, frozen=True):
+class WatchReply(WireMessage, frozen=True):
     """How far a server is, and whom it follows."""
 
     term: Term
@@ -325,7 +325,7 @@ class WatchReply(Wire, frozen=True):
     coordinates: bool  # itself
 
 
-class PullRequest(Wire, frozen=True):
+class PullRequest(WireMessage, frozen=True):
     """Ask for the record of a step, which was decided."""
 
     generation: Count
@@ -335,7 +335,7 @@ class PullRequest(Wire, frozen=True):
 # Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each adds up its own part
 # of the gradient; the parts together are the gradient that one machine would have. All of them take the same step with
 # it, so the parameter stays the same in all.
-class Ties:
+class TiedTensors:
     """What the stages of a run have in common.
 
     Args:

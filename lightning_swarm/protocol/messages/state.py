@@ -9,11 +9,11 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Selection
-from lightning_swarm.protocol.messages.wire import Count, ShortText, Wire
+from lightning_swarm.protocol.messages.wire import Count, ShortText, WireMessage
 
 
 @dataclass(frozen=True)
-class Ordered:
+class OrderedSnapshots:
     """Which snapshots there are to be.
 
     Args:
@@ -31,7 +31,7 @@ Path = Annotated[list[str | int], msgspec.Meta(min_length=1, max_length=64)]
 """The keys through nested mappings and lists that lead to a value."""
 
 
-class WriteRequest(Wire, frozen=True):
+class WriteRequest(WireMessage, frozen=True):
     """Write one stage's state at a version."""
 
     stage_index: Count
@@ -42,7 +42,7 @@ class WriteRequest(Wire, frozen=True):
     without: list[str]  # parameters and buffers that another stage writes
 
 
-class Written(Wire, frozen=True):
+class WrittenValue(WireMessage, frozen=True):
     """Where a value is in a folder."""
 
     path: Path
@@ -53,14 +53,14 @@ class Written(Wire, frozen=True):
     shape: list[Count]
 
 
-class WriteReply(Wire, frozen=True):
+class WriteReply(WireMessage, frozen=True):
     """What has been written."""
 
     here: bool  # False: the folder is not to be seen from here, and nothing was
-    written: list[Written]
+    written: list[WrittenValue]
 
 
-class StateRequest(Wire, frozen=True):
+class StateRequest(WireMessage, frozen=True):
     """Read one stage's state at a version."""
 
     stage_index: int
@@ -69,7 +69,7 @@ class StateRequest(Wire, frozen=True):
     generation: Count
 
 
-class StageState(Wire, frozen=True):
+class StageState(WireMessage, frozen=True):
     """Goes with the tensors of a stage's state."""
 
     stage_index: int
@@ -80,7 +80,7 @@ class StageState(Wire, frozen=True):
     structure: Any  # optimizer: for each parameter, the tree of its state; weights: None
 
 
-class LentWeights(Wire, frozen=True):
+class LentWeights(WireMessage, frozen=True):
     """Goes with weights that evaluations may mean in place of a stage's own, which stay as they are."""
 
     stage_index: Count
@@ -89,7 +89,7 @@ class LentWeights(Wire, frozen=True):
     names: list[str]  # one a tensor, all of the stage; none: they are given back
 
 
-class Snapshot(Wire, frozen=True):
+class Snapshot(WireMessage, frozen=True):
     """Goes with all tensors of a stage at one version: the weights, then the optimizer's state."""
 
     generation: Count
@@ -102,14 +102,14 @@ class Snapshot(Wire, frozen=True):
     selection: Selection | None  # what trains in the open step
 
 
-class SnapshotOrder(Wire, frozen=True):
+class SnapshotOrder(WireMessage, frozen=True):
     """In a record: every server keeps a copy of its stages as they are after it."""
 
     keep: Count | None  # the version that is kept until this one is through; all others are dropped
     keepers: list[PeerId | None]  # for each stage, who keeps it besides its own servers
 
 
-class HeldSnapshot(Wire, frozen=True):
+class HeldSnapshot(WireMessage, frozen=True):
     """One stage at one version."""
 
     stage_index: Count
@@ -117,7 +117,7 @@ class HeldSnapshot(Wire, frozen=True):
     version_hash: int
 
 
-class HeldSnapshots(Wire, frozen=True):
+class HeldSnapshots(WireMessage, frozen=True):
     """All that a server keeps."""
 
     host: ShortText  # the machine, as far as it is known; servers of one machine may die together
@@ -126,14 +126,14 @@ class HeldSnapshots(Wire, frozen=True):
     loops: Annotated[list[Count], msgspec.Meta(max_length=16)] | msgspec.UnsetType = msgspec.UNSET
 
 
-class KeptLoop(Wire, frozen=True):
+class KeptLoop(WireMessage, frozen=True):
     """Goes with the lead's loop as it was at one version, but for what the servers have: see `plain_values`."""
 
     generation: Count
     version: Count
 
 
-class SnapshotRequest(Wire, frozen=True):
+class SnapshotRequest(WireMessage, frozen=True):
     """Read one of them."""
 
     stage_index: Count

@@ -8,13 +8,13 @@ import msgspec
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt, Receipts, Run, to_ranges
-from lightning_swarm.protocol.messages.events import Noted
+from lightning_swarm.protocol.messages.events import EventCounts
 from lightning_swarm.protocol.messages.run import BatchNumber, Member, Selection, SomeTrainers, Term
 from lightning_swarm.protocol.messages.state import SnapshotOrder
-from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, Wire
+from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative, Positive, WireMessage
 
 
-class SettleRequest(Wire, frozen=True):
+class SettleRequest(WireMessage, frozen=True):
     """Open(k), where the selection changed: every server settles it before the first grant."""
 
     generation: int
@@ -23,7 +23,7 @@ class SettleRequest(Wire, frozen=True):
     selection: Selection
 
 
-class Named(Wire, frozen=True):
+class NamedReceipts(WireMessage, frozen=True):
     """What the sum of one stage on one server shall hold."""
 
     stage_index: Count
@@ -34,7 +34,7 @@ Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 """By their first positions."""
 
 
-class FreezeRequest(Wire, frozen=True):
+class FreezeRequest(WireMessage, frozen=True):
     """Close(k), first part: add nothing more, and say what was added.
 
     Where something is missing, or in two sums: with `named`. Then a sum that holds others begins anew, and what is
@@ -45,12 +45,12 @@ class FreezeRequest(Wire, frozen=True):
     step: int
     attempt: int
     round: Count = 0  # rises with each request of a step: what comes late is refused
-    named: list[Named] | None = None  # for each stage of this server
+    named: list[NamedReceipts] | None = None  # for each stage of this server
     struck: Batches | None = None  # the step takes others in their place: sums that hold any of them begin anew
     joining: bool = False  # somebody may enter with the step's record: say hashes of stages with one replica, too
 
 
-class FenceRequest(Wire, frozen=True):
+class FenceRequest(WireMessage, frozen=True):
     """Batches were struck: give up what is under way of them, and add nothing of them any more."""
 
     generation: Count
@@ -59,7 +59,7 @@ class FenceRequest(Wire, frozen=True):
     batches: Batches
 
 
-class ReceiptsRequest(Wire, frozen=True):
+class ReceiptsRequest(WireMessage, frozen=True):
     """Which of these microbatches are in your sums, and which may still come there?"""
 
     generation: Count
@@ -68,7 +68,7 @@ class ReceiptsRequest(Wire, frozen=True):
     receipts: list[Receipt]
 
 
-class StageReceipts(Wire, frozen=True):
+class StageReceipts(WireMessage, frozen=True):
     """For one stage: bitmaps over the receipts that were asked for."""
 
     stage_index: Count
@@ -76,13 +76,13 @@ class StageReceipts(Wire, frozen=True):
     pending: bytes  # their backward is under way
 
 
-class ReceiptsReply(Wire, frozen=True):
+class ReceiptsReply(WireMessage, frozen=True):
     """One entry for each stage that the server holds."""
 
     stages: list[StageReceipts]
 
 
-class StageLedger(Wire, frozen=True):
+class StageLedger(WireMessage, frozen=True):
     """A server's ledger of one stage."""
 
     stage_index: int
@@ -95,22 +95,22 @@ class StageLedger(Wire, frozen=True):
     tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of the weights that other stages hold, too
 
 
-class FreezeReply(Wire, frozen=True):
+class FreezeReply(WireMessage, frozen=True):
     """One ledger for each stage that the server holds."""
 
     boot_id: int
     ledgers: list[StageLedger]
-    noted: Noted  # by the server, so far
+    noted: EventCounts  # by the server, so far
 
 
-class Replay(Wire, frozen=True):
+class Replay(WireMessage, frozen=True):
     """A microbatch whose gradient is missing in some stages, and who shall add it there."""
 
     receipt: Receipt
     holders: dict[Count, PeerId]  # by stage index
 
 
-class ReplayRequest(Wire, frozen=True):
+class ReplayRequest(WireMessage, frozen=True):
     """Close(k), where a sum was lost: its trainer sends microbatches again, from the copies that it kept."""
 
     generation: Count
@@ -120,14 +120,14 @@ class ReplayRequest(Wire, frozen=True):
     avoid: list[PeerId]  # they are gone
 
 
-class ReplayReply(Wire, frozen=True):
+class ReplayReply(WireMessage, frozen=True):
     """What was neither lost nor has a holder among the unreached was added by its holders."""
 
     lost: list[Receipt]  # nothing is kept of them here (any more), or no way leads to their holders
     unreached: list[PeerId]  # holders that did not do it, as seen from here
 
 
-class Closing(Wire, frozen=True):
+class Closing(WireMessage, frozen=True):
     """Close(k): what counts, for all alike. Who holds which microbatch is between each server and who coordinates.
 
     The round says which sums are meant: no two closings of a step share one, whoever coordinates.
@@ -149,22 +149,22 @@ class Closing(Wire, frozen=True):
         return any(first in places for places in to_ranges(self.batches))
 
 
-class AverageRequest(Wire, frozen=True):
+class AverageRequest(WireMessage, frozen=True):
     """Average the frozen sums of a round, if they hold what is named here, and nothing else."""
 
     closing: Closing
-    named: list[Named]  # for each stage of this server
+    named: list[NamedReceipts]  # for each stage of this server
     late: bool = False  # the next step takes batches meanwhile
 
 
-class PartNorm(Wire, frozen=True):
+class PartNorm(WireMessage, frozen=True):
     """The squared norm of the part of a stage's mean gradient that this server reduced."""
 
     stage_index: int
     squared_norm: float
 
 
-class AverageReply(Wire, frozen=True):
+class AverageReply(WireMessage, frozen=True):
     """The server holds the mean gradients of all its stages; or says why not."""
 
     parts: list[PartNorm]
@@ -172,7 +172,7 @@ class AverageReply(Wire, frozen=True):
     unreached: list[PeerId] = msgspec.field(default_factory=list)  # as it does when one of these is gone
 
 
-class Candidate(Wire, frozen=True):
+class Candidate(WireMessage, frozen=True):
     """A server that wants to join a stage's roster, and where it is reached."""
 
     member: Member
@@ -180,21 +180,21 @@ class Candidate(Wire, frozen=True):
     addresses: Addresses
 
 
-class Departure(Wire, frozen=True):
+class Departure(WireMessage, frozen=True):
     """A server that the next rosters name no more: it is to join another stage."""
 
     member: Member
     stage_index: Count
 
 
-class Vacancy(Wire, frozen=True):
+class Vacancy(WireMessage, frozen=True):
     """A server that the next roster of a stage names no more, for whatever reason."""
 
     member: Member
     stage_index: Count
 
 
-class Record(Wire, frozen=True):
+class Record(WireMessage, frozen=True):
     """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``.
 
     It says what changes of who is in the run, not who is: it goes to everyone.
@@ -221,14 +221,14 @@ class Record(Wire, frozen=True):
         return self.closing.step
 
 
-class Accepted(Wire, frozen=True):
+class Accepted(WireMessage, frozen=True):
     """What a voter accepted last for a slot."""
 
     term: Term
     record: Record
 
 
-class Prepare(Wire, frozen=True):
+class Prepare(WireMessage, frozen=True):
     """Ask a voter to accept nothing of a lower term any more, and what it has accepted for a step."""
 
     term: Term
@@ -238,7 +238,7 @@ class Prepare(Wire, frozen=True):
     fence: bool = False  # also note that nothing of a lower term will be finished, from this step on
 
 
-class Promise(Wire, frozen=True):
+class Promise(WireMessage, frozen=True):
     """A voter's answer; `term` is the highest it knows."""
 
     promised: bool
@@ -248,7 +248,7 @@ class Promise(Wire, frozen=True):
     behind: bool = False  # a later step was proposed for: this one was decided
 
 
-class Proposal(Wire, frozen=True):
+class Proposal(WireMessage, frozen=True):
     """Ask a voter to accept a record under a term."""
 
     term: Term
@@ -256,7 +256,7 @@ class Proposal(Wire, frozen=True):
     record: Record
 
 
-class Vote(Wire, frozen=True):
+class Vote(WireMessage, frozen=True):
     """A voter's answer; `term` is the highest it knows."""
 
     accepted: bool

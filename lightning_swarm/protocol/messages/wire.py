@@ -28,14 +28,14 @@ Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspe
 ShortText = Annotated[str, msgspec.Meta(max_length=100)]
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything that travels in the body of a message."""
 
 
 _T = TypeVar("_T")
 
 
-def encode(record: Wire) -> bytes:
+def encode(record: WireMessage) -> bytes:
     """The record as bytes."""
     return msgspec.msgpack.encode(record)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_swarm.core.errors import DeadlineExceeded, PeerError, ProtocolError, SwarmError, TicketGone, Unreachable
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.framing import Recycled
+from lightning_swarm.network.framing import BufferPool
 from lightning_swarm.network.tensors import parse_spec, spec_of
 from lightning_swarm.protocol.compression import Codec, decoded, encoded, from_message, to_message
 from lightning_swarm.protocol.messages.calls import Ticket
@@ -50,7 +50,7 @@ Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class GroupParts:
     """Of one averaging round.
 
     Args:
@@ -91,17 +91,17 @@ class Parts:
         return part
 
 
-AS_THEY_ARE: Final = Parts(None, None)
+AS_THEY_ARE: Final = GroupParts(None, None)
 
 
 _T = TypeVar("_T")
 
-_MEANS: Final = Recycled(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
+_MEANS: Final = BufferPool(2, max_bytes=65 << 20)  # those of one step are gone before the next one's are made
 _SLICE: Final = 1 << 20
 """Elements that are added before anything else may happen on the loop: a millisecond's work."""
 
 
-class RoundFailed(PeerError):
+class AveragingFailed(PeerError):
     """A part did not come. Nobody may use the round.
 
     Attributes:
@@ -135,7 +135,7 @@ class Group:
         return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
-class Mean(NamedTuple):
+class GroupMean(NamedTuple):
     """What a round ends with.
 
     Attributes:
@@ -155,9 +155,9 @@ async def average(
     group: Group,
     place: int,
     *,
-    parts: Parts = AS_THEY_ARE,
+    parts: GroupParts = AS_THEY_ARE,
     carried: Tensor | None = None,
-) -> Mean:
+) -> GroupMean:
     """Sum `vector` over the roster, in roster order, and divide once.
 
     Args:
@@ -212,11 +212,11 @@ async def average(
 
     for i, part in zip(others, await gather(take(i, f"reduced{i}", bounds[i]) for i in others), strict=True):
         mean[bounds[i]] = part
-    return Mean(mean, norm, lost)
+    return GroupMean(mean, norm, lost)
 
 
 async def taken(
-    group: Group, place: int, name: str, *, like: Tensor, length: int, parts: Parts = AS_THEY_ARE
+    group: Group, place: int, name: str, *, like: Tensor, length: int, parts: GroupParts = AS_THEY_ARE
 ) -> Tensor:
     """What another peer has to give in a round.
 
@@ -248,7 +248,7 @@ async def fetched(group: Group, place: int, name: str, read: Callable[[Message],
         # A peer that answers, and has nothing to give, waits for somebody itself; and damage is the link's.
         blameless = isinstance(error, PeerError) and not isinstance(error, (Unreachable, DeadlineExceeded))
         missed = None if blameless else peer
-        raise RoundFailed(f"{ticket.name} did not come from {peer}: {error}", missed) from error
+        raise AveragingFailed(f"{ticket.name} did not come from {peer}: {error}", missed) from error
 
 
 def refuse(group: Group, place: int, reason: str) -> None:
@@ -266,7 +266,7 @@ def withhold(group: Group, names: Iterable[str], reason: str) -> None:
         group.tickets.fail(f"{group.prefix}/{name}", TicketGone(reason))
 
 
-async def collect(like: Tensor, group: Group, *, parts: Parts = AS_THEY_ARE) -> Tensor:
+async def collect(like: Tensor, group: Group, *, parts: GroupParts = AS_THEY_ARE) -> Tensor:
     """The mean of a round that this peer has no part in, as every member of the roster has it.
 
     Args:

@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.server.averaging import all_reduce
-from lightning_swarm.server.averaging.all_reduce import Compute, Group, Parts, squared_norm
+from lightning_swarm.server.averaging.all_reduce import Compute, Group, GroupParts, squared_norm
 from lightning_swarm.server.averaging.powersgd import LowRank
 
 
-class Carried(NamedTuple):
+class AveragingState(NamedTuple):
     """What a peer takes from one step to the next; all of it counts with the step's record, or not at all.
 
     Attributes:
@@ -26,12 +26,12 @@ class Carried(NamedTuple):
     lost: Tensor | None = None
     basis: Tensor | None = None
 
-    def times(self, factor: float) -> Carried:
+    def times(self, factor: float) -> AveragingState:
         """Of gradients so many times as large."""
         return self if self.lost is None or factor == 1.0 else self._replace(lost=self.lost * factor)
 
 
-class Averaged(NamedTuple):
+class AveragingResult(NamedTuple):
     """What a round ends with.
 
     Attributes:
@@ -42,15 +42,15 @@ class Averaged(NamedTuple):
 
     mean: Tensor
     squared_norm: float
-    carried: Carried
+    carried: AveragingState
 
 
 class Averager(ABC):
     """Averages vectors within a group. Where a peer is alone nothing travels, and nothing is lost."""
 
     async def average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
-    ) -> Averaged:
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
         """The sum of all peers' vectors, and of what was carried, divided once.
 
         Args:
@@ -67,7 +67,7 @@ class Averager(ABC):
             return await self._average(vector, total_weight, group, place, carried)
         return await self._alone(vector, total_weight, group, carried)
 
-    async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+    async def collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
         """The mean of a round that this peer has no part in, as every member of the roster has it.
 
         Args:
@@ -79,22 +79,24 @@ class Averager(ABC):
         """
         if len(group.roster) > 1:
             return await self._collect(like, group)
-        return await all_reduce.collect(like, group), Carried()
+        return await all_reduce.collect(like, group), AveragingState()
 
-    async def _alone(self, vector: Tensor, total_weight: float, group: Group, carried: Carried) -> Averaged:
+    async def _alone(
+        self, vector: Tensor, total_weight: float, group: Group, carried: AveragingState
+    ) -> AveragingResult:
         """`average` where nobody else is."""
         own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
         found = await all_reduce.average(own, total_weight, group, 0)
-        return Averaged(found.mean, found.squared_norm, carried._replace(lost=None))
+        return AveragingResult(found.mean, found.squared_norm, carried._replace(lost=None))
 
     @abstractmethod
     async def _average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
-    ) -> Averaged:
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
         """`average` among several."""
 
     @abstractmethod
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
         """`collect` from several."""
 
 
@@ -107,20 +109,20 @@ class Butterfly(Averager):
         error_feedback: Carry what the codec loses.
     """
 
-    parts: Parts
+    parts: GroupParts
     error_feedback: bool
 
     @override
     async def _average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
-    ) -> Averaged:
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
         lost = torch.zeros_like(vector) if self.error_feedback and carried.lost is None else carried.lost
         found = await all_reduce.average(vector, total_weight, group, place, parts=self.parts, carried=lost)
-        return Averaged(found.mean, found.squared_norm, Carried(found.lost))
+        return AveragingResult(found.mean, found.squared_norm, AveragingState(found.lost))
 
     @override
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
-        return await all_reduce.collect(like, group, parts=self.parts), Carried()
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
+        return await all_reduce.collect(like, group, parts=self.parts), AveragingState()
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,8 @@ class PowerSGD(Averager):
 
     @override
     async def _average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
-    ) -> Averaged:
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
         low_rank, left_group, right_group = self.low_rank, *_both(group)
         before = low_rank.begin(vector) if carried.basis is None else carried.basis
 
@@ -163,26 +165,26 @@ class PowerSGD(Averager):
         left, right_sum = await self.compute(go_on)
         right_mean = (await all_reduce.average(right_sum, total_weight, right_group, place)).mean
 
-        def end() -> Averaged:
+        def end() -> AveragingResult:
             mean = low_rank.product(left, right_mean)
             part = mean[group.bounds(len(mean))[place]]
             lost = low_rank.left_over(own, left, right_sum).div_(total_weight) if self.error_feedback else None
-            return Averaged(mean, squared_norm(part), Carried(lost, low_rank.basis(right_mean, before)))
+            return AveragingResult(mean, squared_norm(part), AveragingState(lost, low_rank.basis(right_mean, before)))
 
-        averaged: Averaged = await self.compute(end)
+        averaged: AveragingResult = await self.compute(end)
         return averaged
 
     @override
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
         low_rank, left_group, right_group = self.low_rank, *_both(group)
         left_mean = await all_reduce.collect(like.new_empty(low_rank.left_length), left_group)
         right_mean = await all_reduce.collect(like.new_empty(low_rank.right_length), right_group)
 
-        def end() -> tuple[Tensor, Carried]:
+        def end() -> tuple[Tensor, AveragingState]:
             mean = low_rank.product(low_rank.orthonormal(left_mean), right_mean)
-            return mean, Carried(basis=low_rank.basis(right_mean, low_rank.begin(like)))
+            return mean, AveragingState(basis=low_rank.basis(right_mean, low_rank.begin(like)))
 
-        found: tuple[Tensor, Carried] = await self.compute(end)
+        found: tuple[Tensor, AveragingState] = await self.compute(end)
         return found
 
 

@@ -17,7 +17,7 @@ from lightning_swarm.network import Message
 from lightning_swarm.protocol.compression import from_message, to_message
 from lightning_swarm.server.averaging import all_reduce
 from lightning_swarm.server.averaging.all_reduce import Compute, Group, fetched, squared_norm, taken
-from lightning_swarm.server.averaging.averager import Averaged, Averager, Carried
+from lightning_swarm.server.averaging.averager import Averager, AveragingResult, AveragingState
 
 FINE: Final = 2.0**-56
 COARSE: Final = 2.0**-14
@@ -87,7 +87,7 @@ _SLICE: Final = 1 << 18
 
 
 @dataclass(frozen=True)
-class Exact(Averager):
+class DeterministicAverager(Averager):
     """All numbers travel as they are: sums as whole numbers, means as floats.
 
     Its squared norm is that of all parts with the first of a roster, and 0 with all others: norms of parts, added up,
@@ -102,13 +102,15 @@ class Exact(Averager):
     compute: Compute
 
     @override
-    async def _alone(self, vector: Tensor, total_weight: float, group: Group, carried: Carried) -> Averaged:
+    async def _alone(
+        self, vector: Tensor, total_weight: float, group: Group, carried: AveragingState
+    ) -> AveragingResult:
         return await self._average(vector, total_weight, group, 0, carried)
 
     @override
     async def _average(
-        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: Carried
-    ) -> Averaged:
+        self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
+    ) -> AveragingResult:
         bounds, counts = group.bounds(len(self.like)), vector[:, -1]
         others = [i for i in range(len(group.roster)) if i != place]
         for i in others:
@@ -130,11 +132,11 @@ class Exact(Averager):
         for i, part in zip(others, reduced, strict=True):
             mean[bounds[i]] = part
         norm: float = await self.compute(lambda: squared_norm(mean)) if place == 0 else 0.0
-        return Averaged(mean, norm, Carried())
+        return AveragingResult(mean, norm, AveragingState())
 
     @override
-    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, Carried]:
-        return await all_reduce.collect(like, group), Carried()
+    async def _collect(self, like: Tensor, group: Group) -> tuple[Tensor, AveragingState]:
+        return await all_reduce.collect(like, group), AveragingState()
 
 
 async def _reduce(

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.protocol.compression import to_message
-from lightning_swarm.protocol.messages.run import Ties
+from lightning_swarm.protocol.messages.run import TiedTensors
 from lightning_swarm.server.averaging.all_reduce import Compute, Group, squared_norm, taken, withhold
-from lightning_swarm.server.averaging.averager import Averaged
+from lightning_swarm.server.averaging.averager import AveragingResult
 
 _SHARE: Final = "tied"
 
@@ -42,7 +42,7 @@ class TiedMeans:
 
     def __init__(
         self,
-        ties: Ties,
+        ties: TiedTensors,
         trained: Collection[str],
         group: Callable[[int], Group],
         compute: Compute,
@@ -55,7 +55,9 @@ class TiedMeans:
         self._compute = compute
         self._exact = exact
 
-    async def averaged(self, found: Mapping[int, Averaged], places: Mapping[int, int]) -> dict[int, Averaged]:
+    async def averaged(
+        self, found: Mapping[int, AveragingResult], places: Mapping[int, int]
+    ) -> dict[int, AveragingResult]:
         """What the stages of a member end the round with.
 
         Args:
@@ -71,7 +73,7 @@ class TiedMeans:
             group.tickets.offer(f"{group.prefix}/{_SHARE}", to_message(torch.cat(list(share.values()))))
         shares = await self._with_others(own, min(places.values()))
 
-        def end() -> dict[int, Averaged]:
+        def end() -> dict[int, AveragingResult]:
             ended = dict(found)
             for index in own:
                 mean = self._added_up(index, found[index].mean, shares)
@@ -79,7 +81,7 @@ class TiedMeans:
                 ended[index] = found[index]._replace(mean=mean, squared_norm=norm(index, mean, places[index]))
             return ended
 
-        result: dict[int, Averaged] = await self._compute(end)
+        result: dict[int, AveragingResult] = await self._compute(end)
         return result
 
     async def collected(self, index: int, mean: Tensor, asked: int) -> Tensor:

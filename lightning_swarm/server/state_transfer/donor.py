@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.membership import (
     PieceRequest,
     TensorLayout,
 )
-from lightning_swarm.protocol.messages.run import Seats
+from lightning_swarm.protocol.messages.run import SeatedMembers
 from lightning_swarm.protocol.messages.state import Snapshot
 from lightning_swarm.protocol.messages.step import Candidate, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
@@ -34,11 +34,11 @@ from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.stage import Stage
 from lightning_swarm.server.state_transfer.snapshots import copied
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 
 
 @dataclass(frozen=True, eq=False)
-class Copy:
+class StageCopy:
     """All that a stage is, apart from the stage: records go on changing that.
 
     Args:
@@ -50,7 +50,7 @@ class Copy:
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, stage: Stage, generation: int) -> Copy:
+    def of(cls, stage: Stage, generation: int) -> StageCopy:
         """As the stage is now. On the compute thread, so that it falls between two records."""
         message = copied(stage, generation)
         tensors = tuple(tensor.contiguous() for tensor in message.tensors)
@@ -76,7 +76,7 @@ class Copy:
         return tuple(_overlaps(self.tensors, start, stop))
 
 
-class Blank:
+class IncomingSnapshot:
     """What a snapshot is to become, piece by piece.
 
     Args:
@@ -196,7 +196,7 @@ _CONNECT_TIMEOUT_S: Final = 8.0  # the coordinator asks for a little longer
 
 
 @dataclass
-class _Follower:
+class _CatchingUp:
     """A joiner that needs this stage's records from `version` on."""
 
     stage_index: int
@@ -206,9 +206,9 @@ class _Follower:
 
 
 @dataclass
-class _Download:
+class _OutgoingCopy:
     last_heard_s: float
-    copy: Copy | None = None  # it is being made
+    copy: StageCopy | None = None  # it is being made
     num_pieces: int = 0  # under way
 
 
@@ -224,7 +224,7 @@ class Donor:
     """
 
     def __init__(
-        self, transport: Transport, executor: Executor, admission: Admission, stepping: Stepping, *, limits: Limits
+        self, transport: Transport, executor: Executor, admission: Admission, stepping: StepHandlers, *, limits: Limits
     ) -> None:
         self._transport = transport
         self._executor = executor
@@ -232,15 +232,17 @@ class Donor:
         self._stepping = stepping
         self._limits = limits
         self._met: dict[PeerId, Candidate] = {}
-        self._followers: dict[PeerId, _Follower] = {}
-        self._downloads: dict[PeerId, _Download] = {}
-        self._copies: dict[int, Copy] = {}  # the newest of each stage, while somebody downloads it
+        self._followers: dict[PeerId, _CatchingUp] = {}
+        self._downloads: dict[PeerId, _OutgoingCopy] = {}
+        self._copies: dict[int, StageCopy] = {}  # the newest of each stage, while somebody downloads it
         self._queued: set[PeerId] = set()  # for a place
         self._freed = asyncio.Event()  # a place, perhaps; another event then
         self._throttle = Throttle(limits.max_upload)
         self._noted_s = 0.0  # when the newest record was applied
         self._interval_s = 0.0  # between it and the one before
-        self._kept: dict[int, tuple[Record, Mapping[int, Tensor], Seats]] = {}  # by step, with who was in before
+        self._kept: dict[
+            int, tuple[Record, Mapping[int, Tensor], SeatedMembers]
+        ] = {}  # by step, with who was in before
         transport.handle_call(MEET, self._handle_meet)
         transport.handle_stream(FOLLOW, self._handle_follow, max_bytes=0)
         transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
@@ -299,10 +301,10 @@ class Donor:
             raise TicketGone(f"stage {stage.index} is at version {stage.version} here")
         await self._place(caller, helps=request.version is not None, within_s=min(request.hold_s, _HOLD_S))
         at_s = now_s()
-        download = self._downloads[caller] = _Download(at_s)
+        download = self._downloads[caller] = _OutgoingCopy(at_s)
         if request.version is None:
             # Before the copy is made: of what is applied after it nothing may be missed.
-            self._followers[caller] = _Follower(stage.index, self._stepping.version, at_s)
+            self._followers[caller] = _CatchingUp(stage.index, self._stepping.version, at_s)
         try:
             # On the compute thread, so that it falls between two records.
             copy, _ = await self._executor.submit(FIRST, lambda: self._copied(stage))
@@ -315,11 +317,11 @@ class Donor:
         download.copy, download.last_heard_s = copy, now_s()
         return Message(encode(copy.head))
 
-    def _copied(self, stage: Stage) -> Copy:
+    def _copied(self, stage: Stage) -> StageCopy:
         """All who download the same version share one copy."""
         copy = self._copies.get(stage.index)
         if copy is None or copy.version != stage.version:
-            copy = self._copies[stage.index] = Copy.of(stage, self._admission.run.manifest.generation)
+            copy = self._copies[stage.index] = StageCopy.of(stage, self._admission.run.manifest.generation)
         return copy
 
     async def _handle_piece(self, caller: PeerId, message: Message) -> Message:

@@ -19,13 +19,13 @@ from lightning_swarm.protocol.serialization import named
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 
 FOLDER: Final = r"\.[^/\\]*\.[0-9a-f]{32}\.partial"
 """Names of folders that servers write to. Who sees one with such a number shares a file system with the lead."""
 
 
-class Writing:
+class CheckpointHandlers:
     """Answers the lead's calls about it.
 
     Args:
@@ -35,7 +35,7 @@ class Writing:
         stepping: Knows the stages.
     """
 
-    def __init__(self, transport: Transport, executor: Executor, admission: Admission, stepping: Stepping) -> None:
+    def __init__(self, transport: Transport, executor: Executor, admission: Admission, stepping: StepHandlers) -> None:
         self._executor = executor
         self._admission = admission
         self._stepping = stepping
@@ -84,7 +84,7 @@ def _all_but(names: Collection[str], values: Mapping[str, Any]) -> dict[str, Any
     return {name: value for name, value in values.items() if name not in names}
 
 
-class Loading:
+class StateHandlers:
     """Answers the trainers' calls about it.
 
     Args:
@@ -96,7 +96,7 @@ class Loading:
     """
 
     def __init__(
-        self, transport: Transport, executor: Executor, admission: Admission, stepping: Stepping, *, max_bytes: int
+        self, transport: Transport, executor: Executor, admission: Admission, stepping: StepHandlers, *, max_bytes: int
     ) -> None:
         self._executor = executor
         self._admission = admission
@@ -164,7 +164,7 @@ def _state(stage: Stage, request: StateRequest) -> Message:
     return Message(encode(reply), tuple(tensor.detach().cpu() for tensor in tensors))
 
 
-class Lending:
+class EvaluationWeightHandlers:
     """Answers the lead's calls about them.
 
     Args:
@@ -176,7 +176,7 @@ class Lending:
     """
 
     def __init__(
-        self, transport: Transport, executor: Executor, admission: Admission, stepping: Stepping, *, max_bytes: int
+        self, transport: Transport, executor: Executor, admission: Admission, stepping: StepHandlers, *, max_bytes: int
     ) -> None:
         self._executor = executor
         self._admission = admission

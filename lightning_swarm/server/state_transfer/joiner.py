@@ -27,7 +27,7 @@ from lightning_swarm.protocol.messages.membership import (
     PieceRequest,
     ReadyRequest,
 )
-from lightning_swarm.protocol.messages.run import RunView, Seats
+from lightning_swarm.protocol.messages.run import RunView, SeatedMembers
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import FOLLOW, JOIN, LISTEN, NEXT, PIECE, READY, VIEW
 from lightning_swarm.protocol.run_state import RunState
@@ -35,9 +35,9 @@ from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.stage_builder import Model
-from lightning_swarm.server.state_transfer.donor import Blank
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.stage_builder import PeerModel
+from lightning_swarm.server.state_transfer.donor import IncomingSnapshot
+from lightning_swarm.server.step_handlers import StepHandlers
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _HOLD_S: Final = 15.0  # for a place, at all members together
 _RELEASE_S: Final = 2.0
 
 
-class Download:
+class StageDownload:
     """Of one stage.
 
     Args:
@@ -72,7 +72,7 @@ class Download:
         self.helpers: set[PeerId] = set()  # who sent a piece beside the donor
         self._copied: list[PeerId] = []  # who holds a copy for this peer beside the donor
 
-    async def run(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, Blank]:
+    async def run(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
         """All of it, and which member keeps the records from its version on.
 
         Args:
@@ -86,7 +86,7 @@ class Download:
         try:
             async with asyncio.timeout(self._limits.join_timeout):
                 donor, head = await self._first(donors)
-                blank = Blank(head, self._stage, max_bytes=self._limits.max_message_bytes)
+                blank = IncomingSnapshot(head, self._stage, max_bytes=self._limits.max_message_bytes)
                 self._missing = {
                     start: min(start + PIECE_BYTES, blank.num_bytes) for start in range(0, blank.num_bytes, PIECE_BYTES)
                 }
@@ -123,7 +123,7 @@ class Download:
             )
         return head
 
-    async def _pull_all(self, donor: PeerId, others: Sequence[PeerId], blank: Blank) -> None:
+    async def _pull_all(self, donor: PeerId, others: Sequence[PeerId], blank: IncomingSnapshot) -> None:
         helping = asyncio.ensure_future(gather(self._help(peer, blank) for peer in others))
         try:
             await gather(self._pull(donor, blank, to_the_end=True) for _ in range(_PULLS))
@@ -133,7 +133,7 @@ class Download:
             helping.result()
         await gather(self._release(peer, blank) for peer in self._copied)
 
-    async def _help(self, peer: PeerId, blank: Blank) -> None:
+    async def _help(self, peer: PeerId, blank: IncomingSnapshot) -> None:
         """Have one more member send pieces. That it cannot is no fault."""
         try:
             head = await self._follow(peer, blank.head.snapshot.version)
@@ -144,7 +144,7 @@ class Download:
         except SwarmError as error:
             _log.info("%s does not help with the download: %s", peer, error)
 
-    async def _pull(self, peer: PeerId, blank: Blank, *, to_the_end: bool) -> None:
+    async def _pull(self, peer: PeerId, blank: IncomingSnapshot, *, to_the_end: bool) -> None:
         """Ask for pieces, one after the other. `to_the_end`: for those, too, that others were asked for and owe."""
         while (start := self._next(peer, to_the_end=to_the_end)) is not None:
             asked = self._asked.setdefault(start, set())
@@ -173,7 +173,7 @@ class Download:
         owed = (start for start in self._missing if to_the_end and peer not in self._asked.get(start, ()))
         return next(free, None) if not to_the_end else next(free, next(owed, None))
 
-    async def _piece(self, peer: PeerId, blank: Blank, start: int, stop: int) -> Message:
+    async def _piece(self, peer: PeerId, blank: IncomingSnapshot, start: int, stop: int) -> Message:
         request = PieceRequest(
             stage_index=self._stage.index, version=blank.head.snapshot.version, start=start, stop=stop
         )
@@ -182,7 +182,7 @@ class Download:
             peer, PIECE, Message(encode(request)), timeout=timeout, max_bytes=stop - start
         )
 
-    async def _release(self, peer: PeerId, blank: Blank) -> None:
+    async def _release(self, peer: PeerId, blank: IncomingSnapshot) -> None:
         try:
             await self._piece(peer, blank, 0, 0)
         except PeerError as error:
@@ -213,9 +213,9 @@ class Joiner:
         transport: Transport,
         tickets: TicketStore,
         executor: Executor,
-        model: Model,
+        model: PeerModel,
         admission: Admission,
-        stepping: Stepping,
+        stepping: StepHandlers,
         *,
         limits: Limits,
     ) -> None:
@@ -356,7 +356,7 @@ class Joiner:
 
     async def _download(self, donors: Sequence[PeerId], stage: Stage) -> tuple[PeerId, int]:
         """Take over the state that members have; returns the one to follow, and its version."""
-        download = Download(self._transport, stage, limits=self._limits)
+        download = StageDownload(self._transport, stage, limits=self._limits)
         donor, blank = await download.run(donors, alone=self._alone)
         snapshot = blank.head.snapshot
         weights, state = blank.values()
@@ -415,7 +415,7 @@ class Joiner:
                 await self._stepping.commit(record, {stage.index: _gradient(message, stage)})
             hold_s = 0.0
 
-    def _sit(self, seats: Seats, version: int) -> None:
+    def _sit(self, seats: SeatedMembers, version: int) -> None:
         """Know who is in the run at this version. This peer was out when it joined, whoever named it before."""
         self._admission.run.check_seats(seats)
         rosters = seats.rosters

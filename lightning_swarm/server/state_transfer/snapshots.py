@@ -28,7 +28,7 @@ from lightning_swarm.protocol.messages.state import (
     HeldSnapshot,
     HeldSnapshots,
     KeptLoop,
-    Ordered,
+    OrderedSnapshots,
     Snapshot,
     SnapshotRequest,
 )
@@ -39,12 +39,12 @@ from lightning_swarm.server.activation_cache import num_bytes
 from lightning_swarm.server.admission import Admission
 from lightning_swarm.server.executor import FIRST, Executor
 from lightning_swarm.server.stage import Stage
-from lightning_swarm.server.step_handlers import Stepping
+from lightning_swarm.server.step_handlers import StepHandlers
 
 
 # The loop's state came from the lead, and only this peer reads it. It is checked when it comes, so that what cannot be
 # read is refused then.
-class Loops:
+class KeptLoops:
     """Those that this peer keeps: no more than there are snapshots.
 
     Args:
@@ -62,7 +62,7 @@ class Loops:
         self,
         transport: Transport,
         admission: Admission,
-        stepping: Stepping,
+        stepping: StepHandlers,
         ordered: Callable[[], set[int]],
         *,
         limits: Limits,
@@ -135,7 +135,7 @@ def copied(stage: Stage, generation: int) -> Message:
 
 
 @dataclass
-class _Kept:
+class _StoredSnapshot:
     head: Snapshot
     tensors: Sequence[Tensor]
     file: IO[bytes] | None = None  # has the tensors, if they are not here
@@ -146,12 +146,12 @@ class _Kept:
             self.file.close()
 
 
-class Store:
+class SnapshotStore:
     """Snapshots in memory, and beyond `max_bytes` in files that vanish with this process."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept: dict[tuple[int, int], _Kept] = {}  # by version and stage
+        self._kept: dict[tuple[int, int], _StoredSnapshot] = {}  # by version and stage
 
     @property
     def held(self) -> list[HeldSnapshot]:
@@ -173,9 +173,9 @@ class Store:
             OSError: There is no room for it on the disk.
         """
         size = num_bytes(tensors)
-        kept = _Kept(head, tensors, num_bytes=size)
+        kept = _StoredSnapshot(head, tensors, num_bytes=size)
         if self.used_bytes + size > self._max_bytes:
-            kept = _Kept(head, (), await asyncio.to_thread(_written, tensors))
+            kept = _StoredSnapshot(head, (), await asyncio.to_thread(_written, tensors))
         if not wanted():
             kept.close()
             return
@@ -226,7 +226,7 @@ def _read(mapped: mmap.mmap) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Order:
+class _PendingSnapshot:
     """What a record said."""
 
     generation: int
@@ -248,16 +248,16 @@ class Snapshots:
     """
 
     def __init__(
-        self, transport: Transport, executor: Executor, admission: Admission, stepping: Stepping, *, limits: Limits
+        self, transport: Transport, executor: Executor, admission: Admission, stepping: StepHandlers, *, limits: Limits
     ) -> None:
         self._transport = transport
         self._executor = executor
         self._admission = admission
         self._stepping = stepping
         self._limits = limits
-        self._order: _Order | None = None  # the last one
-        self.store = Store(limits.snapshot_bytes)
-        self.loops = Loops(transport, admission, stepping, self._versions, limits=limits)
+        self._order: _PendingSnapshot | None = None  # the last one
+        self.store = SnapshotStore(limits.snapshot_bytes)
+        self.loops = KeptLoops(transport, admission, stepping, self._versions, limits=limits)
         transport.handle_call(HELD, self._handle_held)
         transport.handle_stream(KEEP, self._handle_keep, max_bytes=limits.max_message_bytes)
         transport.handle_stream(SNAPSHOT, self._handle_snapshot, max_bytes=0)
@@ -269,10 +269,10 @@ class Snapshots:
         self.loops.prune()
 
     @property
-    def ordered(self) -> Ordered | None:
+    def ordered(self) -> OrderedSnapshots | None:
         """The newest order that was seen here, of this run."""
         order = self._order
-        return None if order is None else Ordered(order.version, order.keep, order.at_s)
+        return None if order is None else OrderedSnapshots(order.version, order.keep, order.at_s)
 
     def _versions(self) -> set[int]:
         order = self._order
@@ -283,7 +283,7 @@ class Snapshots:
         if record.snapshot is None or not self._admission.is_member:
             return None
         snapshot, generation = record.snapshot, record.closing.generation
-        order = _Order(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
+        order = _PendingSnapshot(generation, record.step + 1, snapshot.keep, snapshot.keepers, time.monotonic())
         self._order = order
         self.store.keep_only(record.snapshot.keep)  # so there are never more than two
         self.loops.prune()
@@ -291,7 +291,7 @@ class Snapshots:
         first = {index for index, roster in enumerate(rosters) if roster[0] == self._admission.me}
         return self._take(order, [self._stepping.stage(index) for index in self._stepping.stages], first)
 
-    async def _take(self, order: _Order, stages: Sequence[Stage], first: Collection[int]) -> None:
+    async def _take(self, order: _PendingSnapshot, stages: Sequence[Stage], first: Collection[int]) -> None:
         """Copy stages as they are now, before the next record, and send those of which this server is the first.
 
         The run may go back, or on without this server, at any moment: then nobody wants the rest.
@@ -313,7 +313,7 @@ class Snapshots:
         except SwarmError as error:
             _log.warning("%s does not keep a snapshot of this server's stage: %s", keeper, error)
 
-    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _Order) -> bool:
+    async def _put(self, head: Snapshot, tensors: Sequence[Tensor], order: _PendingSnapshot) -> bool:
         """Whether it is kept: there is room, and no other order has come meanwhile."""
         try:
             await self.store.put(head, tensors, wanted=lambda: self._order is order)
@@ -347,7 +347,7 @@ class Snapshots:
             raise SwarmError(f"there is no room for a snapshot of stage {head.stage_index} here, or no use any more")
         return Message()
 
-    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _Order:
+    def _check_ordered(self, caller: PeerId, head: Snapshot) -> _PendingSnapshot:
         run = self._admission.run
         run.check_generation(head.generation)
         order = self._order

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.deferred_init import is_on_meta
-from lightning_swarm.model.sharded_format import Folder, is_folder
+from lightning_swarm.model.sharded_format import ShardedCheckpoint, is_folder
 from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.strategy.checks.trainer import of_tuner
 from lightning_swarm.strategy.framework import callbacks_named
@@ -53,7 +53,7 @@ def check_folder(path: object, storage_options: object) -> None:
         )
 
 
-def find_folder(path: object) -> Folder | None:
+def find_folder(path: object) -> ShardedCheckpoint | None:
     """The sharded checkpoint that is there; None: it is an ordinary one.
 
     Raises:
@@ -67,7 +67,7 @@ def find_folder(path: object) -> Folder | None:
             f"a checkpoint must be a file, or a folder that was written with `state_dict_type='sharded'`; {folder} is "
             "a folder without an index `.metadata`. Name the checkpoint in it."
         )
-    return Folder(folder)
+    return ShardedCheckpoint(folder)
 
 
 ONE_OPTIMIZER = "`configure_optimizers` must return one optimizer, got {}. Use one, with parameter groups."

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.peer.config import SwarmConfig
-from lightning_swarm.strategy.framework import Framework, callbacks_named, framework_of, mixed_import
+from lightning_swarm.strategy.framework import ImportTree, callbacks_named, framework_of, mixed_import
 
 # They read or write the weights of the trainer's own module, which during a run live on the servers.
 _WEIGHT_CALLBACKS = ("ModelPruning",)
@@ -56,7 +56,7 @@ def of_tuner(callback: object) -> str:
     return ", through which `Tuner.lr_find` works" if isinstance(callback, callbacks_named(*_TRIAL_CALLBACKS)) else ""
 
 
-def check_strategy(strategy: Strategy, framework: Framework) -> None:
+def check_strategy(strategy: Strategy, framework: ImportTree) -> None:
     """Refuse a strategy of one import tree in a Trainer of the other. Lightning has handed over its accelerator.
 
     Raises:

@@ -20,7 +20,7 @@ from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.protocol.messages.run import BatchNumber, RandomNumbers
 
 
-class Part(IterableDataset[Any]):
+class StridedDataset(IterableDataset[Any]):
     """Every n-th sample of an iterable dataset; whatever else is asked of it is the whole one's.
 
     Args:
@@ -51,7 +51,7 @@ def part_of(loader: DataLoader[Any], rank: int, num_trainers: int) -> DataLoader
     """The loader, over a trainer's part of its iterable dataset."""
     assert isinstance(loader.dataset, IterableDataset)
     made = copy.copy(loader)  # made anew it would need its class's own arguments
-    vars(made).update(dataset=Part(loader.dataset, rank, num_trainers), _iterator=None)
+    vars(made).update(dataset=StridedDataset(loader.dataset, rank, num_trainers), _iterator=None)
     return made
 
 

@@ -29,7 +29,7 @@ from lightning_swarm.strategy.data.loader import LaneSampler, SharedLoader
 from lightning_swarm.strategy.framework import framework_of
 
 
-class Listing:
+class EpochListing:
     """What a batch sampler gives in an epoch.
 
     Args:
@@ -93,7 +93,7 @@ class SharedData:
         self._origin: DataLoader[Any] | None = None
         self._loader: SharedLoader | None = None
         self._plans: dict[int, EpochPlan] = {}
-        self._listings: dict[int, Listing] = {}
+        self._listings: dict[int, EpochListing] = {}
         self._start: BatchNumber | None = None  # of this generation of the run
         self._restored: dict[int, EpochPlan] = {}
         self._restored_position: BatchNumber | None = None
@@ -350,14 +350,16 @@ class SharedData:
         self._plans[plan.epoch], self._listings[plan.epoch] = plan, listing
         self._forget()
 
-    def _list(self, epoch: int) -> Listing:
+    def _list(self, epoch: int) -> EpochListing:
         assert self._origin is not None
         batches: Any = self._origin.batch_sampler
         for sampler in {id(one): one for one in (batches, getattr(batches, "sampler", None))}.values():
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
         num_batches = self._num_batches()
-        return Listing(batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin))
+        return EpochListing(
+            batches, num_batches, ends=self._origin.num_workers > 0 and num_batches == len(self._origin)
+        )
 
     def _forget(self) -> None:
         """What no batch is of any more."""

@@ -30,7 +30,7 @@ _READS_ITSELF: Final = "_DataLoaderIterDataFetcher"  # `training_step(self, data
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class BatchPosition:
     """After a batch of an epoch.
 
     Args:
@@ -46,7 +46,7 @@ class Place:
     num_batches: int | None
 
 
-class DataPlace:
+class DataPosition:
     """Keeps an eye on where the training loop is, until `close`.
 
     Args:
@@ -61,7 +61,7 @@ class DataPlace:
     def __init__(
         self,
         trainer: Trainer,
-        go_on: Place | None,
+        go_on: BatchPosition | None,
         on_batch: Callable[[], None],
         on_arrival: Callable[[], None],
         *,
@@ -89,12 +89,12 @@ class DataPlace:
             self._loop.__dict__.pop(name, None)
 
     @property
-    def here(self) -> Place:
+    def here(self) -> BatchPosition:
         """Between two batches."""
         knows = {"combined_loader", STATE} & self._loop.trainer.fit_loop.on_save_checkpoint().keys()
         num_batches = None if knows else self._loop.batch_progress.current.ready - self._num_before
         now = random_state(() if knows else self._generators)
-        return Place(made=self._made, first=self._first, now=now, num_batches=num_batches)
+        return BatchPosition(made=self._made, first=self._first, now=now, num_batches=num_batches)
 
     def _quietly_reset(self) -> None:
         if self._go_on is None:
@@ -125,7 +125,7 @@ class DataPlace:
             self._on_batch()
         self._is_first = False
 
-    def _return_to(self, place: Place, data_fetcher: Any) -> None:
+    def _return_to(self, place: BatchPosition, data_fetcher: Any) -> None:
         self._made, self._first = place.made, place.first
         num_ready = self._loop.batch_progress.current.ready
         self._num_before = num_ready - (place.num_batches or 0)

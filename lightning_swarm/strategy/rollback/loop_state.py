@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_swarm.client.session import News
+from lightning_swarm.client.session import RunNews
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol.plain_values import Awaited
 from lightning_swarm.strategy.metrics import Pending
-from lightning_swarm.strategy.rollback.data_position import Place
+from lightning_swarm.strategy.rollback.data_position import BatchPosition
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class LoopState:
     checkpoint: dict[str, Any]
     gaps: Sequence[Awaited]
     parameter_names: Sequence[str]
-    place: Place
+    place: BatchPosition
     metrics: Mapping[str, Mapping[str, Any]]
     results: Mapping[str, tuple[Metric, Mapping[str, Any]]]
     shown: Mapping[str, dict[str, Any]]
@@ -75,7 +75,7 @@ class LoopState:
 
 
 @dataclass
-class Between:
+class ResumePoint:
     """Where a loop may go on.
 
     Args:
@@ -91,8 +91,8 @@ class Between:
     num_counted: int
     version: int
     through: Collection[int]
-    before: News
-    news: News | None = None
+    before: RunNews
+    news: RunNews | None = None
 
     def is_at(self, version: int, counts: Counts, *, is_lead: bool) -> bool:
         """Whether it goes with a version of the weights.
@@ -108,7 +108,7 @@ class Between:
             return version == self.news.version if is_lead else version <= self.news.version
         return not is_lead and (not self.through or counts(self.version, self.through))
 
-    def heard_at(self, version: int) -> News:
+    def heard_at(self, version: int) -> RunNews:
         """What it had heard and not counted, of the version that it goes on with."""
         return self.news if self.news is not None and version > self.version else self.before
 
@@ -126,7 +126,7 @@ class LoopStates:
         self._trainer = trainer
         self._names = names
         self._is_lead = is_lead
-        self._kept: Sequence[Between] = ()  # replaced, not changed: it is looked at from the swarm's loop
+        self._kept: Sequence[ResumePoint] = ()  # replaced, not changed: it is looked at from the swarm's loop
         self._stand_ins: dict[int, tuple[Any, Awaited]] | None = None  # while a state is taken, by their `id`
         self._warned = False
 
@@ -137,7 +137,7 @@ class LoopStates:
         known += [(one.news.version, True) for one in self._kept if one.news is not None]
         return {version for version, goes in known if goes and self.find(version) is not None}
 
-    def find(self, version: int, counts: Counts = lambda *_: False) -> Between | None:
+    def find(self, version: int, counts: Counts = lambda *_: False) -> ResumePoint | None:
         """What goes with a version, as late in the loop as can be. From any thread."""
         kept = reversed(self._kept)
         return next((one for one in kept if one.is_at(version, counts, is_lead=self._is_lead)), None)
@@ -157,16 +157,16 @@ class LoopStates:
         wanted = [self.find(version, lambda *_: True) for version in ordered]
         self._kept = (*(one for one in older if any(one is other for other in wanted)), *newest)
 
-    def resume(self, between: Between) -> None:
+    def resume(self, between: ResumePoint) -> None:
         """The loop is where another run's was."""
         self._kept = (between,)
 
-    def placed(self, news: News) -> None:
+    def placed(self, news: RunNews) -> None:
         """The next batch has its place, or there is none left."""
         if self._kept and self._kept[-1].news is None:
             self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
 
-    def take(self, version: int, through: Collection[int], place: Place, pending: Pending) -> None:
+    def take(self, version: int, through: Collection[int], place: BatchPosition, pending: Pending) -> None:
         """Keep the loop's state; it is between two batches.
 
         Nothing of it comes from the servers. The hooks that a checkpoint's saving calls are called; those that work on
@@ -174,7 +174,7 @@ class LoopStates:
 
         Args:
             version: That it has counted to.
-            through: As in `Between`.
+            through: As in `ResumePoint`.
             place: In the data.
             pending: As in `LoopState`.
         """
@@ -183,7 +183,7 @@ class LoopStates:
             state = self._taken(place, pending)
             # Without a place for a batch since then, the one before is the same, but older.
             before = self._kept[:-1] if self._kept and self._kept[-1].news is None else self._kept
-            self._kept = (*before, Between(state, version, version, tuple(through), News(version)))
+            self._kept = (*before, ResumePoint(state, version, version, tuple(through), RunNews(version)))
         except Exception as error:  # noqa: BLE001 - what hooks raise; the run is in no need of it now
             if not self._warned:
                 self._warned = True
@@ -196,7 +196,7 @@ class LoopStates:
         finally:
             self._stand_ins = None
 
-    def _taken(self, place: Place, pending: Pending) -> LoopState:
+    def _taken(self, place: BatchPosition, pending: Pending) -> LoopState:
         assert self._stand_ins is not None
         trainer = self._trainer
         module = trainer.lightning_module

@@ -19,10 +19,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_swarm.client.session import News
-from lightning_swarm.client.step_client import Heard, Metrics
+from lightning_swarm.client.session import RunNews
+from lightning_swarm.client.step_client import DecidedRecord, Metrics
 from lightning_swarm.protocol import plain_values
-from lightning_swarm.protocol.messages.batches import NEEDED, Logged, MetricState, TravellingLoop
+from lightning_swarm.protocol.messages.batches import NEEDED, LoggedValue, MetricState, TravellingLoop
 from lightning_swarm.protocol.messages.batches import Metrics as SentMetrics
 from lightning_swarm.protocol.messages.run import BatchNumber
 from lightning_swarm.protocol.messages.step import Record
@@ -30,10 +30,10 @@ from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.plain_values import Awaited, NotPlain
 from lightning_swarm.strategy import metric_states
 from lightning_swarm.strategy.data import at_position
-from lightning_swarm.strategy.metric_states import Contents
+from lightning_swarm.strategy.metric_states import MetricContents
 from lightning_swarm.strategy.metrics import Pending
-from lightning_swarm.strategy.rollback.data_position import Place
-from lightning_swarm.strategy.rollback.loop_state import Between, LoopState
+from lightning_swarm.strategy.rollback.data_position import BatchPosition
+from lightning_swarm.strategy.rollback.loop_state import LoopState, ResumePoint
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _ENTRY: Final = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "a
 """What `self.log` was called with, as Lightning keeps it."""
 
 
-def pack(between: Between, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
+def pack(between: ResumePoint, version: int, position: BatchNumber | None, left_out: set[str]) -> Sequence[Tensor]:
     """What travels of a loop between two batches.
 
     Args:
@@ -90,7 +90,7 @@ def pack(between: Between, version: int, position: BatchNumber | None, left_out:
     return plain_values.pack(msgspec.structs.asdict(travelling))
 
 
-def unpack(value: Any, version: int, trainer: Trainer) -> Between:
+def unpack(value: Any, version: int, trainer: Trainer) -> ResumePoint:
     """The same, to go on from in another process.
 
     Args:
@@ -107,15 +107,15 @@ def unpack(value: Any, version: int, trainer: Trainer) -> Between:
         checkpoint=came.checkpoint,
         gaps=list(_gaps(came.checkpoint)),
         parameter_names=came.parameter_names,
-        place=Place(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
+        place=BatchPosition(made=came.made, first=came.first, now=came.now, num_batches=came.num_batches),
         metrics=came.metrics,
         results=_results(came.results, trainer),
         shown=came.shown,
         logging=came.logging,
         pending=_pending(came, trainer),
     )
-    news = News(version, [_heard(*one) for one in came.heard])
-    return Between(state, came.num_counted, version, (), news)
+    news = RunNews(version, [_heard(*one) for one in came.heard])
+    return ResumePoint(state, came.num_counted, version, (), news)
 
 
 def missing_files(checkpoint: Mapping[str, Any]) -> list[str]:
@@ -168,20 +168,20 @@ def _sent(packed: Iterable[tuple[MetricState, Sequence[Tensor]]]) -> SentMetrics
     return [encode(state) for state, _ in parts], [tensor for _, tensors in parts for tensor in tensors]
 
 
-def _of_record(heard: Heard) -> tuple[bytes, list[bytes], list[SentMetrics]]:
+def _of_record(heard: DecidedRecord) -> tuple[bytes, list[bytes], list[SentMetrics]]:
     metrics = [(list(map(encode, states)), list(tensors)) for states, tensors in heard.metrics]
     return encode(heard.record), list(map(encode, heard.logs)), metrics
 
 
-def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> Heard:
+def _heard(record: bytes, logs: Sequence[bytes], metrics: Sequence[SentMetrics]) -> DecidedRecord:
     came: list[Metrics] = [([decode(one, MetricState) for one in states], tensors) for states, tensors in metrics]
-    return Heard(decode(record, Record), [decode(one, Logged) for one in logs], came)
+    return DecidedRecord(decode(record, Record), [decode(one, LoggedValue) for one in logs], came)
 
 
 def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
     modules = dict(trainer.lightning_module.named_modules())
 
-    def contents(sent: SentMetrics) -> Iterator[tuple[str, Contents]]:
+    def contents(sent: SentMetrics) -> Iterator[tuple[str, MetricContents]]:
         states, tensors = sent
         rest = iter(tensors)
         for one in states:
@@ -190,7 +190,7 @@ def _pending(came: TravellingLoop, trainer: Trainer) -> Pending:
             if isinstance(metric, Metric):
                 yield state.name, metric_states.unpack(metric, state, own)
 
-    logs = {lease: [decode(one, Logged) for one in batch] for lease, batch in came.logs.items()}
+    logs = {lease: [decode(one, LoggedValue) for one in batch] for lease, batch in came.logs.items()}
     return logs, (came.followed, {lease: list(contents(sent)) for lease, sent in came.added.items()})
 
 

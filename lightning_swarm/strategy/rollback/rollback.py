@@ -18,24 +18,24 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_swarm.client.model_state import no_room
-from lightning_swarm.client.session import News, Session
+from lightning_swarm.client.session import RunNews, Session
 from lightning_swarm.core.errors import Replaced, StageLost, StepError, SwarmError, TrainerFailed
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import BatchNumber
-from lightning_swarm.protocol.messages.state import Ordered
+from lightning_swarm.protocol.messages.state import OrderedSnapshots
 from lightning_swarm.strategy.data import STATE, at_position
 from lightning_swarm.strategy.framework import callbacks_named
 from lightning_swarm.strategy.metrics import Pending
 from lightning_swarm.strategy.rollback import loop_transfer
-from lightning_swarm.strategy.rollback.data_position import DataPlace, RandomState, generators_of, random_state
-from lightning_swarm.strategy.rollback.loop_state import Between, Counts, LoopStates, restore_metrics
+from lightning_swarm.strategy.rollback.data_position import DataPosition, RandomState, generators_of, random_state
+from lightning_swarm.strategy.rollback.loop_state import Counts, LoopStates, ResumePoint, restore_metrics
 
 _NEARLY: Final = 0.9
 """The part of an interval for which no order can come. It is measured from when an order came to this peer's server,
 which is some time after it was given."""
 
 
-class Orders:
+class KnownSnapshots:
     """What a trainer knows of them, as far as they are of use to its loop.
 
     Args:
@@ -49,7 +49,7 @@ class Orders:
         self._session = session
         self._interval_s = interval_s
         self._first_step = session.version
-        self._newest: Ordered | None = None
+        self._newest: OrderedSnapshots | None = None
 
     def clear(self) -> None:
         """Those that came so far are void."""
@@ -59,7 +59,7 @@ class Orders:
         """What this peer's server heard, which knows all records; else what the trainer heard."""
         record, ordered = self._session.newest_record, self._peer.ordered
         if record is not None and record.snapshot is not None and record.step >= self._first_step:
-            heard = Ordered(record.step + 1, record.snapshot.keep, time.monotonic())
+            heard = OrderedSnapshots(record.step + 1, record.snapshot.keep, time.monotonic())
             ordered = heard if ordered is None or ordered.version < heard.version else ordered
         if ordered is not None and (self._newest is None or ordered.version > self._newest.version):
             self._newest = ordered
@@ -88,7 +88,7 @@ class Orders:
         )
 
 
-class Elsewhere:
+class LoopReplication:
     """Has others keep what the lead's loop is at.
 
     Of several trainers it can be gone on from where their place in the data is the run's. Others have each their own.
@@ -100,7 +100,7 @@ class Elsewhere:
         orders: Of snapshots.
     """
 
-    def __init__(self, peer: Peer, session: Session, states: LoopStates, orders: Orders) -> None:
+    def __init__(self, peer: Peer, session: Session, states: LoopStates, orders: KnownSnapshots) -> None:
         self._peer = peer
         self._session = session
         self._states = states
@@ -121,7 +121,7 @@ class Elsewhere:
         self._peer.keep_loop(version, partial(loop_transfer.pack, between, version, position, self._left_out))
 
 
-def _is_at_a_batch(between: Between) -> bool:
+def _is_at_a_batch(between: ResumePoint) -> bool:
     """Whether its place in the data is a batch that all trainers know by its number."""
     return STATE in between.state.checkpoint["loops"]["fit_loop"]["state_dict"]
 
@@ -147,21 +147,21 @@ _BEHIND: Final = (
 )
 
 
-class Loop(Protocol):
+class TrainingLoop(Protocol):
     """What is needed of the training loop."""
 
-    on_place: Callable[[News], None]
+    on_place: Callable[[RunNews], None]
 
     @property
     def pending(self) -> Pending:
         """What is still to be shared of its batches."""
 
-    def recall(self, num_counted: int, news: News, pending: Pending) -> None:
+    def recall(self, num_counted: int, news: RunNews, pending: Pending) -> None:
         """Go on between two batches, as the loop of another run did."""
 
 
 @dataclass
-class Goal:
+class RollbackTarget:
     """Where the run goes on.
 
     Args:
@@ -173,11 +173,11 @@ class Goal:
 
     version: int
     path: Path
-    between: Between
+    between: ResumePoint
     num_tries: int = 0
 
 
-class WayBack:
+class Rollback:
     """What a trainer keeps, so that its fit can go on from a snapshot.
 
     Attributes:
@@ -188,18 +188,18 @@ class WayBack:
     def __init__(self) -> None:
         self.begins_anew = False
         self.states: LoopStates | None = None
-        self._orders: Orders | None = None
-        self._said: dict[int, Between] = {}  # by version, what the lead was told that this loop could go on from
-        self._goal: Goal | None = None
+        self._orders: KnownSnapshots | None = None
+        self._said: dict[int, ResumePoint] = {}  # by version, what the lead was told that this loop could go on from
+        self._goal: RollbackTarget | None = None
         self._arrived = True
-        self._place: DataPlace | None = None
+        self._place: DataPosition | None = None
         self._loaders: list[object] = []  # of the training loop, whose iterators are still to be made
         self._made: RandomState | None = None
         self._position_at: Callable[[int], BatchNumber | None] = lambda _: None
         self._finders: list[Any] = []
 
     def watch(
-        self, trainer: Trainer, peer: Peer, session: Session, loop: Loop, *, snapshot_interval: float | None
+        self, trainer: Trainer, peer: Peer, session: Session, loop: TrainingLoop, *, snapshot_interval: float | None
     ) -> None:
         """A run begins, or goes on at the goal.
 
@@ -219,10 +219,10 @@ class WayBack:
         self._said, self.begins_anew = {}, False
         self._position_at = session.run.position_at
         self._finders = [one for one in trainer.callbacks if isinstance(one, callbacks_named("LearningRateFinder"))]  # type: ignore[attr-defined]
-        orders = self._orders = Orders(peer, session, snapshot_interval)
-        elsewhere = Elsewhere(peer, session, states, orders)
+        orders = self._orders = KnownSnapshots(peer, session, snapshot_interval)
+        elsewhere = LoopReplication(peer, session, states, orders)
 
-        def placed(news: News) -> None:
+        def placed(news: RunNews) -> None:
             states.placed(news)
             orders.look()
             elsewhere.look()
@@ -239,9 +239,9 @@ class WayBack:
 
         loop.on_place = placed
         goes_on = None if self._arrived or self._goal is None else self._goal.between.state.place
-        place = self._place = DataPlace(trainer, goes_on, between, arrived, made=self._take_made)
+        place = self._place = DataPosition(trainer, goes_on, between, arrived, made=self._take_made)
 
-    def _arrive(self, trainer: Trainer, loop: Loop, states: LoopStates) -> None:
+    def _arrive(self, trainer: Trainer, loop: TrainingLoop, states: LoopStates) -> None:
         """The data are where they were at the goal: so shall the loop be."""
         self._arrived = True
         assert self._goal is not None
@@ -249,7 +249,7 @@ class WayBack:
         restore_metrics(trainer, was.state)
         heard = was.heard_at(goal.version)
         loop.recall(was.num_counted, heard, was.state.pending)
-        states.resume(Between(was.state, was.num_counted, goal.version, (), heard))
+        states.resume(ResumePoint(was.state, was.num_counted, goal.version, (), heard))
 
     def weights_replaced(self) -> None:
         """A checkpoint was loaded in the middle of the run: the servers forgot their snapshots."""
@@ -304,7 +304,7 @@ class WayBack:
         self._forget_goal()
         self._said, self._arrived = {}, True
 
-    def follow(self, version: int, error: SwarmError) -> Goal | None:
+    def follow(self, version: int, error: SwarmError) -> RollbackTarget | None:
         """Not at the lead: where to go on after an error. None: nowhere.
 
         Args:
@@ -320,7 +320,7 @@ class WayBack:
         self._arrived = False
         return self._goal
 
-    def inherit(self, trainer: Trainer, peer: Peer) -> Goal:
+    def inherit(self, trainer: Trainer, peer: Peer) -> RollbackTarget:
         """At a peer that did not lead: go on in the place of the lead, which is gone.
 
         Raises:
@@ -346,7 +346,7 @@ class WayBack:
         self._arrived = False
         return self._goal
 
-    def find(self, trainer: Trainer, peer: Peer, error: SwarmError) -> Goal | None:
+    def find(self, trainer: Trainer, peer: Peer, error: SwarmError) -> RollbackTarget | None:
         """At the lead: where to go on after an error. None: nowhere; for want of a snapshot, the error gets a note.
 
         A trainer's own error is nothing to go back from: it would be hidden, and raised again perhaps.
@@ -394,13 +394,13 @@ class WayBack:
             self._forget_goal()
 
     def _aim_at(
-        self, version: int, found: Between, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
+        self, version: int, found: ResumePoint, weights: Mapping[str, Tensor], optimizer: Mapping[str, dict[str, Any]]
     ) -> None:
         checkpoint = found.state.complete(weights, optimizer)
         at_position(checkpoint, self._position_at(version))
         path = _written(checkpoint, f"step={version}.ckpt")
         self._forget_goal()
-        self._goal = Goal(version=version, path=path, between=found)
+        self._goal = RollbackTarget(version=version, path=path, between=found)
 
     def let_go(self) -> None:
         """The run is over; another one may go on at the goal."""

@@ -17,7 +17,7 @@ from typing_extensions import override
 import lightning_swarm.pytorch_lightning
 from lightning_swarm.cli.pytorch_lightning import SwarmCLI
 from lightning_swarm.cli.trainer import choose_framework
-from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING, Framework
+from lightning_swarm.strategy.framework import LIGHTNING, PYTORCH_LIGHTNING, ImportTree
 from lightning_swarm.testing.pytorch_lightning import InMemoryStrategy
 from tests.unit.cli import test_cli
 from tests.unit.cli.test_cli import QUIET, _elsewhere, command  # noqa: F401 - a fixture for all
@@ -76,7 +76,7 @@ ON_SWARM = [f"--trainer.strategy={__name__}.Watched", "--trainer.strategy.num_st
 # ---------------------------------------------------------------------- which tree
 
 
-def tree_of(*arguments: str) -> Framework:
+def tree_of(*arguments: str) -> ImportTree:
     return choose_framework(arguments, ["fit", "test"])
 
 

@@ -16,7 +16,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.messages.batches import Grant
-from lightning_swarm.protocol.messages.step import FreezeReply, FreezeRequest, Named, Record
+from lightning_swarm.protocol.messages.step import FreezeReply, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import FREEZE
 from lightning_swarm.testing import FaultPlan, Phase
@@ -500,12 +500,12 @@ def test_what_was_asked_for_an_earlier_round_is_refused(make_swarm: MakeSwarm) -
     before = swarm.state()
     freeze()
     assert swarm.state() == before, "asked twice"
-    nothing = [Named(stage_index=1, receipts=[])]
+    nothing = [NamedReceipts(stage_index=1, receipts=[])]
     for changes in ({"round": 2, "named": nothing}, {"round": 2, "struck": [0]}, {"round": 2}):
         with pytest.raises(ProtocolError, match=r"round are \(0, 0, 3\) here"):
             freeze(**changes)
-    too_many = [Named(stage_index=1, receipts=[(first, 0, b"\xff" * (1 << 14)) for first in range(3)])]
-    for named in ([], 2 * nothing, [Named(stage_index=0, receipts=[])], too_many):
+    too_many = [NamedReceipts(stage_index=1, receipts=[(first, 0, b"\xff" * (1 << 14)) for first in range(3)])]
+    for named in ([], 2 * nothing, [NamedReceipts(stage_index=0, receipts=[])], too_many):
         with pytest.raises(ProtocolError):
             freeze(round=4, named=named)
     assert swarm.state() == before

@@ -17,10 +17,10 @@ from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.batches import BatchDone, BatchDoneReply, Grant, GrantReply, GrantRequest
 from lightning_swarm.protocol.messages.calls import Ticket
 from lightning_swarm.protocol.messages.run import Member
-from lightning_swarm.protocol.messages.step import AverageRequest, Closing, FreezeRequest, Named, Record
+from lightning_swarm.protocol.messages.step import AverageRequest, Closing, FreezeRequest, NamedReceipts, Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import APPLY, AVERAGE, BACKWARD, DONE, FREEZE, GRANT
-from lightning_swarm.server.averaging.averager import Averaged
+from lightning_swarm.server.averaging.averager import AveragingResult
 from tests.held import batches_of
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, plain_steps, rows
@@ -435,7 +435,7 @@ def test_a_negative_norm_is_no_norm(make_swarm: MakeSwarm, monkeypatch: pytest.M
     swarm = make_swarm("a", clip=1.0)
     average = swarm.servers[A].stepping.rounds._average
 
-    async def negative(*args: Any) -> Averaged:
+    async def negative(*args: Any) -> AveragingResult:
         return (await average(*args))._replace(squared_norm=-1.0)
 
     monkeypatch.setattr(swarm.servers[A].stepping.rounds, "_average", negative)
@@ -528,7 +528,7 @@ def test_what_is_averaged_is_exactly_the_named_receipts(make_swarm: MakeSwarm) -
             "absent": [],
             "touched": [b"\x03", b"\x03"],
         }
-        named = Named(stage_index=stage, receipts=[(0, 0, held)] if held else [])
+        named = NamedReceipts(stage_index=stage, receipts=[(0, 0, held)] if held else [])
         return AverageRequest(closing=Closing(**{**fields, **changes}), named=[named])
 
     def refused(method: str, request_: AverageRequest | FreezeRequest) -> None:

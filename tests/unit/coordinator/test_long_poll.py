@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.crowd import NUM_STEPS
 from benchmarks.standins import BriefTrainer, Crowd
-from lightning_swarm.coordinator.long_poll import MAX_NEWS, Told
+from lightning_swarm.coordinator.long_poll import MAX_NEWS, EventDeltas
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import MAX_CALL_BYTES, PeerId
 from lightning_swarm.protocol.messages.batches import RecordReply
@@ -26,8 +26,8 @@ from lightning_swarm.protocol.messages.calls import (
     to_runs,
     unpack,
 )
-from lightning_swarm.protocol.messages.events import EVENT_KINDS, Noted
-from lightning_swarm.protocol.messages.step import Named
+from lightning_swarm.protocol.messages.events import EVENT_KINDS, EventCounts
+from lightning_swarm.protocol.messages.step import NamedReceipts
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import ADMIT, APPLY, AVERAGE, DONE, FREEZE, GRANT, PROPOSE, RECORD
 
@@ -145,8 +145,8 @@ def test_what_a_trainer_is_told_of_a_step_has_one_size() -> None:
     ],
 )
 def test_receipts_come_back_from_their_bitmaps(receipts: list[Receipt]) -> None:
-    body = encode(Named(stage_index=0, receipts=pack(receipts)))
-    assert unpack(decode(body, Named).receipts) == set(receipts)
+    body = encode(NamedReceipts(stage_index=0, receipts=pack(receipts)))
+    assert unpack(decode(body, NamedReceipts).receipts) == set(receipts)
     assert (
         len(body)
         < 40 + 8 * len({first for first, _, _ in receipts}) + max([index for _, index, _ in receipts] + [0]) // 8
@@ -166,7 +166,7 @@ def test_receipts_come_back_from_their_bitmaps(receipts: list[Receipt]) -> None:
 def test_what_is_no_bitmap_is_refused(receipts: list[object]) -> None:
     body = msgspec.msgpack.encode({"stage_index": 0, "receipts": receipts})
     with pytest.raises(ProtocolError):
-        decode(body, Named)
+        decode(body, NamedReceipts)
 
 
 def test_more_receipts_than_fit_into_memory_are_refused_before_they_are_there() -> None:
@@ -199,12 +199,12 @@ def test_a_run_that_claims_more_batches_than_there_can_be_takes_no_memory() -> N
 # ---------------------------------------------------------------------- what the lead is told
 
 
-def noted(count: int) -> Noted:
-    return Noted(log=1, counts=dict.fromkeys(EVENT_KINDS[:1], count) if count else {})
+def noted(count: int) -> EventCounts:
+    return EventCounts(log=1, counts=dict.fromkeys(EVENT_KINDS[:1], count) if count else {})
 
 
 def test_the_lead_is_told_what_is_new_and_again_while_it_may_not_have_heard() -> None:
-    told, a, b = Told(), PeerId("a"), PeerId("b")
+    told, a, b = EventDeltas(), PeerId("a"), PeerId("b")
     assert told.news({a: noted(1), b: noted(0)}, version=3) == {a: noted(1)}
     assert told.news({a: noted(1), b: noted(0)}, version=3) == {a: noted(1)}, "the answer may have been lost"
     assert told.news({a: noted(1), b: noted(2)}, version=4) == {b: noted(2)}
@@ -214,7 +214,7 @@ def test_the_lead_is_told_what_is_new_and_again_while_it_may_not_have_heard() ->
 
 
 def test_of_many_that_have_something_to_tell_some_are_told_of_later() -> None:
-    told = Told()
+    told = EventDeltas()
     everyone = {PeerId(f"{index}"): noted(1) for index in range(MAX_NEWS + 10)}
     assert len(told.news(everyone, version=0)) == MAX_NEWS
     rest = told.news(everyone, version=1)
@@ -223,7 +223,7 @@ def test_of_many_that_have_something_to_tell_some_are_told_of_later() -> None:
 
 
 def test_who_was_told_of_longest_ago_comes_first_where_all_have_something_to_tell_all_the_time() -> None:
-    told, heard = Told(), set[PeerId]()
+    told, heard = EventDeltas(), set[PeerId]()
     for step in range(3):
         news = told.news({PeerId(f"{index}"): noted(step + 1) for index in range(2 * MAX_NEWS + 10)}, version=step)
         assert len(news) == MAX_NEWS

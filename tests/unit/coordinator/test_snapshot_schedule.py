@@ -12,8 +12,8 @@ import torch
 from msgspec import structs
 
 from lightning_swarm.client import model_state
-from lightning_swarm.coordinator.rebalancing.balancer import Balance
-from lightning_swarm.coordinator.rebalancing.policy import Shed
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer
+from lightning_swarm.coordinator.rebalancing.policy import StageRelease
 from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import discovery
@@ -96,8 +96,8 @@ def test_a_server_that_missed_the_newest_record_goes_back_as_the_others_do(
     swarm.join("j")
     handlers = {peer: swarm.network.find(peer)._call_handlers for peer in (B, J)}
     apply = {peer: one[APPLY] for peer, one in handlers.items()}
-    sheds = [[Shed(B, 0)]]
-    monkeypatch.setattr(Balance, "sheds", lambda *_, **__: sheds.pop() if sheds else [])
+    sheds = [[StageRelease(B, 0)]]
+    monkeypatch.setattr(Balancer, "sheds", lambda *_, **__: sheds.pop() if sheds else [])
 
     async def lose(caller: PeerId, body: bytes) -> bytes:
         raise Unreachable("it was lost on its way")

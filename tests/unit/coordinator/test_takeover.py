@@ -24,7 +24,7 @@ from lightning_swarm.protocol.messages.batches import (
     Grant,
     GrantRequest,
     Lease,
-    Logged,
+    LoggedValue,
     MetricState,
     RegisterRequest,
     ReportReply,
@@ -366,8 +366,8 @@ def test_who_hears_of_a_higher_term_while_it_comes_to_coordinate_steps_down(
 # ---------------------------------------------------------------------- the books
 
 
-def logged(value: float) -> Logged:
-    return Logged(
+def logged(value: float) -> LoggedValue:
+    return LoggedValue(
         name="loss", reduce="mean", value=value, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
     )
 

@@ -20,10 +20,10 @@ from lightning_swarm.protocol.messages.batches import (
     Grant,
     GrantReply,
     GrantRequest,
-    Logged,
+    LoggedValue,
     MetricState,
     Quit,
-    Wait,
+    WaitForRecord,
     fold,
 )
 from lightning_swarm.protocol.messages.step import Record
@@ -40,12 +40,14 @@ def client(swarm: Swarm, name: PeerId = OTHER) -> StepClient:
     return swarm.client(swarm.network.transport(name))
 
 
-def logged(value: float = 1.0, batch_size: int = 2, **changes: Any) -> Logged:
+def logged(value: float = 1.0, batch_size: int = 2, **changes: Any) -> LoggedValue:
     fields = {"name": "loss", "reduce": "mean", "on_step": True, "on_epoch": True, "prog_bar": False, "logger": True}
-    return Logged(**{**fields, "value": value, "batch_size": batch_size, **changes})
+    return LoggedValue(**{**fields, "value": value, "batch_size": batch_size, **changes})
 
 
-async def batch(swarm: Swarm, steps: StepClient, seed: int, logs: list[Logged] | None = None) -> tuple[Grant, bool]:
+async def batch(
+    swarm: Swarm, steps: StepClient, seed: int, logs: list[LoggedValue] | None = None
+) -> tuple[Grant, bool]:
     """A batch of two samples by another trainer than the lead. Whether its step closes."""
     grant = await steps.grant(2)
     await swarm.through(key(grant.first, step=grant.step), rows(seed), weight=grant.weight)
@@ -339,11 +341,11 @@ def test_a_place_is_kept_until_its_trainer_knows_the_record_before(make_swarm: M
     async def go() -> Grant | None:
         quicker = asyncio.create_task(batch(swarm, second, 1))
         await asyncio.sleep(1.0)
-        assert (await ask(0)).wait == Wait(step=0)
+        assert (await ask(0)).wait == WaitForRecord(step=0)
         await swarm.record(0)
         assert (await quicker)[0].step == 1
         await swarm.record(1)
-        assert (await ask(1)).wait == Wait(step=1)
+        assert (await ask(1)).wait == WaitForRecord(step=1)
         return (await ask(2)).grant
 
     grant = swarm.run(go())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_swarm.core.errors import LeaseRevoked, PeerError, Unreachable
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.batches import Grant, Logged
+from lightning_swarm.protocol.messages.batches import Grant, LoggedValue
 from lightning_swarm.protocol.messages.calls import CallKey, Ticket
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.methods import ARMED, BACKWARD, DONE, FENCE
@@ -80,9 +80,9 @@ class Run:
         return [(event.kind, event.peer) for event in self.swarm.events(A)]
 
 
-def logged(value: float) -> list[Logged]:
+def logged(value: float) -> list[LoggedValue]:
     return [
-        Logged(
+        LoggedValue(
             name="x", reduce="sum", value=value, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
         )
     ]

@@ -12,7 +12,7 @@ import pytest
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.core.event_loop import InlineRuntime, Runtime, ThreadRuntime
-from lightning_swarm.core.process import Housekeeping
+from lightning_swarm.core.process import ProcessSettings
 
 
 @pytest.fixture(params=["thread", "inline"])
@@ -54,9 +54,9 @@ def test_closing_twice_is_fine(runtime: Runtime) -> None:
 
 
 def test_the_housekeeping_ends_with_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[Housekeeping] = []
-    monkeypatch.setattr(Housekeeping, "close", lambda self: ended.append(self))
-    housekeeping = Housekeeping(keeps_memory=False)
+    ended: list[ProcessSettings] = []
+    monkeypatch.setattr(ProcessSettings, "close", lambda self: ended.append(self))
+    housekeeping = ProcessSettings(keeps_memory=False)
     runtime = ThreadRuntime(housekeeping=housekeeping)
     assert runtime.run(answer()) == 42
     assert not ended

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_swarm import SwarmStrategy
 from lightning_swarm.core import process
-from lightning_swarm.core.process import Housekeeping
+from lightning_swarm.core.process import ProcessSettings
 from lightning_swarm.peer import peer
 
 BLOCK_BYTES = 48 << 20  # above all that glibc keeps by itself, and below a thread's piece
@@ -28,7 +28,7 @@ def _nothing_frozen() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_nothing_frozen")
 def test_garbage_is_not_sought_in_what_was_there_before() -> None:
-    housekeeping = Housekeeping(keeps_memory=False)
+    housekeeping = ProcessSettings(keeps_memory=False)
     assert gc.get_freeze_count() > 10_000
     housekeeping.close()
     assert gc.get_freeze_count() == 0
@@ -37,7 +37,7 @@ def test_garbage_is_not_sought_in_what_was_there_before() -> None:
 @pytest.mark.usefixtures("_nothing_frozen")
 def test_what_others_froze_stays_frozen() -> None:
     gc.freeze()
-    Housekeeping(keeps_memory=False).close()
+    ProcessSettings(keeps_memory=False).close()
     assert gc.get_freeze_count() > 10_000
 
 
@@ -45,9 +45,9 @@ _IN_A_PROCESS = """
 import ctypes, importlib.util, mmap, resource, sys, threading
 
 BLOCK_BYTES = int(sys.argv[2])
-spec = importlib.util.spec_from_file_location("housekeeping", sys.argv[1])
-housekeeping = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(housekeeping)
+spec = importlib.util.spec_from_file_location("process_settings", sys.argv[1])
+process_settings = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(process_settings)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 
@@ -83,7 +83,7 @@ def fewest_in_a_thread():
 
 
 print(fewest(), fewest_in_a_thread())
-kept = housekeeping.Housekeeping(keeps_memory=True)
+kept = process_settings.ProcessSettings(keeps_memory=True)
 print(fewest(), fewest_in_a_thread())
 before = resident()
 kept.close()
@@ -115,13 +115,13 @@ def test_whoever_tunes_malloc_keeps_what_they_set(name: str, monkeypatch: pytest
     class Made(Exception):
         """A peer's housekeeping."""
 
-    def make(*, keeps_memory: bool) -> Housekeeping:
+    def make(*, keeps_memory: bool) -> ProcessSettings:
         raise Made(keeps_memory)
 
     for other in [one for one in os.environ if one.startswith(("MALLOC_", "GLIBC_"))]:
         monkeypatch.delenv(other)
     config = SwarmStrategy().config
-    monkeypatch.setattr(peer, "Housekeeping", make)
+    monkeypatch.setattr(peer, "ProcessSettings", make)
     with pytest.raises(Made, match="True"):
         peer.hivemind_peer(config)
     monkeypatch.setenv(name, "1")

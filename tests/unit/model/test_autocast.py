@@ -12,7 +12,7 @@ import torch
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.model.autocast import capture, entered, entered_backward
-from lightning_swarm.protocol.messages.calls import Mode
+from lightning_swarm.protocol.messages.calls import ComputeMode
 from lightning_swarm.protocol.messages.wire import decode, encode
 
 
@@ -36,8 +36,8 @@ def untouched() -> Iterator[None]:
     assert flags() == before
 
 
-PLAIN = Mode(training=True, grad=True)
-OTHER = Mode(training=False, grad=False, autocast="bfloat16", default_dtype="float64", deterministic="warn")
+PLAIN = ComputeMode(training=True, grad=True)
+OTHER = ComputeMode(training=False, grad=False, autocast="bfloat16", default_dtype="float64", deterministic="warn")
 
 
 def test_the_modes_flags_hold_inside_and_only_there() -> None:
@@ -81,16 +81,22 @@ def test_backward_runs_outside_autocast() -> None:
     [
         (lambda: torch.autocast("cpu", torch.bfloat16), {"autocast": "bfloat16"}),
         (lambda: torch.autograd.set_detect_anomaly(True, check_nan=False), {"anomaly": True}),
-        (lambda: entered(Mode(training=True, grad=True, default_dtype="float64"), "cpu"), {"default_dtype": "float64"}),
-        (lambda: entered(Mode(training=True, grad=True, deterministic="on"), "cpu"), {"deterministic": "on"}),
-        (lambda: entered(Mode(training=True, grad=True, deterministic="warn"), "cpu"), {"deterministic": "warn"}),
+        (
+            lambda: entered(ComputeMode(training=True, grad=True, default_dtype="float64"), "cpu"),
+            {"default_dtype": "float64"},
+        ),
+        (lambda: entered(ComputeMode(training=True, grad=True, deterministic="on"), "cpu"), {"deterministic": "on"}),
+        (
+            lambda: entered(ComputeMode(training=True, grad=True, deterministic="warn"), "cpu"),
+            {"deterministic": "warn"},
+        ),
     ],
     ids=["autocast", "anomaly", "dtype", "deterministic", "warn"],
 )
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_what_is_captured_travels_to_another_thread(surround: Callable[[], Any], expected: dict[str, Any]) -> None:
     with surround():
-        mode = decode(encode(capture("cpu", training=True, grad=True, input_grad=False)), Mode)
+        mode = decode(encode(capture("cpu", training=True, grad=True, input_grad=False)), ComputeMode)
         there: list[dict[str, Any]] = []
 
         def compute() -> None:

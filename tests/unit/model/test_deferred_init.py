@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.deferred_init import Blueprint
+from lightning_swarm.model.deferred_init import InitRecord
 
 CPU = torch.device("cpu")
 
@@ -64,8 +64,8 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def drawn_up(make: Callable[[], Any]) -> tuple[Blueprint, Any]:
-    blueprint = Blueprint()
+def drawn_up(make: Callable[[], Any]) -> tuple[InitRecord, Any]:
+    blueprint = InitRecord()
     with blueprint.recording(CPU), torch.device("meta"):
         made = make()
     return blueprint, made

@@ -20,7 +20,7 @@ from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server import stage_builder
-from lightning_swarm.server.optimizer import Stepper
+from lightning_swarm.server.optimizer import StageOptimizer
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, rows
 
@@ -84,13 +84,13 @@ def test_a_joiner_takes_over_any_optimizers_state(make_swarm: MakeSwarm, kind: C
 
 
 def test_a_joiner_takes_over_state_that_is_offloaded(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_builder, "Stepper", partial(_offloaded, Stepper))
+    monkeypatch.setattr(stage_builder, "StageOptimizer", partial(_offloaded, StageOptimizer))
     swarm = make_swarm("a", "b", optimizer=of(torch.optim.AdamW))
     swarm.run(swarm.step(rows(0), rows(1)))
     assert_one_joins(swarm)
 
 
-def _offloaded(make: Callable[..., Stepper], *args: Any, **options: Any) -> Stepper:
+def _offloaded(make: Callable[..., StageOptimizer], *args: Any, **options: Any) -> StageOptimizer:
     return make(*args, **{**options, "offload": True})
 
 

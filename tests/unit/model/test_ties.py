@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_swarm.protocol.messages.run import StageManifest, Ties
+from lightning_swarm.protocol.messages.run import StageManifest, TiedTensors
 
 SIZES = {"embed": [4, 2], "first": [3], "second": [5], "last": [2], "shared": [], "cold": [7]}
 
@@ -17,18 +17,18 @@ TRAINED = SIZES.keys() - {"cold"}
 
 
 def test_what_stages_have_in_common() -> None:
-    ties = Ties(STAGES)
+    ties = TiedTensors(STAGES)
     assert ties
     assert ties.groups() == [[0, 2], [1, 2]]
     assert [ties.of(index) for index in range(3)] == [["embed", "cold"], ["shared"], ["embed", "shared", "cold"]]
     assert [ties.partners(index, TRAINED) for index in range(3)] == [[2], [2], [0, 1]]
     assert [ties.partners(index, {"embed", "last"}) for index in range(3)] == [[2], [], [0]]
-    assert not Ties(STAGES[:2])
-    assert Ties(STAGES[:2]).groups() == []
+    assert not TiedTensors(STAGES[:2])
+    assert TiedTensors(STAGES[:2]).groups() == []
 
 
 def test_where_they_are_in_flat_gradients() -> None:
-    ties = Ties(STAGES)
+    ties = TiedTensors(STAGES)
     assert ties.places(0, TRAINED) == {"embed": slice(0, 8)}
     assert ties.places(1, TRAINED) == {"shared": slice(5, 6)}
     assert ties.places(2, TRAINED) == {"embed": slice(0, 8), "shared": slice(8, 9)}
@@ -36,7 +36,7 @@ def test_where_they_are_in_flat_gradients() -> None:
 
 
 def test_the_first_stage_that_holds_one_counts_it() -> None:
-    ties = Ties(STAGES)
+    ties = TiedTensors(STAGES)
     assert ties.counted(0, TRAINED) == [slice(0, 11)]
     assert ties.counted(1, TRAINED) == [slice(0, 6)]
     assert ties.counted(2, TRAINED) == [slice(9, 11)]
@@ -45,7 +45,7 @@ def test_the_first_stage_that_holds_one_counts_it() -> None:
 
 
 def test_a_gradient_in_one_stage_is_one_for_all() -> None:
-    ties = Ties(STAGES)
+    ties = TiedTensors(STAGES)
     flags = {0: [False, True], 2: [True, False, False]}
     assert ties.touched(0, TRAINED, flags) == [True, True]
     assert ties.touched(2, TRAINED, {**flags, 1: [False, True]}) == [True, True, False]

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from lightning_swarm import cli
 from lightning_swarm.monitor import doctor
-from lightning_swarm.monitor.doctor import Dialed, Finding, Folder, Obstacle
+from lightning_swarm.monitor.doctor import DialResult, Finding, FolderReport, Obstacle
 from lightning_swarm.network import PeerId, hivemind
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.protocol import handshake
@@ -27,7 +27,9 @@ HERE = {"torch": "2.13.0", "lightning": "2.6.6"}
 
 
 def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
-    return doctor.check_folder(Folder(path="/data", purpose="checkpoints", problem=problem, free_bytes=free_bytes))
+    return doctor.check_folder(
+        FolderReport(path="/data", purpose="checkpoints", problem=problem, free_bytes=free_bytes)
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,8 +45,8 @@ def folder(problem: str | None = None, free_bytes: int = 9 * GIB) -> Finding:
         doctor.check_daemon(None, 0.3),
         doctor.check_threads(2, 2),
         folder(free_bytes=doctor.LEAST_FREE_BYTES),
-        doctor.check_reach(Dialed(address=PEER), 0.02),
-        doctor.check_reach(Dialed(address=PEER)),
+        doctor.check_reach(DialResult(address=PEER), 0.02),
+        doctor.check_reach(DialResult(address=PEER)),
         doctor.check_clock(PEER, doctor.MOST_SKEW_S, 0.0),
         doctor.check_clock(PEER, -doctor.MOST_SKEW_S, 0.0),
         doctor.check_clock(PEER, 3.9, 2.0),  # so slow an answer does not tell 3.9 from 2.9
@@ -90,7 +92,7 @@ def test_a_fault_is_named_with_its_remedy(finding: Finding, found: str, remedy: 
 
 @pytest.mark.parametrize("obstacle", Obstacle)
 def test_each_obstacle_on_the_way_to_a_peer_has_its_remedy(obstacle: Obstacle) -> None:
-    finding = doctor.check_reach(Dialed(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
+    finding = doctor.check_reach(DialResult(address=PEER, obstacle=obstacle, detail="so\n  it said"), None)
     assert finding.check == f"peer {PEER}"
     assert finding.found == f"{obstacle.what} (so it said)"
     assert finding.remedy == obstacle.remedy
@@ -278,7 +280,7 @@ def test_without_a_daemon_a_peer_is_knocked_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemons: list[tuple[str, int]]
 ) -> None:
     monkeypatch.setattr(doctor, "find_daemon", lambda: None)
-    monkeypatch.setattr(doctor, "knock", lambda address: Dialed(address=address.place))
+    monkeypatch.setattr(doctor, "knock", lambda address: DialResult(address=address.place))
     assert run(monkeypatch, "--peer", f"{PEER}/12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR") == 1
     said = capsys.readouterr().out
     assert f"ok     peer {PEER}: libp2p answers there; who it is needs a daemon here" in said

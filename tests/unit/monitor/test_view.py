@@ -20,10 +20,10 @@ from lightning_swarm.client.status import PeerStatus, StageStatus, SwarmStatus
 from lightning_swarm.monitor.view.panel import SwarmPanel
 from lightning_swarm.monitor.view.scene import (
     WORDS,
-    Curve,
+    DownsampledSeries,
+    PeerPresence,
     PeerRow,
-    Presence,
-    Rates,
+    RateWindow,
     Scene,
     duration,
     event_line,
@@ -145,7 +145,7 @@ def test_the_curve_keeps_its_shape_whatever_its_length() -> None:
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
     assert sparkline([1.0] * 50, 4) == "▁▁▁▁"
     assert sparkline([1.0, float("nan"), float("inf")], 8) == ""
-    curve = Curve()
+    curve = DownsampledSeries()
     for step in range(10_000):
         curve.add(float(step))
     assert 200 < len(curve.values) < 512
@@ -154,7 +154,7 @@ def test_the_curve_keeps_its_shape_whatever_its_length() -> None:
 
 
 def test_rates_are_those_of_the_last_seconds() -> None:
-    rates = Rates()
+    rates = RateWindow()
     assert rates.now is None
     for second in range(21):
         rates.tick(float(second), step=second if second <= 10 else 10 + 3 * (second - 10), samples_per_step=32)
@@ -170,7 +170,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
 
 
 def test_who_is_gone_is_shown_for_a_minute() -> None:
-    presence = Presence()
+    presence = PeerPresence()
     first, second = peer("aaaaa", 5, 10.0), peer("bbbbb", 5, 10.0, failures=2)
     (rows,) = presence.look(status_with([first, second]), now_s=0.0)
     assert [(row.state, row.trains, row.coordinates) for row in rows] == [
@@ -340,7 +340,7 @@ def _broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("a bug of the view")
 
 
-@pytest.mark.parametrize("place", ["panel.SwarmPanel.__rich_console__", "_progress", "Presence.look"])
+@pytest.mark.parametrize("place", ["panel.SwarmPanel.__rich_console__", "_progress", "PeerPresence.look"])
 def test_a_view_that_fails_does_not_end_the_run(
     terminal: OnTerminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.network.addresses import Address, Place, host_of, widest
+from lightning_swarm.network.addresses import Address, HostPort, host_of, widest
 
 ID = "12D3KooWBTrNL8qKG3SxDRQNAcaUb5nNNixuFBXcKeMfexuaGUUR"
 
@@ -55,21 +55,21 @@ def test_what_is_no_address_is_refused_with_the_form_of_one(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "place"),
     [
-        ("127.0.0.1", Place("127.0.0.1", 0)),
-        ("0.0.0.0:31337", Place("0.0.0.0", 31337)),
-        ("::", Place("::", 0)),
-        ("[::1]", Place("::1", 0)),
-        ("[::]:80", Place("::", 80)),
+        ("127.0.0.1", HostPort("127.0.0.1", 0)),
+        ("0.0.0.0:31337", HostPort("0.0.0.0", 31337)),
+        ("::", HostPort("::", 0)),
+        ("[::1]", HostPort("::1", 0)),
+        ("[::]:80", HostPort("::", 80)),
     ],
 )
-def test_where_to_listen(text: str, place: Place) -> None:
-    assert Place.to_listen(text) == place
+def test_where_to_listen(text: str, place: HostPort) -> None:
+    assert HostPort.to_listen(text) == place
 
 
 @pytest.mark.parametrize("text", ["", "localhost", "example.org:80", "1.2.3.4:", "1.2.3.4:65536", ":31337", "31337"])
 def test_what_cannot_be_listened_on_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"`listen` must be an IP address.*0\.0\.0\.0:31337") as refusal:
-        Place.to_listen(text)
+        HostPort.to_listen(text)
     assert repr(text) in str(refusal.value)
 
 
@@ -78,20 +78,20 @@ def test_what_cannot_be_listened_on_is_refused(text: str) -> None:
     [("203.0.113.7:31337", "/ip4/203.0.113.7/tcp/31337"), ("example.org:80", "/dns/example.org/tcp/80")],
 )
 def test_what_to_announce(text: str, maddr: str) -> None:
-    assert Place.to_announce(text).maddr == maddr
-    assert str(Place.to_announce(text)) == text
+    assert HostPort.to_announce(text).maddr == maddr
+    assert str(HostPort.to_announce(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "203.0.113.7", "203.0.113.7:0", f"203.0.113.7:80/{ID}"])
 def test_what_cannot_be_announced_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"`announce` must be .*203\.0\.113\.7:31337") as refusal:
-        Place.to_announce(text)
+        HostPort.to_announce(text)
     assert repr(text) in str(refusal.value)
 
 
 def test_further_peers_of_a_machine_take_the_ports_that_follow() -> None:
-    assert Place("0.0.0.0", 31337).further(2) == Place("0.0.0.0", 31339)
-    assert Place("0.0.0.0", 0).further(2) == Place("0.0.0.0", 0)
+    assert HostPort("0.0.0.0", 31337).further(2) == HostPort("0.0.0.0", 31339)
+    assert HostPort("0.0.0.0", 0).further(2) == HostPort("0.0.0.0", 0)
 
 
 def test_the_address_that_other_machines_can_use_comes_first() -> None:

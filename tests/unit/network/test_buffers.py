@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_swarm.network.framing import _HUGE_BYTES, Recycled, new_bytes
+from lightning_swarm.network.framing import _HUGE_BYTES, BufferPool, new_bytes
 
 
 @pytest.mark.parametrize("n", [0, 1, _HUGE_BYTES - 1, _HUGE_BYTES, _HUGE_BYTES + 8])
@@ -19,7 +19,7 @@ def test_new_memory_is_as_large_and_lies_as_torchs_does(n: int) -> None:
 
 
 def test_recycled_memory_is_given_out_when_nobody_refers_to_it() -> None:
-    recycled = Recycled(2, max_bytes=2 * _HUGE_BYTES)
+    recycled = BufferPool(2, max_bytes=2 * _HUGE_BYTES)
     first = recycled.new_bytes(_HUGE_BYTES)
     place, view = first.data_ptr(), first.view(torch.float64)[8:9]
     view.fill_(2.5)
@@ -34,7 +34,7 @@ def test_recycled_memory_is_given_out_when_nobody_refers_to_it() -> None:
 
 
 def test_recycled_memory_is_bounded() -> None:
-    recycled = Recycled(2, max_bytes=2 * _HUGE_BYTES)
+    recycled = BufferPool(2, max_bytes=2 * _HUGE_BYTES)
     pieces = [recycled.new_bytes(_HUGE_BYTES) for _ in range(3)]
     large = recycled.new_bytes(3 * _HUGE_BYTES)
     del pieces, large
@@ -43,7 +43,7 @@ def test_recycled_memory_is_bounded() -> None:
 
 @pytest.mark.parametrize("n", [0, _HUGE_BYTES - 1, _HUGE_BYTES + 8])
 def test_recycled_memory_lies_as_torchs_does(n: int) -> None:
-    recycled = Recycled(2, max_bytes=2 * _HUGE_BYTES)
+    recycled = BufferPool(2, max_bytes=2 * _HUGE_BYTES)
     for _ in range(4):
         room = recycled.new_bytes(n)
         assert (room.shape, room.data_ptr() % 64) == ((n,), 0)

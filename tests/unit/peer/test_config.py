@@ -10,7 +10,7 @@ import pytest
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.network.addresses import Address, Place
+from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.peer.config import Compression, SwarmConfig
 
 FIELDS = [field.name for field in dataclasses.fields(Limits)]
@@ -29,7 +29,7 @@ def config(**changes: Any) -> SwarmConfig:
         "role": "auto",
         "run_id": "swarm",
         "initial_peers": (),
-        "listen": Place("127.0.0.1", 0),
+        "listen": HostPort("127.0.0.1", 0),
         "announce": (),
         "identity_path": None,
         "gather_on_end": True,

@@ -14,7 +14,7 @@ from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, PeerError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, MemoryTransport
 from lightning_swarm.peer.discovery import (
-    Announcement,
+    ServerAnnouncement,
     announce,
     assign,
     await_prepared,
@@ -138,7 +138,7 @@ def test_it_stops_when_waiting_has_become_pointless(town: Town) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"\xff", b"nonsense", encode(Announcement(boot_id=1, addresses=[]))[:-1], encode(servers(1)[0])],
+    [b"", b"\xff", b"nonsense", encode(ServerAnnouncement(boot_id=1, addresses=[]))[:-1], encode(servers(1)[0])],
     ids=["empty", "reserved", "text", "truncated", "another record"],
 )
 def test_malformed_announcements_are_left_out(town: Town, value: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -153,7 +153,7 @@ def test_malformed_announcements_are_left_out(town: Town, value: bytes, caplog: 
 @pytest.mark.parametrize("address", ["/ip4/127.0.0.1/tcp/9/p2p/nobody", "nonsense", ""])
 def test_servers_that_cannot_be_reached_are_no_servers(town: Town, address: str) -> None:
     """What a dead run left behind, or a stranger announced, keeps no run from beginning."""
-    town.announce_raw("0-gone", encode(Announcement(boot_id=1, addresses=[address])))
+    town.announce_raw("0-gone", encode(ServerAnnouncement(boot_id=1, addresses=[address])))
     town.announce("a")
     assert [member.peer_id for member in town.loop.run_until_complete(town.find(1))] == ["a"]
     directory = town.network.directory(town.seeker)

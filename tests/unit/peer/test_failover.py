@@ -9,7 +9,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from lightning_swarm.client.journal import Journal
+from lightning_swarm.client.journal import BatchJournal
 from lightning_swarm.core.clock import now_s
 from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, SwarmError, Unreachable
 from lightning_swarm.core.limits import Limits
@@ -54,7 +54,7 @@ def begin_again(swarm: Swarm, *rosters: Sequence[PeerId]) -> None:
     asking = swarm.steps._coordinator
     swarm.steps.run = asking._run = RunState(manifest)
     swarm.steps.open = manifest.first_step
-    asking._registered, swarm.steps._journal, swarm.steps.newest = asking._run.term, Journal(), None
+    asking._registered, swarm.steps._journal, swarm.steps.newest = asking._run.term, BatchJournal(), None
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_a_run_shows_itself_when_all_are_in_it(make_swarm: MakeSwarm) -> None:
 # ---------------------------------------------------------------------- trainers beside the lead
 
 
-def beside(swarm: Swarm, name: PeerId) -> failover.Beside:
+def beside(swarm: Swarm, name: PeerId) -> failover.StandbyLead:
     """What the trainer in a server's process has, in the run that the server is in."""
     server = swarm.servers[name]
-    found = failover.Beside(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
+    found = failover.StandbyLead(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
     found.begin(RunState(swarm.manifest))
     return found
 

@@ -18,7 +18,7 @@ from lightning_swarm.coordinator.takeover import appoint, choose_heir, seniority
 from lightning_swarm.core.errors import Busy, ProtocolError, Replaced, SwarmError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.peer.failover import Heirs
+from lightning_swarm.peer.failover import StandbyLeads
 from lightning_swarm.protocol import plain_values
 from lightning_swarm.protocol.messages.batches import NEEDED, MetricState
 from lightning_swarm.protocol.messages.membership import JoinRequest
@@ -245,7 +245,7 @@ def test_the_lead_sends_its_loop_to_those_that_want_it(make_swarm: MakeSwarm, ca
         packed.append(value)
         return plain_values.pack(value)
 
-    heirs = Heirs(swarm.trainer, heirs_known, limits=LIMITS)
+    heirs = StandbyLeads(swarm.trainer, heirs_known, limits=LIMITS)
     run = RunState(swarm.manifest)
     swarm.run(heirs.send(run, 1, pack))
     assert not packed, "without heirs nothing is done"
@@ -270,7 +270,7 @@ def test_where_the_oldest_do_not_take_it_the_next_ones_are_sent_the_loop(
 
     for peer in older:
         swarm.servers[peer].snapshots.loops.unfit = lambda manifest: "it has no data"
-    heirs = Heirs(swarm.trainer, known, limits=LIMITS)
+    heirs = StandbyLeads(swarm.trainer, known, limits=LIMITS)
     swarm.run(heirs.send(run, 1, lambda: plain_values.pack(STATE)))
     assert heirs.holding == [youngest]
     assert swarm.servers[youngest].snapshots.loops.versions == [1]

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from lightning_swarm.core.errors import ProtocolError, RunOver, StepError, Unreachable
-from lightning_swarm.core.event_loop import InlineRuntime, UntilOver
+from lightning_swarm.core.event_loop import InlineRuntime, UntilRunEnds
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer.server_host import Stay
+from lightning_swarm.peer.server_host import MembershipLifecycle
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.run import BrokenOff
+from lightning_swarm.protocol.messages.run import RunAborted
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import BREAK_OFF, LEAVE
@@ -44,7 +44,9 @@ def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
 
     async def last(name: PeerId) -> None:
         server = swarm.servers[name]
-        stay = Stay(server._transport, server, find, run_id="run", limits=swarm.limits, events=EventLog())
+        stay = MembershipLifecycle(
+            server._transport, server, find, run_id="run", limits=swarm.limits, events=EventLog()
+        )
         try:
             await stay.last(lambda _: None)
         finally:
@@ -191,7 +193,7 @@ def test_servers_end_where_nobody_may_coordinate(make_swarm: MakeSwarm, monkeypa
 
 def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
-    body = encode(BrokenOff(reason="I am tired of it"))
+    body = encode(RunAborted(reason="I am tired of it"))
 
     async def go() -> None:
         for liar in (C, D):
@@ -220,7 +222,7 @@ def test_a_joiner_is_told_too(make_swarm: MakeSwarm) -> None:
 def test_a_trainers_loop_ends_with_the_error(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
     admission = swarm.servers[B].admission
-    runtime = UntilOver(
+    runtime = UntilRunEnds(
         InlineRuntime(swarm.loop),
         admission.left,
         admission.released,

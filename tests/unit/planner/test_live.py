@@ -22,11 +22,11 @@ from lightning_swarm.monitor import survey
 from lightning_swarm.monitor.survey import Sighting
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.network.bandwidth import Carried, Link, Links
-from lightning_swarm.network.memory import Direction, Line
+from lightning_swarm.network.bandwidth import LinkEstimate, LinkEstimates, TransferSample
+from lightning_swarm.network.memory import Direction, SimulatedLink
 from lightning_swarm.peer.config import Compression
-from lightning_swarm.planner.live import Assumed, Live, Pace, read
-from lightning_swarm.planner.machine_files import Travel
+from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
+from lightning_swarm.planner.machine_files import TransferCost
 from lightning_swarm.planner.plan import make_plan, predict
 from lightning_swarm.planner.records import Now
 from lightning_swarm.planner.report import describe_now
@@ -46,7 +46,7 @@ from tests.parity.harness import QUIET
 
 TOKENS, WIDTH, ROWS, SIZE = 512, 128, 32, 4
 MBIT = 1e6 / 8
-ASSUMED = Assumed(line_bytes_per_s=100 * MBIT, bus_bytes_per_s=12e9)
+ASSUMED = Assumption(line_bytes_per_s=100 * MBIT, bus_bytes_per_s=12e9)
 SAMPLES_PER_S = (16.0, 8.0)
 MBITS = (400.0, 200.0)
 
@@ -87,12 +87,12 @@ class Onlooker(L.Callback):
         self.seen.append((at_s, trainer.global_step * ROWS, reports))
 
 
-Watched = tuple[Live, dict[PeerId, PeerReport]]
+Watched = tuple[LiveRates, dict[PeerId, PeerReport]]
 
 
 def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
     """A swarm of two peers whose speed, lines and latency are given, as seen from outside."""
-    lines = [Line(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in mbits]
+    lines = [SimulatedLink(Direction(mbit * MBIT), Direction(mbit * MBIT), latency_s=0.001) for mbit in mbits]
     strategy = InMemoryStrategy(
         compression=compression,
         num_stages=2,
@@ -106,7 +106,7 @@ def watch(mbits: Sequence[float], compression: CodecName = "none") -> Watched:
     L.Trainer(**options, strategy=strategy, callbacks=[onlooker]).fit(Wide(), data)
     (began_s, before, _), (ended_s, after, reports) = onlooker.seen
     pace = (after - before) / (ended_s - began_s)
-    return read(reports, dict.fromkeys(reports, Pace(pace, 0.0)), ASSUMED), reports
+    return read(reports, dict.fromkeys(reports, PeerThroughput(pace, 0.0)), ASSUMED), reports
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def watched() -> Watched:
     return watch(MBITS)
 
 
-def test_the_machines_are_as_they_were_given(watched: tuple[Live, Any]) -> None:
+def test_the_machines_are_as_they_were_given(watched: tuple[LiveRates, Any]) -> None:
     live, _ = watched
     assert {one.name for one in live.machines} == {"peer-0", "peer-1"}
     assert live.machines[0].name == "peer-0"  # it leads
@@ -130,7 +130,7 @@ def test_the_machines_are_as_they_were_given(watched: tuple[Live, Any]) -> None:
     assert live.assumed_lines == live.unmeasured == ()
 
 
-def test_the_model_is_as_it_is(watched: tuple[Live, Any]) -> None:
+def test_the_model_is_as_it_is(watched: tuple[LiveRates, Any]) -> None:
     model = watched[0].model
     assert len(model.blocks) == 4
     assert model.parameters == sum(one.numel() for one in Wide().parameters())
@@ -141,7 +141,7 @@ def test_the_model_is_as_it_is(watched: tuple[Live, Any]) -> None:
     assert {block.graph_bytes for block in model.blocks} <= set(range(row, 3 * row))
 
 
-def test_what_it_does_now_is_predicted(watched: tuple[Live, Any]) -> None:
+def test_what_it_does_now_is_predicted(watched: tuple[LiveRates, Any]) -> None:
     """The planner's own word on the settings that the swarm has: what people may judge it by."""
     live, _ = watched
     assert live.setting is not None
@@ -160,7 +160,7 @@ def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
     assert live.model == watched[0].model
     assert live.encoding == Encoding(**asdict(Compression.parse("8bit")))
     assert live.setting is not None
-    wire = Travel(Compression.parse("8bit")).wire
+    wire = TransferCost(Compression.parse("8bit")).wire
     said = predict(replace(live.model, wire=wire), live.machines, live.setting)
     assert said == pytest.approx(live.samples_per_s, rel=0.3)
     raw = predict(live.model, live.machines, live.setting)
@@ -211,9 +211,9 @@ def report(one: ServerReport | None, links: Mapping[str, float] | None = None) -
     return PeerReport(run_id="x", age_s=9.0, sent_bytes=1, received_bytes=1, server=one, links=ways)
 
 
-def put_together(reports: Mapping[str, PeerReport]) -> Live:
+def put_together(reports: Mapping[str, PeerReport]) -> LiveRates:
     by_id = {PeerId(peer): one for peer, one in reports.items()}
-    return read(by_id, dict.fromkeys(by_id, Pace(3.0, 1e6)), ASSUMED)
+    return read(by_id, dict.fromkeys(by_id, PeerThroughput(3.0, 1e6)), ASSUMED)
 
 
 def changed(held: HeldStage, **changes: Any) -> HeldStage:
@@ -299,14 +299,14 @@ def test_a_message_that_was_hardly_longer_than_the_way_is_not_taken_at_its_word(
 
 
 def test_the_best_of_a_link_counts() -> None:
-    links = Links()
+    links = LinkEstimates()
     for took_s in (0.5, 0.2, 0.3):
         links.note("a", sent_bytes=10, received_bytes=10, took_s=took_s)
     for num_bytes, took_s in ((10_000, 0.001), (1_000_000, 9.0), (1_000_000, 1.2), (2_000_000, 3.0)):
         links.note("a", sent_bytes=10, received_bytes=num_bytes, took_s=took_s)
-    assert links["a"] == Link(round_trip_s=0.2, received=Carried(1_000_000, 1.2))
+    assert links["a"] == LinkEstimate(round_trip_s=0.2, received=TransferSample(1_000_000, 1.2))
     links.note("a", sent_bytes=1_000_000, received_bytes=10, took_s=0.3)
-    assert links["a"].sent == Carried(1_000_000, 0.3)
+    assert links["a"].sent == TransferSample(1_000_000, 0.3)
     for number in range(2000):
         links.note(str(number), sent_bytes=10, received_bytes=10, took_s=0.5)
     assert len(links) == 1024

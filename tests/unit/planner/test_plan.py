@@ -21,10 +21,10 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer.config import Compression
 from lightning_swarm.planner.cost_model import block, cut, transformer
-from lightning_swarm.planner.machine_files import Travel, read_machines, read_travel
+from lightning_swarm.planner.machine_files import TransferCost, read_machines, read_travel
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged_bytes, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
-from lightning_swarm.planner.records import Block, Code, Machine, Model, Prediction, Setting, Wire
+from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
 from lightning_swarm.planner.report import busy_share, describe
 from lightning_swarm.planner.timeline import Swarm, ways_of_trainer
 from lightning_swarm.protocol.compression import CODECS
@@ -60,16 +60,18 @@ def setting(num_stages: int, microbatch_size: int, batch_size: int) -> Setting:
 
 
 def codes_of(compression: Compression) -> dict[str, Code | None]:
-    wire = Travel(compression).wire
+    wire = TransferCost(compression).wire
     return {"activations": wire.activations, "gradients": wire.gradients}
 
 
-def by(model: Model = MODEL, ratio: int | None = None, **compression: Any) -> Model:
+def by(model: ModelProfile = MODEL, ratio: int | None = None, **compression: Any) -> ModelProfile:
     """A model whose tensors travel so."""
-    return replace(model, wire=Travel.parse(compression, ratio).wire)
+    return replace(model, wire=TransferCost.parse(compression, ratio).wire)
 
 
-def predicted(num_machines: int = 4, *, model: Model = MODEL, batch_size: int = 64, **changes: Any) -> Prediction:
+def predicted(
+    num_machines: int = 4, *, model: ModelProfile = MODEL, batch_size: int = 64, **changes: Any
+) -> Prediction:
     """Of two stages."""
     machines = [machine(f"m{number}", **changes) for number in range(num_machines)]
     return Predictor(model, machines, 2, Limits()).predict(setting(2, 4, batch_size))
@@ -91,10 +93,12 @@ def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm, activations: s
     sent = swarm.servers[PeerId("b")]._transport.traffic.sent_bytes
     measured = sum(num_bytes for (to, _), num_bytes in sent.items() if to != PeerId("trainer"))
     width = x.shape[1] * x.element_size()
-    linear = Block(parameters=12, flop=1.0, output_bytes=width, graph_bytes=0, number_bytes=8)
+    linear = BlockProfile(parameters=12, flop=1.0, output_bytes=width, graph_bytes=0, number_bytes=8)
     # Its samples are small, and its microbatch is not.
     codes = {kind: code and replace(code, smallest=1) for kind, code in codes_of(compression).items()}
-    model = Model(blocks=(linear,) * 3, input_bytes=width, input_gradient=False, weight_bytes=8, wire=Wire(**codes))
+    model = ModelProfile(
+        blocks=(linear,) * 3, input_bytes=width, input_gradient=False, weight_bytes=8, wire=WireFormat(**codes)
+    )
     machines = [machine(name) for name in "cab"]
     said = Predictor(model, machines, 3, Limits()).predict(setting(3, num_rows, num_rows))
     [middle] = said.stages[1]
@@ -654,7 +658,7 @@ def test_a_list_cannot_say_so(tmp_path: Path, line: str, words: str) -> None:
 def test_a_bare_list_says_nothing_of_it(tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text(f"- {GOOD}\n")
-    assert read_travel(file) == Travel()
+    assert read_travel(file) == TransferCost()
 
 
 @pytest.mark.parametrize("measured", [False, True])

@@ -26,7 +26,7 @@ from lightning_swarm.protocol.messages.batches import (
     BatchDone,
     BatchMetrics,
     GrantRequest,
-    Logged,
+    LoggedValue,
     MetricsRequest,
     MetricState,
     Quit,
@@ -36,7 +36,7 @@ from lightning_swarm.protocol.messages.batches import (
     SelectRequest,
 )
 from lightning_swarm.protocol.messages.calls import CancelRequest, Receipt, pack
-from lightning_swarm.protocol.messages.events import Noted
+from lightning_swarm.protocol.messages.events import EventCounts
 from lightning_swarm.protocol.messages.membership import (
     DrainRequest,
     EnlistRequest,
@@ -48,16 +48,16 @@ from lightning_swarm.protocol.messages.membership import (
     ReadyRequest,
 )
 from lightning_swarm.protocol.messages.run import (
-    BrokenOff,
+    CoordinatorTerm,
     EpochPlan,
     InheritRequest,
-    Leading,
     Member,
     PlanRequest,
     PullRequest,
     RandomNumbers,
     ReleaseRequest,
     RestartRequest,
+    RunAborted,
     Selection,
     TakePlanRequest,
     WatchRequest,
@@ -77,7 +77,7 @@ from lightning_swarm.protocol.messages.step import (
     FenceRequest,
     FreezeReply,
     FreezeRequest,
-    Named,
+    NamedReceipts,
     Prepare,
     Proposal,
     ReceiptsRequest,
@@ -85,7 +85,7 @@ from lightning_swarm.protocol.messages.step import (
     SettleRequest,
     Vacancy,
 )
-from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, Wire, decode, encode
+from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, WireMessage, decode, encode
 from lightning_swarm.protocol.methods import (
     ADMIT,
     APPLY,
@@ -148,7 +148,7 @@ from tests.unit.swarm import HYPERPARAMETERS, LEAD, Swarm, key, rows
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 COUNTED: list[Receipt] = [(0, 0, 0)]
-LOGGED = Logged(
+LOGGED = LoggedValue(
     name="loss", reduce="mean", value=1.0, batch_size=2, on_step=True, on_epoch=True, prog_bar=False, logger=True
 )
 CALL, STREAM = "call", "stream"
@@ -221,7 +221,7 @@ class Sample:
         return swarm
 
 
-def plain(record: Callable[[Swarm], Wire]) -> Callable[[Swarm], Message]:
+def plain(record: Callable[[Swarm], WireMessage]) -> Callable[[Swarm], Message]:
     return lambda swarm: Message(encode(record(swarm)))
 
 
@@ -267,7 +267,7 @@ def enlisting(swarm: Swarm) -> EnlistRequest:
 
 
 def averaging(swarm: Swarm, stage: int) -> AverageRequest:
-    return AverageRequest(closing=closing(swarm), named=[Named(stage_index=stage, receipts=pack(COUNTED))])
+    return AverageRequest(closing=closing(swarm), named=[NamedReceipts(stage_index=stage, receipts=pack(COUNTED))])
 
 
 def record(swarm: Swarm) -> Record:
@@ -298,7 +298,7 @@ def done(swarm: Swarm) -> BatchDone:
         total_weight=None,
         generation=0,
         logs=[LOGGED],
-        noted=Noted(log=7, counts={}),
+        noted=EventCounts(log=7, counts={}),
     )
 
 
@@ -442,7 +442,7 @@ SAMPLES = [
     Sample(STREAM, LOAD, momenta),
     Sample(STREAM, LEND, lent),
     Sample(CALL, LEAVE, lambda _: Message()),
-    Sample(CALL, BREAK_OFF, plain(lambda _: BrokenOff(reason="the lead is gone")), target=B, caller=A),
+    Sample(CALL, BREAK_OFF, plain(lambda _: RunAborted(reason="the lead is gone")), target=B, caller=A),
     Sample(
         CALL,
         INHERIT,
@@ -537,14 +537,18 @@ SAMPLES = [
     Sample(
         CALL,
         methods.LEAD,
-        plain(lambda _: Leading(term=(2, A, 100), generation=0, version=0)),
+        plain(lambda _: CoordinatorTerm(term=(2, A, 100), generation=0, version=0)),
         caller=A,
         phase="averaged",
     ),
     Sample(CALL, WATCH, plain(lambda _: WatchRequest(term=(1, A, 100), version=0, hold_s=0.0)), caller=A),
     Sample(CALL, PULL, plain(lambda _: PullRequest(generation=0, step=0)), caller=A, phase="decided"),
     Sample(
-        CALL, TAKE_OVER, plain(lambda _: Leading(term=(1, A, 100), generation=0, version=0)), caller=A, phase="averaged"
+        CALL,
+        TAKE_OVER,
+        plain(lambda _: CoordinatorTerm(term=(1, A, 100), generation=0, version=0)),
+        caller=A,
+        phase="averaged",
     ),
     Sample(
         CALL,

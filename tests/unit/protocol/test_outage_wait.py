@@ -6,13 +6,13 @@ import pytest
 
 from lightning_swarm.core.errors import StageLost, SwarmError, Unreachable
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.events import EventLog, Vigil
+from lightning_swarm.protocol.events import EventLog, OutageWait
 
 B, C = PeerId("b"), PeerId("c")
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/a"
 
 
-def keep(vigil: Vigil, now_s: float, gone: dict[PeerId, SwarmError] | None = None) -> None:
+def keep(vigil: OutageWait, now_s: float, gone: dict[PeerId, SwarmError] | None = None) -> None:
     vigil.keep(1, gone or {B: Unreachable("it is silent")}, step=7, address=ADDRESS, now_s=now_s)
 
 
@@ -22,7 +22,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_one_line_a_minute_says_what_is_missing_and_how_to_join(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
-    vigil = Vigil(events, stage_timeout=3600.0)
+    vigil = OutageWait(events, stage_timeout=3600.0)
     for now_s in range(0, 300, 5):
         keep(vigil, float(now_s))
     assert len(lines(caplog)) == 5
@@ -34,7 +34,7 @@ def test_one_line_a_minute_says_what_is_missing_and_how_to_join(caplog: pytest.L
 
 
 def test_it_names_who_was_there_last(caplog: pytest.LogCaptureFixture) -> None:
-    vigil = Vigil(EventLog(), stage_timeout=3600.0)
+    vigil = OutageWait(EventLog(), stage_timeout=3600.0)
     keep(vigil, 0.0)
     keep(vigil, 61.0, {B: Unreachable("it is silent"), C: Unreachable("it went")})
     assert "c was lost last, 0 s ago (it went)" in lines(caplog)[-1]
@@ -43,7 +43,7 @@ def test_it_names_who_was_there_last(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_when_somebody_is_back_the_next_time_is_another_one(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
-    vigil = Vigil(events, stage_timeout=100.0)
+    vigil = OutageWait(events, stage_timeout=100.0)
     keep(vigil, 0.0)
     vigil.end(step=7)
     vigil.end(step=8)
@@ -53,7 +53,7 @@ def test_when_somebody_is_back_the_next_time_is_another_one(caplog: pytest.LogCa
 
 
 def test_it_ends() -> None:
-    vigil = Vigil(EventLog(), stage_timeout=100.0)
+    vigil = OutageWait(EventLog(), stage_timeout=100.0)
     keep(vigil, 0.0)
     keep(vigil, 99.0)
     with pytest.raises(StageLost, match=r"`Limits.stage_timeout` = 100 s; b was lost last: it is silent"):

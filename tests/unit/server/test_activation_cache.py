@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from lightning_swarm.server.activation_cache import Cache, Kept
-from lightning_swarm.server.compute import Graph
+from lightning_swarm.server.activation_cache import ActivationCache, CachedForward
+from lightning_swarm.server.compute import SavedGraph
 from tests.unit.swarm import MODE
 
-GRAPH = Graph([], [], has_drawn=False, seen=None, again=lambda: GRAPH)
+GRAPH = SavedGraph([], [], has_drawn=False, seen=None, again=lambda: GRAPH)
 
 
-def kept(input_bytes: int, graph_bytes: int) -> Kept:
-    return Kept((), {}, [], MODE, 0, graph=GRAPH, graph_bytes=graph_bytes, input_bytes=input_bytes)
+def kept(input_bytes: int, graph_bytes: int) -> CachedForward:
+    return CachedForward((), {}, [], MODE, 0, graph=GRAPH, graph_bytes=graph_bytes, input_bytes=input_bytes)
 
 
 def test_what_is_kept_is_counted_and_taken_once() -> None:
-    cache = Cache(100)
+    cache = ActivationCache(100)
     one = kept(10, 20)
     cache.keep("x", one)
     assert cache.used_bytes == 30
@@ -24,7 +24,7 @@ def test_what_is_kept_is_counted_and_taken_once() -> None:
 
 
 def test_the_same_name_is_kept_once() -> None:
-    cache = Cache(100)
+    cache = ActivationCache(100)
     cache.keep("x", kept(10, 20))
     again = kept(5, 5)
     cache.keep("x", again)
@@ -33,7 +33,7 @@ def test_the_same_name_is_kept_once() -> None:
 
 
 def test_the_graph_goes_before_the_input() -> None:
-    cache = Cache(100)
+    cache = ActivationCache(100)
     cache.keep("x", kept(40, 60))
     assert cache.full
     cache.take("x")
@@ -45,7 +45,7 @@ def test_the_graph_goes_before_the_input() -> None:
 
 
 def test_what_does_not_fit_pushes_out_nothing() -> None:
-    cache = Cache(100)
+    cache = ActivationCache(100)
     oldest = kept(60, 0)
     cache.keep("oldest", oldest)
     cache.keep("new", kept(41, 0))
@@ -55,7 +55,7 @@ def test_what_does_not_fit_pushes_out_nothing() -> None:
 
 
 def test_a_cache_without_room_keeps_nothing() -> None:
-    cache = Cache(0)
+    cache = ActivationCache(0)
     assert cache.full
     cache.keep("x", kept(1, 1))
     assert cache.take("x") is None
@@ -63,7 +63,7 @@ def test_a_cache_without_room_keeps_nothing() -> None:
 
 
 def test_a_step_is_dropped_by_its_prefix() -> None:
-    cache = Cache(100)
+    cache = ActivationCache(100)
     for name in ("s1.a", "s1.b", "s10.a"):
         cache.keep(name, kept(10, 0))
     cache.drop("s1.")

@@ -7,13 +7,13 @@ import pytest
 from lightning_swarm.core.errors import LeaseRevoked, ProtocolError
 from lightning_swarm.protocol.messages.calls import Receipt
 from lightning_swarm.protocol.messages.wire import from_bitmap, to_bitmap
-from lightning_swarm.server.gradient_buffer import Ledger
+from lightning_swarm.server.gradient_buffer import ReceiptLedger
 
 ONE, TWO, THREE = (0, 0, 0), (0, 1, 0), (4, 0, 0)
 
 
-def filled(*receipts: Receipt) -> Ledger:
-    ledger = Ledger(step=3, attempt=1)
+def filled(*receipts: Receipt) -> ReceiptLedger:
+    ledger = ReceiptLedger(step=3, attempt=1)
     for receipt in receipts:
         assert ledger.add(receipt) is True
     return ledger

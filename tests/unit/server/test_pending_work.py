@@ -11,7 +11,7 @@ from lightning_swarm.core.clock import VirtualLoop, now_s
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.tickets import TicketStore
-from lightning_swarm.server.pending_work import Lull, UnderWay
+from lightning_swarm.server.pending_work import IdleLinkWait, PendingWork
 
 STEP_S = 10.0
 TIMEOUT_S = 60.0
@@ -22,10 +22,10 @@ class Busy:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
-        self.under_way = UnderWay(
+        self.under_way = PendingWork(
             TicketStore(MemoryNetwork().transport(PeerId("a")), max_bytes=1 << 20), loop.create_task
         )
-        self.lull = Lull(self.under_way, timeout=TIMEOUT_S)
+        self.lull = IdleLinkWait(self.under_way, timeout=TIMEOUT_S)
         self._num_calls = 0
 
     def call(self, direction: str, begin_s: float, took_s: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_swarm.strategy.checks.trainer import _IS_INTERACTIVE, _LOADERS, _STEP_HOOKS, _WEIGHT_CALLBACKS
-from lightning_swarm.strategy.framework import FRAMEWORKS, Framework
+from lightning_swarm.strategy.framework import FRAMEWORKS, ImportTree
 
 
 def parameters(function: Any) -> list[str]:
@@ -18,7 +18,7 @@ def parameters(function: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.name)
-def test_lightning_still_has_the_private_names_that_we_rely_on(framework: Framework) -> None:
+def test_lightning_still_has_the_private_names_that_we_rely_on(framework: ImportTree) -> None:
     def of(module: str, name: str) -> Any:
         return getattr(import_module(f"{framework.name}.{module}"), name)
 

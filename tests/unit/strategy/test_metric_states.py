@@ -14,7 +14,7 @@ from torchmetrics.retrieval import RetrievalMAP
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.protocol.messages.batches import MetricState
 from lightning_swarm.strategy.metric_states import (
-    Contents,
+    MetricContents,
     check_metric,
     computed_of,
     pack,
@@ -80,8 +80,8 @@ def test_each_reduction(kind: str, value: Any) -> None:
 def test_a_mean_of_states_weighs_them_by_their_updates() -> None:
     metric = torchmetrics.SumMetric()
     metric.add_state("sum_value", torch.tensor(0.0), dist_reduce_fx="mean")
-    parts = [Contents(1, {"sum_value": torch.tensor(1.0)}), Contents(3, {"sum_value": torch.tensor(5.0)})]
-    assert together(metric, *parts) == Contents(4, {"sum_value": torch.tensor(4.0)})
+    parts = [MetricContents(1, {"sum_value": torch.tensor(1.0)}), MetricContents(3, {"sum_value": torch.tensor(5.0)})]
+    assert together(metric, *parts) == MetricContents(4, {"sum_value": torch.tensor(4.0)})
 
 
 def test_what_is_put_back_is_no_ones_else() -> None:

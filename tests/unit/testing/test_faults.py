@@ -17,7 +17,7 @@ from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import CANCEL, FORWARD
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
 from lightning_swarm.testing import FaultPlan, Phase, processes
-from lightning_swarm.testing.faults import Passing, read_passing
+from lightning_swarm.testing.faults import MessagePoint, read_passing
 from lightning_swarm.testing.processes import strike_in_process
 from lightning_swarm.testing.sabotage import sabotage
 from tests.unit.conftest import MakeSwarm
@@ -67,7 +67,7 @@ class Wires:
 
 def test_what_a_message_says_is_read_off_it() -> None:
     passing = read_passing(A, B, CANCEL, BODY, side="request")
-    assert passing == Passing(
+    assert passing == MessagePoint(
         phases=(Phase.CANCEL,), caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
     )
     ticket = Ticket(peer_id=B, name=key(4, 3, step=7).name(2, "backward"))

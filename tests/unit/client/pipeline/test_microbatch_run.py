@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.microbatch_run import Passage
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.core.errors import DeadlineExceeded, StageError, Unreachable
@@ -29,20 +29,20 @@ from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, MODE, Swarm, key, prefer, rows
 
 
-def make_link(swarm: Swarm) -> Link:
+def make_link(swarm: Swarm) -> PipelineContext:
     routers = [StageRouter(random.Random(0)) for _ in swarm.rosters]
     for router, roster in zip(routers, swarm.rosters, strict=True):
         router.set_peers(roster)
-    return Link(swarm.trainer, swarm.tickets, routers, 30.0, EventLog())
+    return PipelineContext(swarm.trainer, swarm.tickets, routers, 30.0, EventLog())
 
 
-def make_passage(link: Link, x: torch.Tensor, index: int = 0) -> Passage:
+def make_passage(link: PipelineContext, x: torch.Tensor, index: int = 0) -> MicrobatchRun:
     extras: list[dict[str, Any]] = [{} for _ in link.routers]
     microbatch = Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=MODE, weight=1.0)
-    return Passage(link, microbatch)
+    return MicrobatchRun(link, microbatch)
 
 
-async def through(passage: Passage) -> torch.Tensor:
+async def through(passage: MicrobatchRun) -> torch.Tensor:
     output, _ = await passage.forward()
     await passage.backward([output])
     return output
@@ -236,7 +236,7 @@ def test_servers_that_join_and_cannot_be_reached_are_waited_for_together(
     assert [sorted(router.peers) for router in link.routers] == [["a", "c"], ["b", "d"]]
 
 
-def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[Link, Record, list[str]]:
+def cut_off(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineContext, Record, list[str]]:
     """A trainer that did not reach the two that joined; the next record; and whom it tries to reach from then on."""
     link = make_link(swarm)
     first, second = joined(swarm)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.client.pipeline.context import Link
-from lightning_swarm.client.pipeline.microbatch_run import Passage, Replayer
+from lightning_swarm.client.pipeline.context import PipelineContext
+from lightning_swarm.client.pipeline.microbatch_run import MicrobatchRun, Replayer
 from lightning_swarm.client.pipeline.replay_buffer import Microbatch
 from lightning_swarm.client.pipeline.router import StageRouter
 from lightning_swarm.core.errors import ProtocolError, StageLost, StepError
@@ -20,7 +20,7 @@ from lightning_swarm.core.limits import Limits
 from lightning_swarm.core.tasks import gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.events import EventLog
-from lightning_swarm.protocol.messages.calls import Mode, Receipt, StageReport
+from lightning_swarm.protocol.messages.calls import ComputeMode, Receipt, StageReport
 from lightning_swarm.protocol.messages.step import Replay, ReplayReply, ReplayRequest
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import REPLAY
@@ -50,15 +50,15 @@ class Route:
         for router, roster in zip(routers, swarm.rosters, strict=True):
             router.set_peers(roster)
             prefer(router, favourite)  # all microbatches begin there, so that the fault meets them
-        self.link = Link(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
+        self.link = PipelineContext(swarm.trainer, swarm.tickets, routers, 300.0, self.events)
         Replayer(self.link, RunState(swarm.manifest), max_in_flight=8)
         self.inputs = [rows(i) for i in range(NUM_MICROBATCHES)]
         self.input_gradients: list[torch.Tensor | None] = []
 
-    def passage(self, index: int, mode: Mode = MODE) -> Passage:
+    def passage(self, index: int, mode: ComputeMode = MODE) -> MicrobatchRun:
         x = self.inputs[index]
         extras: list[dict[str, Any]] = [{} for _ in self.link.routers]
-        return Passage(
+        return MicrobatchRun(
             self.link,
             Microbatch(key=key(0, index), num_rows=len(x), inputs=(x,), extras=extras, mode=mode, weight=1.0),
         )

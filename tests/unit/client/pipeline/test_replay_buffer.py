@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_swarm.client.pipeline.replay_buffer import Copies, Copy, Microbatch
+from lightning_swarm.client.pipeline.replay_buffer import Microbatch, ReplayBuffer, ReplayCopy
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import CallKey
@@ -18,16 +18,16 @@ ROUTE = [PeerId("a"), PeerId("b")]
 NUM_BYTES = 2 * rows(0).nbytes
 
 
-def copy(name: CallKey, *inputs: Any, extras: dict[str, Any] | None = None, gradients: Any = None) -> Copy:
+def copy(name: CallKey, *inputs: Any, extras: dict[str, Any] | None = None, gradients: Any = None) -> ReplayCopy:
     microbatch = Microbatch(
         key=name, num_rows=2, inputs=inputs or (rows(1),), extras=[extras or {}, {}], mode=MODE, weight=0.5
     )
-    return Copy(microbatch=microbatch, gradients=[rows(2)] if gradients is None else gradients, route=ROUTE)
+    return ReplayCopy(microbatch=microbatch, gradients=[rows(2)] if gradients is None else gradients, route=ROUTE)
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["on disk", "in memory"])
-def copies(request: pytest.FixtureRequest) -> Iterator[Copies]:
-    made = Copies(request.param)
+def copies(request: pytest.FixtureRequest) -> Iterator[ReplayBuffer]:
+    made = ReplayBuffer(request.param)
     yield made
     made.close()
 
@@ -43,7 +43,7 @@ TENSORS = [
 ]
 
 
-def test_a_copy_comes_back_as_it_was(loop: VirtualLoop, copies: Copies) -> None:
+def test_a_copy_comes_back_as_it_was(loop: VirtualLoop, copies: ReplayBuffer) -> None:
     kept = copy(
         key(), (TENSORS[0], [TENSORS[1], None]), TENSORS[2], extras={"y": TENSORS[3], "flag": True, "name": "x"},
         gradients=[TENSORS[4], None, TENSORS[5], TENSORS[6]],
@@ -64,7 +64,7 @@ def test_a_copy_comes_back_as_it_was(loop: VirtualLoop, copies: Copies) -> None:
 
 
 def test_what_does_not_fit_goes_to_disk(loop: VirtualLoop) -> None:
-    copies = Copies(3 * NUM_BYTES)
+    copies = ReplayBuffer(3 * NUM_BYTES)
     for index in range(5):
         loop.run_until_complete(copies.keep(copy(key(0, index), rows(index))))
     assert copies.used_bytes == 3 * NUM_BYTES
@@ -77,7 +77,7 @@ def test_what_does_not_fit_goes_to_disk(loop: VirtualLoop) -> None:
     copies.close()
 
 
-def test_a_record_releases_its_step_and_those_before_it(loop: VirtualLoop, copies: Copies) -> None:
+def test_a_record_releases_its_step_and_those_before_it(loop: VirtualLoop, copies: ReplayBuffer) -> None:
     for step in range(4):
         loop.run_until_complete(copies.keep(copy(key(step=step), rows(step))))
     loop.run_until_complete(copies.release(2))
@@ -91,7 +91,7 @@ def test_a_record_releases_its_step_and_those_before_it(loop: VirtualLoop, copie
 
 
 def test_the_file_does_not_grow_from_step_to_step(loop: VirtualLoop) -> None:
-    copies, sizes = Copies(0), []
+    copies, sizes = ReplayBuffer(0), []
     for step in range(5):
         loop.run_until_complete(copies.keep(copy(key(step=step))))
         assert copies._file is not None
@@ -102,7 +102,7 @@ def test_the_file_does_not_grow_from_step_to_step(loop: VirtualLoop) -> None:
     copies.close()
 
 
-def test_the_newer_copy_of_a_microbatch_counts(loop: VirtualLoop, copies: Copies) -> None:
+def test_the_newer_copy_of_a_microbatch_counts(loop: VirtualLoop, copies: ReplayBuffer) -> None:
     for seed in (1, 2):
         loop.run_until_complete(copies.keep(copy(key(), rows(seed))))
     assert len(copies) == 1
@@ -113,7 +113,7 @@ def test_the_newer_copy_of_a_microbatch_counts(loop: VirtualLoop, copies: Copies
 
 
 def test_nothing_is_on_disk_while_all_fits(loop: VirtualLoop) -> None:
-    copies = Copies(1 << 20)
+    copies = ReplayBuffer(1 << 20)
     loop.run_until_complete(copies.keep(copy(key())))
     assert copies._file is None
     copies.close()

@@ -16,7 +16,7 @@ from lightning_swarm.client.pipeline.router import (
     LONGEST_BAN_S,
     SHORTEST_DEADLINE_S,
     TRIED_AGAIN,
-    Charge,
+    PeerCharge,
     PeerLoad,
     StageRouter,
     deadline_s,
@@ -312,7 +312,7 @@ def test_with_a_step_begins_a_new_account() -> None:
 def test_whatever_becomes_of_microbatches_nothing_stays_on_the_accounts() -> None:
     rng = random.Random(0)
     made = router(A, B, C)
-    under_way: list[Charge] = []
+    under_way: list[PeerCharge] = []
     for _ in range(5000):
         if rng.random() < 0.5 or not under_way:
             under_way.append(made.choose(rng.randint(1, 9), now_s=0.0))

@@ -16,7 +16,7 @@ from lightning_swarm.core.errors import Busy, DeadlineExceeded, ProtocolError, S
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
 from lightning_swarm.peer import server_host
-from lightning_swarm.peer.server_host import Stay
+from lightning_swarm.peer.server_host import MembershipLifecycle
 from lightning_swarm.protocol.events import EventLog
 from lightning_swarm.protocol.messages.membership import DrainReply, DrainRequest
 from lightning_swarm.protocol.messages.step import Record
@@ -43,7 +43,7 @@ class Staying:
         server = swarm.servers[name]
         self.said: list[str] = []
         self.events = EventLog()
-        self.stay = Stay(
+        self.stay = MembershipLifecycle(
             server._transport,
             server,
             find,

@@ -10,9 +10,9 @@ import pytest
 from typing_extensions import override
 
 from lightning_swarm.coordinator import commit
-from lightning_swarm.coordinator.membership.moves import Moves
-from lightning_swarm.coordinator.rebalancing.balancer import Balance
-from lightning_swarm.coordinator.rebalancing.policy import Move, Shed
+from lightning_swarm.coordinator.membership.moves import PlannedMoves
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer
+from lightning_swarm.coordinator.rebalancing.policy import Move, StageRelease
 from lightning_swarm.core import tasks
 from lightning_swarm.core.errors import Busy
 from lightning_swarm.core.limits import Limits
@@ -30,12 +30,12 @@ def send(swarm: Swarm, peer: PeerId, stage: int, monkeypatch: Any, *, at: int = 
     """Have a step's record send a server to a stage."""
     calls = 0
 
-    def choose(self: Moves, gone: Any) -> tuple[list[Departure], list[Shed]]:
+    def choose(self: PlannedMoves, gone: Any) -> tuple[list[Departure], list[StageRelease]]:
         nonlocal calls
         calls += 1
         return [Departure(member=swarm.members[peer], stage_index=stage)] if calls == at + 1 else [], []
 
-    monkeypatch.setattr(Moves, "choose", choose)
+    monkeypatch.setattr(PlannedMoves, "choose", choose)
 
 
 async def steps(swarm: Swarm, first: int, last: int, *, pause_s: float = 5.0, among: str = "a") -> list[Record]:
@@ -115,9 +115,9 @@ def test_a_mover_that_follows_the_record_that_sent_it_is_at_rest_when_it_has_arr
     swarm.run(go())
 
 
-@pytest.mark.parametrize("sheds", [[], [Shed(B, 1)]], ids=["moves", "sheds"])
+@pytest.mark.parametrize("sheds", [[], [StageRelease(B, 1)]], ids=["moves", "sheds"])
 def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
-    make_swarm: MakeSwarm, monkeypatch: Any, sheds: list[Shed]
+    make_swarm: MakeSwarm, monkeypatch: Any, sheds: list[StageRelease]
 ) -> None:
     """The first one is never decided: the run goes back, say."""
     swarm = make_swarm("a b", "b")
@@ -125,11 +125,11 @@ def test_coordination_is_handed_over_by_no_record_but_the_one_it_was_chosen_for(
     handed_over: list[None] = []
     monkeypatch.setattr(moves, "_step_aside", lambda: handed_over.append(None))
     planned = [[Move(A, 0, 1)]]
-    monkeypatch.setattr(Balance, "moves", lambda *_, **__: planned.pop() if planned else [])
+    monkeypatch.setattr(Balancer, "moves", lambda *_, **__: planned.pop() if planned else [])
 
     async def go() -> None:
         assert moves.choose([]) == ([], [])
-        monkeypatch.setattr(Balance, "sheds", lambda *_, **__: sheds)
+        monkeypatch.setattr(Balancer, "sheds", lambda *_, **__: sheds)
         await step(swarm, 0, among="a")
         assert handed_over == []
 
@@ -211,14 +211,14 @@ def test_a_mover_that_slept_comes_back(make_swarm: MakeSwarm, monkeypatch: Any) 
     Staying(swarm, B)
     send(swarm, B, 1, monkeypatch)
 
-    async def freeze(self: commit.Closer, *arguments: Any) -> Record:
+    async def freeze(self: commit.StepCommit, *arguments: Any) -> Record:
         record = await decide(self, *arguments)
         if record.departures:
             swarm.network.freeze(B)
         return record
 
-    decide = commit.Closer._changed
-    monkeypatch.setattr(commit.Closer, "_changed", freeze)
+    decide = commit.StepCommit._changed
+    monkeypatch.setattr(commit.StepCommit, "_changed", freeze)
 
     async def go() -> None:
         records = await steps(swarm, 0, 3)
@@ -296,12 +296,12 @@ def test_a_server_gives_up_one_of_several_stages(
     swarm = make_swarm(*(" ".join(names) for names in rosters))
     calls = 0
 
-    def choose(self: Moves, gone: Any) -> tuple[list[Departure], list[Shed]]:
+    def choose(self: PlannedMoves, gone: Any) -> tuple[list[Departure], list[StageRelease]]:
         nonlocal calls
         calls += 1
-        return [], [Shed(*shed)] if calls == 2 else []
+        return [], [StageRelease(*shed)] if calls == 2 else []
 
-    monkeypatch.setattr(Moves, "choose", choose)
+    monkeypatch.setattr(PlannedMoves, "choose", choose)
 
     async def go() -> None:
         records = await steps(swarm, 0, 5, among=after[0][0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.coordinator.rebalancing.balancer import Balance, Load, Pace
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer, ChurnEstimate, ReportedLoad
 from lightning_swarm.coordinator.rebalancing.policy import Move
 from lightning_swarm.network import PeerId
 
@@ -24,20 +24,20 @@ def rosters(*stages: str) -> list[list[PeerId]]:
     return [peers(stage) for stage in stages]
 
 
-def _load(rate: float | None, busy_share: float | None = 1.0) -> Load:
-    return Load(rate, queued=0.0 if rate is None else 100.0 / rate, busy_share=busy_share)
+def _load(rate: float | None, busy_share: float | None = 1.0) -> ReportedLoad:
+    return ReportedLoad(rate, queued=0.0 if rate is None else 100.0 / rate, busy_share=busy_share)
 
 
-def loads(**rates: float | None) -> dict[PeerId, dict[int, Load]]:
+def loads(**rates: float | None) -> dict[PeerId, dict[int, ReportedLoad]]:
     """By name and stage: ``a0=10.0``."""
-    found: dict[PeerId, dict[int, Load]] = {}
+    found: dict[PeerId, dict[int, ReportedLoad]] = {}
     for name, rate in rates.items():
         found.setdefault(PeerId(name[0]), {})[int(name[1])] = _load(rate)
     return found
 
 
-def made(rule: Any = "gain", num_stages: int = 2, state_bytes: int = MB) -> Balance:
-    return Balance(rule, INTERVAL_S, [state_bytes] * num_stages, now_s=0.0)
+def made(rule: Any = "gain", num_stages: int = 2, state_bytes: int = MB) -> Balancer:
+    return Balancer(rule, INTERVAL_S, [state_bytes] * num_stages, now_s=0.0)
 
 
 UNEVEN = loads(a0=1.0, b1=4.0, c1=4.0, d1=4.0)
@@ -45,7 +45,7 @@ HELD = rosters("a", "bcd")
 
 
 def decide(
-    balance: Balance,
+    balance: Balancer,
     now_s: float,
     held: Sequence[Sequence[PeerId]] = HELD,
     *,
@@ -228,7 +228,7 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
     held = rosters("ab", "cdef")
     cost = (2.0, 1.0)
 
-    def measured(of: Sequence[Sequence[PeerId]]) -> dict[PeerId, dict[int, Load]]:
+    def measured(of: Sequence[Sequence[PeerId]]) -> dict[PeerId, dict[int, ReportedLoad]]:
         return {peer: {index: _load(10.0 / cost[index])} for index, stage in enumerate(of) for peer in stage}
 
     num_moves = 0
@@ -247,7 +247,7 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
 
 @pytest.mark.parametrize("said", [5e-324, 1e-300, 1e200, 1e308])
 def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
-    believed = Load.said(said, 1e308, 1e308)
+    believed = ReportedLoad.said(said, 1e308, 1e308)
     assert believed.samples_per_s is None
     balance = made()
     for turn in range(1, 5):
@@ -257,18 +257,18 @@ def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
         for move in decide(balance, turn * INTERVAL_S, held):
             assert move.peer in "bcde"
     assert believed.busy_share == 1.0
-    assert Load.said(10.0, 2.0, 0.5) == Load(10.0, 2.0, 0.5)
+    assert ReportedLoad.said(10.0, 2.0, 0.5) == ReportedLoad(10.0, 2.0, 0.5)
 
 
 def test_a_calm_run_may_be_as_long_as_it_likes() -> None:
-    pace = Pace(0.0)
+    pace = ChurnEstimate(0.0)
     pace.note_change(1.0)
     year_s = 365 * 86400.0
     assert pace.horizon_s(3600.0) < pace.horizon_s(86400.0) <= pace.horizon_s(year_s) < 1e7
-    asked = Pace(0.0)
+    asked = ChurnEstimate(0.0)
     for second in range(1, 7200):
         asked.horizon_s(float(second))
-    assert asked.horizon_s(7200.0) == pytest.approx(Pace(0.0).horizon_s(7200.0))
+    assert asked.horizon_s(7200.0) == pytest.approx(ChurnEstimate(0.0).horizon_s(7200.0))
 
 
 def test_no_more_move_at_once_than_can_download() -> None:

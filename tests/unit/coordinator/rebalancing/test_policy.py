@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.coordinator.rebalancing.balancer import Pace
+from lightning_swarm.coordinator.rebalancing.balancer import ChurnEstimate
 from lightning_swarm.coordinator.rebalancing.policy import (
-    Costs,
     Move,
-    Stages,
+    MoveCosts,
+    StageRates,
     best_rate,
     plan,
     plan_as_paper,
@@ -26,18 +26,18 @@ FREE = 1e-9
 """Seconds of a move that costs nothing."""
 
 
-def stages_of(*rates: Sequence[float]) -> Stages:
+def stages_of(*rates: Sequence[float]) -> StageRates:
     """Peers by stage, called ``s0p0``, ``s0p1``, and so on."""
-    stages = Stages(len(rates))
+    stages = StageRates(len(rates))
     for index, of_stage in enumerate(rates):
         for number, rate in enumerate(of_stage):
             stages.put(PeerId(f"s{index}p{number}"), index, rate)
     return stages
 
 
-def made(stages: Stages, *, move_s: float = FREE, horizon_s: float = 600.0) -> list[Move]:
+def made(stages: StageRates, *, move_s: float = FREE, horizon_s: float = 600.0) -> list[Move]:
     """The moves of a plan, and makes them."""
-    moves = plan(stages, Costs([move_s] * len(stages.rates), horizon_s))
+    moves = plan(stages, MoveCosts([move_s] * len(stages.rates), horizon_s))
     for move in moves:
         rate = next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
         stages.put(move.peer, move.target, rate)
@@ -112,12 +112,12 @@ def test_a_stage_is_left_to_one_server_only_if_that_gains_more_than_its_death_wo
         stages = stages_of([5] * number, [])
         for name in "ab":
             stages.put(PeerId(name), 1, 1.0, movable=False)
-        assert len(plan(stages, Costs([FREE] * 2, horizon_s, lost_s=300.0))) == expected
+        assert len(plan(stages, MoveCosts([FREE] * 2, horizon_s, lost_s=300.0))) == expected
 
 
 def test_a_stage_that_takes_long_to_download_keeps_nobody_from_the_others() -> None:
     stages = stages_of([1] * 4, [1] * 4, [1], [1])
-    moves = plan(stages, Costs([30.0, 30.0, 1e6, 30.0], 600.0))
+    moves = plan(stages, MoveCosts([30.0, 30.0, 1e6, 30.0], 600.0))
     assert 3 in [move.target for move in moves]
 
 
@@ -130,7 +130,7 @@ def test_what_is_lost_while_peers_move_is_won_back() -> None:
         for move_s in num_slower:
             stages = stages_of(*peers)
             before, meanwhile = min(stages.rates), list(stages.rates)
-            for move in plan(stages, Costs([move_s] * 4, 600.0)):
+            for move in plan(stages, MoveCosts([move_s] * 4, 600.0)):
                 meanwhile[move.source] -= next(rate for rate, peer in stages.serving(move.source) if peer == move.peer)
             num_slower[move_s] += min(meanwhile) < before
             made(stages, move_s=move_s)
@@ -165,7 +165,7 @@ def test_swarms_that_are_measured_badly_settle(num_peers: int) -> None:
     where = {PeerId(f"s0p{i}"): stages.stage_of(PeerId(f"s0p{i}")) for i in range(num_peers)}
     num_moves = 0
     for _ in range(20):
-        seen = Stages(4)
+        seen = StageRates(4)
         for rate, (peer, stage) in zip(rates, where.items(), strict=True):
             assert stage is not None
             seen.put(peer, stage, rate * rng.uniform(0.98, 1.02))
@@ -193,11 +193,11 @@ def looks_with_moves(seed: int, *, remembers: bool) -> list[int]:
     left: list[set[int]] = [set() for _ in speeds]
     found = []
     for look in range(60):
-        stages = Stages(4)
+        stages = StageRates(4)
         for number, stage in enumerate(where):
             rate = speeds[number] / work[stage]
             stages.put(PeerId(str(number)), stage, rate, left=left[number] if remembers else ())
-        for move in plan(stages, Costs([30.0] * 4, 600.0)):
+        for move in plan(stages, MoveCosts([30.0] * 4, 600.0)):
             where[int(move.peer)] = move.target
             left[int(move.peer)].add(move.source)
             found.append(look)
@@ -283,12 +283,12 @@ def test_a_decision_looks_at_few_of_many_peers() -> None:
             return super().__getitem__(at)
 
     stages._movable = [Watched(one) for one in stages._movable]
-    moves = plan(stages, Costs([30.0] * 4, 600.0))
+    moves = plan(stages, MoveCosts([30.0] * 4, 600.0))
     assert 0 < len(looked_at) < 300 * (1 + len(moves))
 
 
 def test_a_gain_lasts_as_long_as_a_swarm_stays_the_same() -> None:
-    busy, quiet = Pace(0.0), Pace(0.0)
+    busy, quiet = ChurnEstimate(0.0), ChurnEstimate(0.0)
     assert busy.horizon_s(0.0) == 600.0
     for number in range(1, 200):
         busy.note_change(number * 60.0)

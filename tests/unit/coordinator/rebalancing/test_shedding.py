@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from lightning_swarm.coordinator.rebalancing.balancer import Balance, Load
-from lightning_swarm.coordinator.rebalancing.policy import Shed, plan_shedding
+from lightning_swarm.coordinator.rebalancing.balancer import Balancer, ReportedLoad
+from lightning_swarm.coordinator.rebalancing.policy import StageRelease, plan_shedding
 from lightning_swarm.network import PeerId
 
 
@@ -38,16 +38,18 @@ def test_a_slow_newcomer_is_not_left_alone() -> None:
 
 def test_a_stage_is_left_to_one_server_only_for_more_than_its_death_would_cost() -> None:
     stages = rates({"a": 1, "b": 1}, {"a": 1})
-    assert plan_shedding(stages, lone_costs=0.2) == [Shed(PeerId("a"), 0)]
+    assert plan_shedding(stages, lone_costs=0.2) == [StageRelease(PeerId("a"), 0)]
     assert plan_shedding(stages, lone_costs=0.4) == []
-    assert plan_shedding(rates({"a": 1, "b": 1, "c": 1}, {"a": 1}), lone_costs=0.4) == [Shed(PeerId("a"), 0)]
+    assert plan_shedding(rates({"a": 1, "b": 1, "c": 1}, {"a": 1}), lone_costs=0.4) == [StageRelease(PeerId("a"), 0)]
 
 
 def test_in_a_swarm_that_changes_often_nobody_is_left_alone() -> None:
     a, b = PeerId("a"), PeerId("b")
-    balance = Balance("gain", 60.0, [1, 1], now_s=0.0)
-    balance.take_loads({a: {0: Load(10.0, busy_share=0.5), 1: Load(10.0, busy_share=0.5)}, b: {0: Load(10.0)}})
-    assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=1.0) == [Shed(a, 0)]
+    balance = Balancer("gain", 60.0, [1, 1], now_s=0.0)
+    balance.take_loads(
+        {a: {0: ReportedLoad(10.0, busy_share=0.5), 1: ReportedLoad(10.0, busy_share=0.5)}, b: {0: ReportedLoad(10.0)}}
+    )
+    assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=1.0) == [StageRelease(a, 0)]
     for at_s in range(1, 100):  # somebody comes, or goes, all the time
         balance.moves([[a, b], [a, PeerId("c")] if at_s % 2 else [a]], fixed=[], joining={}, now_s=float(at_s))
     assert balance.sheds([[a, b], [a]], leaving=[], joining={}, now_s=100.0) == []
@@ -67,18 +69,20 @@ def test_nobody_relies_on_who_leaves_nor_gives_up_what_is_being_sent() -> None:
 @pytest.mark.parametrize(
     ("rule", "share", "measured", "sheds"),
     [
-        ("gain", 0.9, True, [Shed(PeerId("a"), 0)]),
+        ("gain", 0.9, True, [StageRelease(PeerId("a"), 0)]),
         ("gain", 0.1, True, []),  # it is not what takes the time, and two copies are safer than one
         ("gain", 0.9, False, []),
         ("none", 0.9, True, []),
         ("paper", 0.9, True, []),
     ],
 )
-def test_stages_are_given_up_where_computing_limits(rule: str, share: float, measured: bool, sheds: list[Shed]) -> None:
-    balance = Balance(rule, 60.0, [1, 1, 1], now_s=0.0)  # type: ignore[arg-type]
-    of_b = Load(10.0 if measured else None, busy_share=0.1)
+def test_stages_are_given_up_where_computing_limits(
+    rule: str, share: float, measured: bool, sheds: list[StageRelease]
+) -> None:
+    balance = Balancer(rule, 60.0, [1, 1, 1], now_s=0.0)  # type: ignore[arg-type]
+    of_b = ReportedLoad(10.0 if measured else None, busy_share=0.1)
     balance.take_loads({
-        PeerId("a"): {index: Load(10.0, busy_share=share / 3) for index in range(3)},
+        PeerId("a"): {index: ReportedLoad(10.0, busy_share=share / 3) for index in range(3)},
         PeerId("b"): {0: of_b},
     })  # fmt: skip
     a, b = PeerId("a"), PeerId("b")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_swarm.client.step_client import StepClient
-from lightning_swarm.coordinator.step.data_order import Order, Waiting, Window, choose_besides
+from lightning_swarm.coordinator.step.data_order import DataOrder, StepWindow, WaitingTrainer, choose_besides
 from lightning_swarm.core.errors import ConfigError, ProtocolError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
@@ -20,7 +20,7 @@ from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import GRANT, PLAN, TAKE_PLAN
 from lightning_swarm.protocol.run_state import lanes_of, next_in_lane, owner_of
 from lightning_swarm.strategy.data import loader
-from lightning_swarm.strategy.data.shared import Listing
+from lightning_swarm.strategy.data.shared import EpochListing
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import LEAD, Swarm, key, rows
 
@@ -32,8 +32,8 @@ def plan(epoch: int, *sizes: tuple[int, int], begin: int = 0, last: bool = False
     return EpochPlan(epoch=epoch, begin=begin, sizes=list(sizes), digest=bytes(32), random=NOWHERE, last=last)
 
 
-def order(*plans: EpochPlan) -> Order:
-    found = Order()
+def order(*plans: EpochPlan) -> DataOrder:
+    found = DataOrder()
     for one in plans:
         found.add(one)
     return found
@@ -43,7 +43,7 @@ def order(*plans: EpochPlan) -> Order:
 
 
 def test_a_step_takes_whole_batches_until_its_samples_are_reached() -> None:
-    window = Window(order(plan(0, (4, 3), (2, 1))), (0, 0), 10)
+    window = StepWindow(order(plan(0, (4, 3), (2, 1))), (0, 0), 10)
     assert window.numbers == [(0, 0), (0, 1), (0, 2)]
     assert [window.place(number) for number in window.numbers] == [0, 4, 8]
     assert window.whole
@@ -52,17 +52,17 @@ def test_a_step_takes_whole_batches_until_its_samples_are_reached() -> None:
 
 def test_what_is_left_of_an_epoch_is_in_a_step_of_the_next() -> None:
     known = order(plan(0, (4, 3), (2, 1)))
-    window = Window(known, (0, 3), 10)
+    window = StepWindow(known, (0, 3), 10)
     assert (window.numbers, window.whole, window.end) == ([(0, 3)], False, (0, 4))
     known.add(plan(1, (4, 3), last=True))
     assert window.numbers == [(0, 3), (1, 0), (1, 1)]
     assert window.end == (1, 2)
-    rest = Window(known, window.end, 10)
+    rest = StepWindow(known, window.end, 10)
     assert (rest.numbers, rest.whole, rest.end) == ([(1, 2)], True, (1, 3)), "no epoch follows"
 
 
 def test_another_batch_takes_the_place_of_one_that_was_dropped() -> None:
-    window = Window(order(plan(0, (4, 5))), (0, 0), 8)
+    window = StepWindow(order(plan(0, (4, 5))), (0, 0), 8)
     assert window.numbers == [(0, 0), (0, 1)]
     window.dropped.add((0, 0))
     assert window.numbers == [(0, 1), (0, 2)]
@@ -71,10 +71,10 @@ def test_another_batch_takes_the_place_of_one_that_was_dropped() -> None:
 
 
 def test_an_epoch_is_passed_when_all_of_it_is_through() -> None:
-    window = Window(order(plan(0, (4, 2))), (0, 0), 12)
+    window = StepWindow(order(plan(0, (4, 2))), (0, 0), 12)
     assert not window.is_passed((0, 2), {(0, 0)})
     assert window.is_passed((0, 2), {(0, 0), (0, 1)})
-    assert not Window(order(plan(0, (4, 4))), (0, 0), 8).is_passed((0, 4), {(0, 0), (0, 1)}), "another step follows"
+    assert not StepWindow(order(plan(0, (4, 4))), (0, 0), 8).is_passed((0, 4), {(0, 0), (0, 1)}), "another step follows"
 
 
 def test_an_epoch_has_one_order() -> None:
@@ -102,7 +102,7 @@ def test_lanes_part_an_epoch() -> None:
 
 
 def test_who_waits_brings_at_once_what_nobody_comes_to_and_the_rest_in_time() -> None:
-    waiting = Waiting((0, 5), since_s=10.0, patience_s=2.0)
+    waiting = WaitingTrainer((0, 5), since_s=10.0, patience_s=2.0)
     free = [(0, 1), (0, 2), (0, 6)]
     assert choose_besides(waiting, free, {(0, 2)}, now_s=10.0) == (0, 2)
     assert choose_besides(waiting, free, set(), now_s=11.9) is None
@@ -115,17 +115,17 @@ def test_who_waits_brings_at_once_what_nobody_comes_to_and_the_rest_in_time() ->
 
 def test_a_listing_is_known_by_its_digest() -> None:
     batches = [[3, 1], [2, 0], [4]]
-    listing = Listing(batches, 3)
+    listing = EpochListing(batches, 3)
     assert [listing[i] for i in range(3)] == batches
     assert listing.sizes == [(2, 2), (1, 1)]
-    assert listing.digest == Listing(batches, 3).digest
+    assert listing.digest == EpochListing(batches, 3).digest
     others = [[[3, 1], [0, 2], [4]], [[3, 1, 2], [0], [4]], [["3", "1"], ["2", "0"], ["4"]]]
-    assert len({listing.digest, *(Listing(one, 3).digest for one in others)}) == 4
-    assert Listing(batches, 2).sizes == [(2, 2)]
+    assert len({listing.digest, *(EpochListing(one, 3).digest for one in others)}) == 4
+    assert EpochListing(batches, 2).sizes == [(2, 2)]
     with pytest.raises(IndexError):
         listing[3]
     with pytest.raises(ConfigError, match="number 1 has none"):
-        Listing([[1], []], 2)
+        EpochListing([[1], []], 2)
 
 
 def test_random_numbers_are_gone_on_with_and_put_back() -> None:

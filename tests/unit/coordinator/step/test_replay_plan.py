@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
-from lightning_swarm.coordinator.step.replay_plan import Plan, choose_blamed, plan_replays
+from lightning_swarm.coordinator.step.replay_plan import ReplayPlan, choose_blamed, plan_replays
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.calls import Receipt
 
@@ -25,7 +25,7 @@ def plan(
     first_trained: int = 0,
     replayable: Sequence[bool] | None = None,
     barred: Mapping[int, Collection[PeerId]] | None = None,
-) -> Plan:
+) -> ReplayPlan:
     """Where nothing else is said, all stages train, and anything can be computed again anywhere."""
     return plan_replays(
         [expected] * len(stages),
@@ -91,7 +91,7 @@ def test_who_is_out_of_a_trainers_reach_holds_nothing_of_its_batches() -> None:
     assert plan(stage, WHOLE[1], barred={4: {A, B}}).lost == {4}
 
 
-def done(found: Plan, sums: Sequence[Mapping[PeerId, set[Receipt]]]) -> list[dict[PeerId, set[Receipt]]]:
+def done(found: ReplayPlan, sums: Sequence[Mapping[PeerId, set[Receipt]]]) -> list[dict[PeerId, set[Receipt]]]:
     """What the sums hold when everybody has done what the plan says."""
     after = []
     for index, stage in enumerate(sums):

@@ -17,8 +17,8 @@ from typing_extensions import override
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import balanced, cut, find_blocks, parameter_costs
 from lightning_swarm.model.random import KeyedOnDemand, KeyedRandom, checkpoint_contexts
-from lightning_swarm.protocol.messages.calls import Mode
-from lightning_swarm.server.optimizer import Stepper
+from lightning_swarm.protocol.messages.calls import ComputeMode
+from lightning_swarm.server.optimizer import StageOptimizer
 from lightning_swarm.server.stage import Stage
 
 CPU = torch.device("cpu")
@@ -138,12 +138,12 @@ class Trial:
         blocks = find_blocks(module, None)
         (spec,) = cut(module, blocks, balanced(parameter_costs(blocks), 1))
         self.block: Any = module[0]
-        self.stage = Stage(spec, Stepper(None, {}), CPU)
+        self.stage = Stage(spec, StageOptimizer(None, {}), CPU)
         self.stage._train(list(module.parameters()))
 
     def run(self, seed: int = 5, *, training: bool = True) -> tuple[Tensor, list[Tensor | None]]:
         """Output, and gradients of the parameters."""
-        mode = Mode(training=training, grad=True)
+        mode = ComputeMode(training=training, grad=True)
         done = self.stage.computation.forward((X,), {}, [False], mode, seed)
         assert done.graph is not None
         return done.output, self.stage.computation.backward(done.graph, [torch.ones(8, 8)], mode)[1]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Direction, Line, Window
+from lightning_swarm.network.memory import Direction, FlowWindow, SimulatedLink
 from lightning_swarm.planner.simulator import fluid
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span
 from lightning_swarm.planner.simulator.microbatches import Work, simulate
-from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 from lightning_swarm.protocol.messages.run import Rebalancing
 
 FEW_S = 15.0
@@ -35,9 +35,9 @@ def run(
     return simulate(Scenario(num_stages, changes(*rows), end_s, rule=rule, interval_s=2.0), work)
 
 
-def lines(line: Line, num_peers: int) -> dict[PeerId, partial[Line]]:
-    def fresh() -> Line:
-        return Line(Direction(line.up.bytes_per_s), Direction(line.down.bytes_per_s), line.latency_s)
+def lines(line: SimulatedLink, num_peers: int) -> dict[PeerId, partial[SimulatedLink]]:
+    def fresh() -> SimulatedLink:
+        return SimulatedLink(Direction(line.up.bytes_per_s), Direction(line.down.bytes_per_s), line.latency_s)
 
     return {PeerId(f"p{number}"): partial(fresh) for number in range(num_peers)}
 
@@ -53,7 +53,7 @@ def test_it_agrees_with_a_swarm_of_rates(rates: tuple[float, ...]) -> None:
 
 def test_a_thin_line_is_what_takes_the_time() -> None:
     """Each way over the boundary a tenth of a second a sample, one after the other: a batch's forwards come first."""
-    line = Line(Direction(1e6), Direction(1e6))
+    line = SimulatedLink(Direction(1e6), Direction(1e6))
     spans = run(Work(32, boundary_bytes=100_000, lines=lines(line, 2)), *there(1e3, 1e3), end_s=20.0)
     assert spans[-1].samples_per_s == pytest.approx(5.0, rel=0.05)
     assert spans[-1].sent_bytes == pytest.approx(2 * 32 * 100_000, rel=0.05)
@@ -61,27 +61,27 @@ def test_a_thin_line_is_what_takes_the_time() -> None:
 
 def test_a_line_is_shared_by_what_goes_over_it_at_once() -> None:
     """The first stage's only server sends to both of the second one, and gets from both."""
-    slow = Line(Direction(1e6), Direction(1e6))
+    slow = SimulatedLink(Direction(1e6), Direction(1e6))
     work = Work(32, boundary_bytes=100_000, lines={PeerId("p1"): lambda: slow})
     spans = run(work, *there(1e3, 1e3, 1e3), end_s=20.0)
     assert spans[-1].samples_per_s == pytest.approx(5.0, rel=0.05)
 
 
 def test_latency_is_hidden_by_other_microbatches() -> None:
-    line = Line(latency_s=0.05)
+    line = SimulatedLink(latency_s=0.05)
     spans = run(Work(64, lines=lines(line, 2)), *there(10.0, 10.0), end_s=20.0)
     assert spans[-1].samples_per_s > 7.0, "one after the other would be 4"
 
 
 def test_a_long_message_waits_for_the_readers_word() -> None:
-    window, leaves_s = Window(0.2), [0.0]
+    window, leaves_s = FlowWindow(0.2), [0.0]
     for _ in range(16):
         leaves_s.append(window.take(1 << 16, leaves_s[-1]))
     assert leaves_s[1:] == [0.0] * 4 + [0.2] * 8 + [0.4] * 4
     taken_s = {}
     for latency_s in (0.0, 0.1):
         for boundary_bytes in (200_000, 500_000):
-            work = Work(8, boundary_bytes=boundary_bytes, lines=lines(Line(latency_s=latency_s), 2))
+            work = Work(8, boundary_bytes=boundary_bytes, lines=lines(SimulatedLink(latency_s=latency_s), 2))
             span = run(work, *there(100.0, 100.0), end_s=6.0)[-1]
             taken_s[latency_s, boundary_bytes] = span.end_s - span.begin_s
     assert taken_s[0.0, 500_000] == pytest.approx(taken_s[0.0, 200_000], rel=1e-3)
@@ -132,7 +132,7 @@ def test_who_is_gone_as_it_begins_is_not_there() -> None:
 
 def test_a_seed_repeats_a_run() -> None:
     """Whatever numbers were drawn before it, and it draws none of those that come after it."""
-    work = Work(16, lines=lines(Line(Direction(1e6), Direction(1e6)), 3))
+    work = Work(16, lines=lines(SimulatedLink(Direction(1e6), Direction(1e6)), 3))
     found = []
     for drawn in (1, 1 << 60):
         torch.manual_seed(drawn)
@@ -147,7 +147,7 @@ def test_a_scenario_names_microbatches(tmp_path: Path) -> None:
         "{stages: 2, hours: 1, peers: {number: 3}, rules: [gain], microbatches: {per_step: 8, mbit: [8, 80], "
         "latency_ms: 3, stage_mb: 2}}"
     )
-    work = Runs(path).work(seed=0)
+    work = ScenarioRuns(path).work(seed=0)
     assert work is not None
     assert (work.per_step, work.size, work.stage_bytes) == (8, 1, 2_000_000)
     found = [work.line(PeerId(f"peer-{number}")) for number in range(3)]

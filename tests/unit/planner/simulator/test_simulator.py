@@ -12,7 +12,7 @@ from lightning_swarm import cli
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.simulator import report
 from lightning_swarm.planner.simulator.fluid import Span, simulate
-from lightning_swarm.planner.simulator.scenario import Runs
+from lightning_swarm.planner.simulator.scenario import ScenarioRuns
 
 TRACE = "0,a,2\n0,b,2\n0,c,2\n0,d,2\n3600,a,0\n3600,c,1\n7200,b,2\n"
 
@@ -28,7 +28,7 @@ PEERS = "stages: 4\nhours: 100\npeers: {number: 40, samples_per_s: [1, 10], stay
 
 
 def test_made_up_peers_are_as_the_file_says(tmp_path: Path) -> None:
-    runs = Runs(write(tmp_path, PEERS))
+    runs = ScenarioRuns(write(tmp_path, PEERS))
     [none, paper, gain] = [scenario for _, scenario in runs.of_seed(0)]
     assert none.changes is paper.changes is gain.changes
     assert none.offset_s == gain.offset_s < 300.0
@@ -43,7 +43,7 @@ def test_made_up_peers_are_as_the_file_says(tmp_path: Path) -> None:
 
 
 def test_peers_that_stay_for_good_are_no_more_and_no_fewer(tmp_path: Path) -> None:
-    runs = Runs(write(tmp_path, "{stages: 2, hours: 1, peers: {number: 6}, rules: [gain]}"))
+    runs = ScenarioRuns(write(tmp_path, "{stages: 2, hours: 1, peers: {number: 6}, rules: [gain]}"))
     [(rule, scenario)] = runs.of_seed(0)
     assert rule == "gain"
     assert [(span.samples_per_s, span.best) for span in simulate(scenario)] == [(3.0, 3.0)] * len(simulate(scenario))
@@ -51,13 +51,13 @@ def test_peers_that_stay_for_good_are_no_more_and_no_fewer(tmp_path: Path) -> No
 
 def test_a_trace_is_what_happened(tmp_path: Path) -> None:
     """Two peers of two stages each: of one stage one goes, and the other becomes slow."""
-    runs = Runs(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none, gain], join_s: 0}"))
+    runs = ScenarioRuns(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none, gain], join_s: 0}"))
     none, gain = (simulate(scenario) for _, scenario in runs.of_seed(0))
     assert (none[0].begin_s, none[-1].end_s) == (0.0, 7200.0)
     assert [span.samples_per_s for span in none if span.begin_s in (0.0, 3600.0)] == [4.0, 1.0]
     assert none[-1].best == gain[-1].best == 2.0
     assert (none[-1].fewest, none[-1].most) == (1, 2)
-    longer = Runs(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none], hours: 5}"))
+    longer = ScenarioRuns(write(tmp_path, "{stages: 2, trace: trace.csv, rules: [none], hours: 5}"))
     assert [simulate(scenario)[-1].end_s for _, scenario in longer.of_seed(0)] == [5 * 3600.0]
 
 
@@ -83,7 +83,7 @@ def test_a_trace_is_what_happened(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_is_refused(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        Runs(write(tmp_path, text))
+        ScenarioRuns(write(tmp_path, text))
     assert said in str(refused.value)
 
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused(text: str, said: str, tmp_path: Path) -> None
 )
 def test_a_trace_that_cannot_be_is_refused(trace: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
-        Runs(write(tmp_path, "{stages: 2, trace: trace.csv}", trace))
+        ScenarioRuns(write(tmp_path, "{stages: 2, trace: trace.csv}", trace))
     assert said in str(refused.value)
 
 

@@ -19,7 +19,7 @@ from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.protocol.compression import CODECS, Codec
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import all_reduce
-from lightning_swarm.server.averaging.all_reduce import Group, Mean, Parts, RoundFailed, average, refuse
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, Group, GroupMean, GroupParts, average, refuse
 
 
 async def compute(run: Callable[[], Any]) -> Any:
@@ -48,7 +48,7 @@ class Ring:
         self.transports = [self.network.transport(name) for name in self.names]
         self.tickets = [TicketStore(transport, max_bytes=1 << 30) for transport in self.transports]
 
-    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Mean:
+    async def one(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> GroupMean:
         group = self.group(place, prefix, timeout)
         try:
             return await average(self.vectors[place], 4.0, group, place)
@@ -59,11 +59,11 @@ class Ring:
     def group(self, place: int, prefix: str = "round-0", timeout: float = 30.0) -> Group:
         return Group(self.names, prefix, self.tickets[place], timeout)
 
-    def average_by(self, codec: Codec, carried: list[Tensor]) -> list[Mean]:
+    def average_by(self, codec: Codec, carried: list[Tensor]) -> list[GroupMean]:
         """With what an earlier round lost of each peer's."""
 
-        async def go() -> list[Mean]:
-            parts = Parts(codec, compute)
+        async def go() -> list[GroupMean]:
+            parts = GroupParts(codec, compute)
             works = [
                 average(vector, 4.0, self.group(place), place, parts=parts, carried=carried[place])
                 for place, vector in enumerate(self.vectors)
@@ -72,8 +72,8 @@ class Ring:
 
         return self.loop.run_until_complete(go())
 
-    def average(self) -> list[Mean]:
-        async def go() -> list[Mean]:
+    def average(self) -> list[GroupMean]:
+        async def go() -> list[GroupMean]:
             return list(await asyncio.gather(*map(self.one, range(len(self.names)))))
 
         return self.loop.run_until_complete(go())
@@ -173,7 +173,7 @@ def test_a_member_that_gives_up_makes_everyone_raise_and_is_not_to_blame(loop: V
         return (await asyncio.gather(ring.one(1), return_exceptions=True))[0]
 
     failure = loop.run_until_complete(go())
-    assert isinstance(failure, RoundFailed)
+    assert isinstance(failure, AveragingFailed)
     assert failure.missed is None
     assert loop.time() < 2.0
 
@@ -201,7 +201,7 @@ def test_a_repeated_round_gives_the_same_bytes(loop: VirtualLoop) -> None:
 def test_rounds_do_not_mix(loop: VirtualLoop) -> None:
     ring = Ring(loop, vectors(3, 50))
 
-    async def go() -> list[Mean]:
+    async def go() -> list[GroupMean]:
         works = [ring.one(place, prefix) for prefix in ("r0", "r1") for place in range(3)]
         return list(await asyncio.gather(*works))
 
@@ -240,7 +240,7 @@ def test_numbers_that_no_codec_takes_are_seen_by_all(loop: VirtualLoop) -> None:
 def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: VirtualLoop) -> None:
     """What is too small for a codec."""
     length = 10
-    parts = Parts(CODECS["4bit"](), compute)
+    parts = GroupParts(CODECS["4bit"](), compute)
     wanted = torch.empty(0, device="meta")
 
     async def go() -> Tensor:
@@ -254,7 +254,7 @@ def test_what_travelled_as_it_is_comes_to_the_device_where_it_is_wanted(loop: Vi
 def test_what_is_no_such_part_is_not_decoded(loop: VirtualLoop, like: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could take many times the memory that it came in."""
     codec = CODECS["4bit"]()
-    parts = Parts(codec, compute)
+    parts = GroupParts(codec, compute)
 
     def decode(*_: object) -> Tensor:
         raise AssertionError("decoded")

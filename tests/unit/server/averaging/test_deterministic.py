@@ -22,8 +22,8 @@ from lightning_swarm.protocol.compression import to_message
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.averaging import deterministic
 from lightning_swarm.server.averaging.all_reduce import Group, squared_norm
-from lightning_swarm.server.averaging.averager import Averaged, Carried
-from lightning_swarm.server.averaging.deterministic import COARSE, FINE, LIMIT, MAX_ADDED, Exact
+from lightning_swarm.server.averaging.averager import AveragingResult, AveragingState
+from lightning_swarm.server.averaging.deterministic import COARSE, FINE, LIMIT, MAX_ADDED, DeterministicAverager
 from lightning_swarm.server.gradient_buffer import ExactSum, GradientSum
 
 CPU = torch.device("cpu")
@@ -179,18 +179,18 @@ class Ring:
         network = MemoryNetwork(latency_s=0.01)
         self.names = [PeerId(f"peer-{i}") for i in range(len(sums) + 1)]
         self.tickets = [TicketStore(network.transport(name), max_bytes=1 << 30) for name in self.names]
-        self.averager = Exact(torch.empty(LENGTH), compute)
+        self.averager = DeterministicAverager(torch.empty(LENGTH), compute)
 
     def group(self, place: int) -> Group:
         return Group(self.names[:-1], "round-0", self.tickets[place], 30.0)
 
-    async def one(self, place: int) -> Averaged:
-        return await self.averager.average(self.sums[place], 7.0, self.group(place), place, Carried())
+    async def one(self, place: int) -> AveragingResult:
+        return await self.averager.average(self.sums[place], 7.0, self.group(place), place, AveragingState())
 
-    def average(self) -> tuple[list[Averaged], Tensor]:
+    def average(self) -> tuple[list[AveragingResult], Tensor]:
         """What all have, and what one has that has no part in it."""
 
-        async def go() -> tuple[list[Averaged], Tensor]:
+        async def go() -> tuple[list[AveragingResult], Tensor]:
             found = list(await asyncio.gather(*map(self.one, range(len(self.sums)))))
             return found, (await self.averager.collect(torch.empty(LENGTH), self.group(len(self.sums))))[0]
 

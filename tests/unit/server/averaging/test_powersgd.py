@@ -13,8 +13,8 @@ from torch import Size, Tensor
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.protocol.compression import codec
 from lightning_swarm.protocol.messages.run import Encoding
-from lightning_swarm.server.averaging.all_reduce import Parts, RoundFailed
-from lightning_swarm.server.averaging.averager import Averaged, Butterfly, Carried, PowerSGD, refuse
+from lightning_swarm.server.averaging.all_reduce import AveragingFailed, GroupParts
+from lightning_swarm.server.averaging.averager import AveragingResult, AveragingState, Butterfly, PowerSGD, refuse
 from lightning_swarm.server.averaging.powersgd import LowRank, orthonormal
 from tests.unit.server.averaging.test_all_reduce import Ring, compute
 from tests.wire import Averaging
@@ -42,8 +42,8 @@ def reference() -> Averaging:
     return Averaging(encoding, SHAPES, normal(0))
 
 
-def average(ring: Ring, by: PowerSGD, carried: list[Carried], prefix: str = "round-0") -> list[Averaged]:
-    async def go() -> list[Averaged]:
+def average(ring: Ring, by: PowerSGD, carried: list[AveragingState], prefix: str = "round-0") -> list[AveragingResult]:
+    async def go() -> list[AveragingResult]:
         works = [
             by.average(vector, WEIGHT, ring.group(place, prefix), place, carried[place])
             for place, vector in enumerate(ring.vectors)
@@ -63,7 +63,7 @@ def test_only_matrices_for_which_it_pays_are_cut() -> None:
 @pytest.mark.parametrize("num_peers", [2, 3, 5])
 def test_all_have_the_same_bits_and_those_of_one_machine(loop: VirtualLoop, num_peers: int) -> None:
     """Over several steps, with what is carried from one to the next."""
-    one, carried = reference(), [Carried()] * num_peers
+    one, carried = reference(), [AveragingState()] * num_peers
     for step in range(4):
         own = [normal(10 * step + place) for place in range(num_peers)]
         results = average(Ring(loop, own), averager(), carried, f"round-{step}")
@@ -79,7 +79,7 @@ def test_all_have_the_same_bits_and_those_of_one_machine(loop: VirtualLoop, num_
 def test_what_is_lost_is_carried_to_the_last_bit(loop: VirtualLoop, num_peers: int) -> None:
     own = [normal(place) for place in range(num_peers)]
     before = [normal(100 + place) / 50 for place in range(num_peers)]
-    results = average(Ring(loop, own), averager(), [Carried(lost) for lost in before])
+    results = average(Ring(loop, own), averager(), [AveragingState(lost) for lost in before])
     exact = sum(own, torch.zeros_like(own[0])) / WEIGHT + sum(before)
     assert float((results[0].mean - exact).norm() / exact.norm()) > 0.1
     after = results[0].mean + sum(one.carried.lost for one in results if one.carried.lost is not None)
@@ -87,7 +87,7 @@ def test_what_is_lost_is_carried_to_the_last_bit(loop: VirtualLoop, num_peers: i
 
 
 def test_without_error_feedback_nothing_is_carried_but_directions(loop: VirtualLoop) -> None:
-    results = average(Ring(loop, [normal(0), normal(1)]), averager(error_feedback=False), [Carried()] * 2)
+    results = average(Ring(loop, [normal(0), normal(1)]), averager(error_feedback=False), [AveragingState()] * 2)
     for result in results:
         assert result.carried.lost is None
         assert result.carried.basis is not None
@@ -98,7 +98,7 @@ def test_of_a_matrix_of_low_rank_nothing_is_lost(loop: VirtualLoop) -> None:
     shape = Size([50, 40])
     by = PowerSGD(LowRank([shape], 3), True, compute)
     matrix = normal(0, 150).view(50, 3) @ normal(1, 120).view(3, 40)
-    results = average(Ring(loop, [matrix.flatten(), matrix.flatten()]), by, [Carried()] * 2)
+    results = average(Ring(loop, [matrix.flatten(), matrix.flatten()]), by, [AveragingState()] * 2)
     torch.testing.assert_close(results[0].mean, matrix.flatten() * 2 / WEIGHT, rtol=1e-10, atol=1e-10)
 
 
@@ -109,7 +109,7 @@ def test_directions_come_closer_from_step_to_step(loop: VirtualLoop) -> None:
     weights = torch.tensor([1.0, 0.9] + 48 * [0.3], dtype=torch.float64)
     matrix = torch.linalg.qr(normal(0, 3000).view(60, 50)).Q * weights
     best = float(weights[2:].norm())
-    carried, errors = [Carried()] * 2, []
+    carried, errors = [AveragingState()] * 2, []
     for step in range(12):
         results = average(Ring(loop, [matrix.flatten(), matrix.flatten()]), by, carried, f"round-{step}")
         carried = [result.carried for result in results]
@@ -121,7 +121,7 @@ def test_directions_come_closer_from_step_to_step(loop: VirtualLoop) -> None:
 def test_each_peer_sends_little(loop: VirtualLoop, num_peers: int) -> None:
     by = PowerSGD(LowRank([Size([1000, 800])], 4), True, compute)
     ring = Ring(loop, [normal(place, 800_000) for place in range(num_peers)])
-    average(ring, by, [Carried()] * num_peers)
+    average(ring, by, [AveragingState()] * num_peers)
     least = 2 * (num_peers - 1) / num_peers * 4 * (1000 + 800) * 8
     for transport in ring.transports:
         assert least <= sum(transport.traffic.sent_bytes.values()) <= 1.1 * least
@@ -132,14 +132,14 @@ def test_what_is_no_number_is_seen_by_all(loop: VirtualLoop, value: float) -> No
     """The step is skipped then."""
     own = [normal(0), normal(1)]
     own[1][7] = value
-    results = average(Ring(loop, own), averager(), [Carried()] * 2)
+    results = average(Ring(loop, own), averager(), [AveragingState()] * 2)
     assert not math.isfinite(sum(result.squared_norm for result in results))
     assert torch.equal(results[0].mean.isnan(), results[1].mean.isnan())
 
 
 def test_a_gradient_of_zeros_keeps_its_directions(loop: VirtualLoop) -> None:
     nothing = [torch.zeros(LENGTH, dtype=torch.float64)] * 2
-    results = average(Ring(loop, nothing), averager(), [Carried()] * 2)
+    results = average(Ring(loop, nothing), averager(), [AveragingState()] * 2)
     assert not results[0].mean.any()
     basis = results[0].carried.basis
     assert basis is not None
@@ -149,9 +149,9 @@ def test_a_gradient_of_zeros_keeps_its_directions(loop: VirtualLoop) -> None:
 def test_who_is_alone_loses_nothing(loop: VirtualLoop) -> None:
     """And gets what it carried from the time when it was not."""
     own, lost = normal(0), normal(1)
-    for by in (averager(), Butterfly(Parts(codec("4bit"), compute), True)):
+    for by in (averager(), Butterfly(GroupParts(codec("4bit"), compute), True)):
         ring = Ring(loop, [own])
-        (result,) = average(ring, by, [Carried(lost)])  # type: ignore[arg-type]
+        (result,) = average(ring, by, [AveragingState(lost)])  # type: ignore[arg-type]
         torch.testing.assert_close(result.mean, own / WEIGHT + lost, rtol=1e-12, atol=1e-12)
         assert result.carried.lost is None
 
@@ -159,7 +159,7 @@ def test_who_is_alone_loses_nothing(loop: VirtualLoop) -> None:
 @pytest.mark.parametrize("num_peers", [1, 3])
 def test_who_has_no_part_in_it_gets_the_same_bits(loop: VirtualLoop, num_peers: int) -> None:
     ring = Ring(loop, [normal(place) for place in range(num_peers)])
-    results = average(ring, averager(), [Carried()] * num_peers)
+    results = average(ring, averager(), [AveragingState()] * num_peers)
     group = ring.group(0)
     mean, carried = loop.run_until_complete(averager().collect(ring.vectors[0], group))
     assert torch.equal(mean, results[0].mean)
@@ -178,7 +178,7 @@ def test_a_member_that_gives_up_makes_everyone_raise(loop: VirtualLoop, after_s:
     async def one(place: int) -> Any:
         group = ring.group(place)
         try:
-            return await averager().average(ring.vectors[place], WEIGHT, group, place, Carried())
+            return await averager().average(ring.vectors[place], WEIGHT, group, place, AveragingState())
         except BaseException as error:
             refuse(group, place, repr(error))
             raise
@@ -191,7 +191,7 @@ def test_a_member_that_gives_up_makes_everyone_raise(loop: VirtualLoop, after_s:
         return list(await asyncio.gather(*works[1:], return_exceptions=True))
 
     failures = loop.run_until_complete(go())
-    assert all(isinstance(failure, RoundFailed) and failure.missed is None for failure in failures)
+    assert all(isinstance(failure, AveragingFailed) and failure.missed is None for failure in failures)
     assert loop.time() < 5.0
 
 
@@ -231,7 +231,7 @@ def test_feedback_of_a_gradient_of_rank_one_stays_small(loop: VirtualLoop, dtype
     """As a layer's is whose outputs are summed up: its rows are the same."""
     by = PowerSGD(LowRank([Size([32, 48])], 4), True, compute)
     own = (torch.ones(32, 1) * normal(0, 48).float()).to(dtype).flatten()
-    carried = [Carried()] * 2
+    carried = [AveragingState()] * 2
     for step in range(10):
         results = average(Ring(loop, [own, own]), by, carried, f"round-{step}")
         carried = [result.carried for result in results]

@@ -22,7 +22,7 @@ from lightning_swarm.protocol.methods import FOLLOW, PIECE
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.state_transfer import donor
 from lightning_swarm.server.state_transfer import joiner as joiner_module
-from lightning_swarm.server.state_transfer.donor import Blank, Copy, Throttle
+from lightning_swarm.server.state_transfer.donor import IncomingSnapshot, StageCopy, Throttle
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import WIDTH, Swarm, rows
 
@@ -52,7 +52,7 @@ TENSORS = (
 )
 
 
-def copy_of(tensors: Sequence[Tensor] = TENSORS) -> Copy:
+def copy_of(tensors: Sequence[Tensor] = TENSORS) -> StageCopy:
     names = [str(number) for number in range(len(tensors))]
     snapshot = Snapshot(
         generation=0,
@@ -65,12 +65,12 @@ def copy_of(tensors: Sequence[Tensor] = TENSORS) -> Copy:
         selection=None,
     )
     layouts = [TensorLayout(shape=list(one.shape), dtype=str(one.dtype).removeprefix("torch.")) for one in tensors]
-    return Copy(FollowReply(snapshot=snapshot, layouts=layouts), tuple(tensors))
+    return StageCopy(FollowReply(snapshot=snapshot, layouts=layouts), tuple(tensors))
 
 
-def blank(copy: Copy, **changes: Any) -> Blank:
+def blank(copy: StageCopy, **changes: Any) -> IncomingSnapshot:
     stage: Any = Holder(changes.pop("own", TENSORS))
-    return Blank(copy.head, stage, max_bytes=changes.pop("max_bytes", 1000))
+    return IncomingSnapshot(copy.head, stage, max_bytes=changes.pop("max_bytes", 1000))
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 5, 8, 1000])
@@ -117,7 +117,7 @@ def test_a_copy_of_something_else_is_refused_before_memory_is_taken() -> None:
         blank(copy_of(), max_bytes=52)
     layouts = [*copy_of().head.layouts, TensorLayout(shape=[1], dtype="nn")]
     with pytest.raises(ProtocolError, match="a dtype of torch's, got 'nn'"):
-        blank(Copy(FollowReply(snapshot=copy_of().head.snapshot, layouts=layouts), ()))
+        blank(StageCopy(FollowReply(snapshot=copy_of().head.snapshot, layouts=layouts), ()))
 
 
 def test_a_bool_that_is_none_is_refused() -> None:

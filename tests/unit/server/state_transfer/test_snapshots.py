@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_swarm.client.model_state import Whole, gather_snapshots
+from lightning_swarm.client.model_state import ModelState, gather_snapshots
 from lightning_swarm.coordinator.snapshot_schedule import choose_keepers
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import ConfigError, ProtocolError, TicketGone, Unreachable
@@ -23,7 +23,7 @@ from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import KEEP, SNAPSHOT
 from lightning_swarm.protocol.queries import newest_complete, newest_through, worth_keeping
-from lightning_swarm.server.state_transfer.snapshots import Store, copied
+from lightning_swarm.server.state_transfer.snapshots import SnapshotStore, copied
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import Swarm, make_module, rows
 
@@ -290,7 +290,7 @@ def test_one_that_is_dropped_while_it_is_read_is_read_to_its_end(loop: VirtualLo
         structure=None,
         selection=None,
     )
-    store = Store(0)
+    store = SnapshotStore(0)
     loop.run_until_complete(store.put(head, tensors, wanted=lambda: True))
     slow_disk(loop, 10.0)
 
@@ -310,7 +310,7 @@ def test_one_of_an_older_generation_is_not_gone_back_to(make_swarm: MakeSwarm) -
     swarm = make_swarm("a", "b", limits=LIMITS)
     swarm.run(steps(swarm, 1))
 
-    def gather() -> Whole | None:
+    def gather() -> ModelState | None:
         run = swarm.steps.run
         return swarm.run(gather_snapshots(swarm.trainer, run, [1], timeout=5.0, max_bytes=1 << 20))
 

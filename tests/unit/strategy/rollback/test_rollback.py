@@ -7,16 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from lightning_swarm.client.session import News
-from lightning_swarm.strategy.rollback.loop_state import Between, LoopState, LoopStates
+from lightning_swarm.client.session import RunNews
+from lightning_swarm.strategy.rollback.loop_state import LoopState, LoopStates, ResumePoint
 
 
-def between(version: int, through: Sequence[int] = (), news: int | None = None) -> Between:
+def between(version: int, through: Sequence[int] = (), news: int | None = None) -> ResumePoint:
     state = cast(LoopState, object())
-    return Between(state, version, version, through, News(version), None if news is None else News(news))
+    return ResumePoint(state, version, version, through, RunNews(version), None if news is None else RunNews(news))
 
 
-def versions(one: Between, *, is_lead: bool = False, counted: Collection[int] = ()) -> list[int]:
+def versions(one: ResumePoint, *, is_lead: bool = False, counted: Collection[int] = ()) -> list[int]:
     """Of 0 to 9 those that go with it."""
 
     def counts(step: int, firsts: Collection[int]) -> bool:
@@ -37,7 +37,7 @@ def versions(one: Between, *, is_lead: bool = False, counted: Collection[int] = 
         (between(4, [0]), []),
     ],
 )
-def test_from_its_last_step_to_that_of_its_next_batch(one: Between, expected: list[int]) -> None:
+def test_from_its_last_step_to_that_of_its_next_batch(one: ResumePoint, expected: list[int]) -> None:
     assert versions(one) == expected
 
 
@@ -56,11 +56,11 @@ def test_what_its_server_knows_counts_before_it_has_heard() -> None:
         (between(4, [0]), []),
     ],
 )
-def test_the_lead_needs_what_others_logged(one: Between, expected: list[int]) -> None:
+def test_the_lead_needs_what_others_logged(one: ResumePoint, expected: list[int]) -> None:
     assert versions(one, is_lead=True, counted=[0]) == expected
 
 
-def states(*kept: Between, is_lead: bool = False) -> LoopStates:
+def states(*kept: ResumePoint, is_lead: bool = False) -> LoopStates:
     found = LoopStates(cast(Any, None), (), is_lead=is_lead)
     found._kept = kept
     return found
@@ -88,6 +88,6 @@ def test_the_lead_says_which_versions_it_has() -> None:
 
 def test_only_the_first_place_after_it_is_news() -> None:
     kept = states(between(4, [0]))
-    kept.placed(News(6))
-    kept.placed(News(8))
+    kept.placed(RunNews(6))
+    kept.placed(RunNews(8))
     assert versions(kept._kept[0]) == [5, 6]
