@@ -131,7 +131,7 @@ class _Averaging:
         length = sum(shape.numel() for shape in shapes)
         self._lost = [torch.zeros(length) for _ in range(NUM_SERVERS)] if codecs.error_feedback else None
         self._low_rank = LowRank(shapes, codecs.rank) if codecs.rank is not None else None
-        self._basis = self._low_rank.begin(torch.zeros(0)) if self._low_rank is not None else torch.zeros(0)
+        self._basis = self._low_rank.initial_basis(torch.zeros(0)) if self._low_rank is not None else torch.zeros(0)
 
     def mean(self, sums: Sequence[Tensor]) -> Tensor:
         """As `averaging.averager` has it."""

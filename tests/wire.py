@@ -72,7 +72,7 @@ class Averaging:
         self._bases: list[Tensor | None] = []
         rank = self._codecs.rank
         if rank is not None:
-            begin = LowRank(shapes, rank).begin(like)
+            begin = LowRank(shapes, rank).initial_basis(like)
             for shape in shapes:
                 rows, columns = (shape[0], shape[1:].numel()) if len(shape) > 1 else (shape.numel(), 1)
                 self._bases.append(None)

@@ -54,7 +54,7 @@ class Relayed(MicrobatchRun):
         calls = self._calls
         hidden: serialization.Tree = self.microbatch.inputs
         reports: list[StageReport] = []
-        for stage in range(calls.last + 1):
+        for stage in range(calls.last_stage + 1):
             await self._send_forward(stage, hidden)
             message, report = await calls.fetch(stage, "forward")
             output, flags = from_message(message)
@@ -72,7 +72,7 @@ class Relayed(MicrobatchRun):
         calls, link = self._calls, self.link
         with link.passing():
             try:
-                for stage in range(calls.last, -1, -1):
+                for stage in range(calls.last_stage, -1, -1):
                     await self._send_backward(stage, gradients)
                     message, report = await calls.fetch(stage, "backward")
                     gradients = from_message(message)[0]

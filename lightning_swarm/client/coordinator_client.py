@@ -93,7 +93,7 @@ class CoordinatorCalls:
 
         return await self._repeat(method, exchange)
 
-    async def look(self) -> Collection[PeerId]:
+    async def find_coordinator(self) -> Collection[PeerId]:
         """Follow the highest term that any server knows of; which ones say so."""
         replies = await look_around(self._transport, self._run, timeout=self._timeout)
         for reply in replies.values():
@@ -110,7 +110,7 @@ class CoordinatorCalls:
         if caller != term[1]:
             raise ProtocolError(f"who coordinates asks under its own term, {caller} asked under {term}")
         if caller not in self._run.servers and self._run.term != term:  # it may have joined since
-            await self.look()
+            await self.find_coordinator()
         elif term >= self._run.term:
             self._follow(term)
         if self._run.term != term:
@@ -176,7 +176,7 @@ class CoordinatorCalls:
     async def _find(self) -> bool:
         """Look who coordinates; if it is the one that did, wait a moment. Whether anybody else is there."""
         before = self._run.term
-        there = await self.look()
+        there = await self.find_coordinator()
         if self._run.term == before:
             for peer in sorted(there)[:1]:  # of another generation it may have a lower term
                 await self._check_generation(peer)

@@ -152,7 +152,7 @@ class Session:
             number = self._steps.number_batch()
             grant: Grant | None = None
             while grant is None:
-                found = self._runtime.run(self._steps.ask(number, num_samples, gradient_scale, batch))
+                found = self._runtime.run(self._steps.request_grant(number, num_samples, gradient_scale, batch))
                 if found is None:
                     return None
                 if isinstance(found, Grant):
@@ -166,7 +166,7 @@ class Session:
             self.around.refresh(self.run.computes_on(grant.step), exactly=self.delays)
         self.pipeline.batch = GrantedBatch(grant)
         if not self.is_shared and self._steps.open > self._steps.version:  # who has a place need not train yet
-            self.pipeline.batch.begin = partial(self._steps.begin, grant)
+            self.pipeline.batch.begin = partial(self._steps.begin_batch, grant)
         return grant
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
@@ -327,7 +327,7 @@ class Session:
         lost, self._steps.lost = self._steps.lost, []
         return lost
 
-    def take(self, step: int) -> DecidedRecord | None:
+    def receive_record(self, step: int) -> DecidedRecord | None:
         """A step's record; None: this trainer was busy elsewhere when it came, and has heard of a later one only.
 
         The lead hears of each.
@@ -339,7 +339,7 @@ class Session:
 
     def take_events(self) -> dict[EventKind, int]:
         """At the lead: what the swarm's peers noted since this was asked last, and how often."""
-        return dict(self.pipeline.link.events.take())
+        return dict(self.pipeline.link.events.drain())
 
     @property
     def run(self) -> RunState:

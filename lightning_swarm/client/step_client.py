@@ -226,7 +226,7 @@ class StepClient:
         """
         number = self.number_batch()
         while True:
-            found = await self.ask(number, num_samples, gradient_scale)
+            found = await self.request_grant(number, num_samples, gradient_scale)
             if isinstance(found, Grant):
                 return found
             assert found is not None, "batches that have no numbers are in nobody else's hands"
@@ -254,12 +254,12 @@ class StepClient:
         await self.give_back()
         return None
 
-    async def begin(self, grant: Grant) -> None:
+    async def begin_batch(self, grant: Grant) -> None:
         """At the lead: while this batch is in hand, a record that is late may come."""
         request = BatchBegins(generation=grant.generation, step=grant.step, first=grant.first)
         await self._coordinator.call(BEGIN, encode(request))
 
-    async def ask(
+    async def request_grant(
         self, number: int, num_samples: int, gradient_scale: float = 1.0, batch: BatchNumber | None = None
     ) -> Grant | int | None:
         """A place in the open step, perhaps one that is kept, or the step that has to be over first.
@@ -425,7 +425,7 @@ class StepClient:
 
         Who granted it may coordinate no more, and not know that; who does may wait for it.
         """
-        await self._coordinator.look()
+        await self._coordinator.find_coordinator()
         with contextlib.suppress(LeaseRevoked):
             await self.withdraw(lease, begun=True)
 

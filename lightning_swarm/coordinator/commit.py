@@ -96,7 +96,7 @@ class StepCommit:
         Raises:
             SwarmError: It could not be decided.
         """
-        begun = await self._proposer.begin()
+        begun = await self._proposer.prepare()
         assert begun is None, "what others proposed under lower terms was finished before this peer came to coordinate"
         sums = self._sums_of(step, selection, late=late)
         squared_norm: float | None = None
@@ -123,7 +123,7 @@ class StepCommit:
         self._someone_gone = False
         self._gate.let_in(newcomers)
         self._enrolment.let_in(record)
-        self._moves.note(record)
+        self._moves.record_applied(record)
         return record
 
     def wants_changes(self) -> bool:
@@ -184,7 +184,7 @@ class StepCommit:
 
     def go_back(self) -> None:
         """The run entered its next generation: who is there is asked anew, with all the time that there is."""
-        self._vigil.end(step=self._run.manifest.first_step)
+        self._vigil.stage_found(step=self._run.manifest.first_step)
         self._someone_gone = False
 
     def _sums_of(self, step: OpenStep, selection: Selection | None, *, late: bool) -> SumReconciliation:

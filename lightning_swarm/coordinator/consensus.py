@@ -41,9 +41,9 @@ class Voter:
 
     def __init__(self, boot_id: int) -> None:
         self._boot_id = boot_id
-        self.forget()
+        self.void_promises()
 
-    def forget(self) -> None:
+    def void_promises(self) -> None:
         """The run of all that was promised is void; the next one's slots are of a later generation."""
         self._term = NO_TERM
         self._accepted: dict[Slot, tuple[Term, bytes]] = {}  # at most one: those before it are decided
@@ -287,7 +287,7 @@ class Proposer:
         """The highest that a voter was heard to have promised to another peer, this one's own included; 0: none."""
         return 0 if self._ballot is None or self._ballot.rival is None else self._ballot.rival[0]
 
-    async def begin(self) -> Record | None:
+    async def prepare(self) -> Record | None:
         """Get the right to work towards the open step's record. Before any round of averaging; cheap when repeated.
 
         Returns:
@@ -311,7 +311,7 @@ class Proposer:
         return chosen
 
     async def decide(self, record: Record) -> None:
-        """Have the open step's record accepted by a majority of its voters. After `begin`.
+        """Have the open step's record accepted by a majority of its voters. After `prepare`.
 
         Raises:
             NotCoordinator: Another term has the voters' promise.

@@ -137,7 +137,7 @@ class Coordinator:
 
     async def retire(self) -> None:
         """Another peer coordinates: whoever waits here is told to ask that one. Raises what a task raised."""
-        await self.trainers.changes.end(self._not_any_more())
+        await self.trainers.changes.shut_down(self._not_any_more())
         await self._tasks.close()
 
     async def close(self, *, over: bool) -> None:
@@ -231,7 +231,7 @@ class Coordinator:
             _log.info("Step %d is another's to close: %s", self._run.version, error)
             self.deposed = True
             self._on_deposed()
-            await self.trainers.changes.end(error)
+            await self.trainers.changes.shut_down(error)
         except SwarmError as error:
             await self.trainers.fail(str(error), StageLost if isinstance(error, StageLost) else StepError)
         except Exception as error:
@@ -248,7 +248,7 @@ class Coordinator:
         if record is None:
             books.finishing = False  # it takes batches again
         else:
-            books.end(self._outcome(step, record))
+            books.close_step(self._outcome(step, record))
             books.open = self.trainers.places.opened(books.following(step))
         await self.trainers.changes.notify()  # who waits for the record, or has a place again
 

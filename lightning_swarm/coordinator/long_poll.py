@@ -70,7 +70,7 @@ class ChangeNotifier:
         self.failure = self.failure or error
         await self.notify()
 
-    async def end(self, error: SwarmError) -> None:
+    async def shut_down(self, error: SwarmError) -> None:
         """Nothing goes on here, whatever the reason was before."""
         self.failure = error
         await self.notify()
@@ -206,7 +206,7 @@ class LeadLiveness:
         """Its process is another one, which knows nothing of the run."""
         self._restarted = True
 
-    async def ask(
+    async def lead_waits_for(
         self, step: int, stepped_with: Mapping[int, list[dict[str, Any]]], *, version: int, epoch: int
     ) -> None:
         """Its loop waits for the end of a step.
@@ -347,7 +347,7 @@ class StepEnds:
         stepped_with = {request.step: check_stepped_with(request)}
         if request.before:
             stepped_with[request.step - 1] = request.before
-        await self._lead.ask(request.step, stepped_with, version=request.version, epoch=request.epoch)
+        await self._lead.lead_waits_for(request.step, stepped_with, version=request.version, epoch=request.epoch)
 
     async def _let_record_come(self) -> bool:
         """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""

@@ -206,7 +206,7 @@ class TrainerHandlers:
             )  # who coordinates now has not heard of the order yet
         async with self._settling:  # not before all servers know what this step trains
             self._run.check_generation(request.generation)  # it may have changed meanwhile
-            reply = self.places.ask(books.open, caller, request)
+            reply = self.places.grant(books.open, caller, request)
             if reply.wait is not None:
                 self._look_for_others(books.open)
         if is_lead and reply.grant is not None and books.due is not None:

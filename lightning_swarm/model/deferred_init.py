@@ -101,7 +101,7 @@ class CallReplay:
         self._sources = sources
         self._real: dict[int, torch.UntypedStorage] = {}
 
-    def run(self, needed: Sequence[RecordedCall], kept: Collection[int]) -> None:
+    def replay(self, needed: Sequence[RecordedCall], kept: Collection[int]) -> None:
         """Do it, and keep what of it is in the storages `kept`."""
         last = {storage: index for index, done in enumerate(needed) for storage in (*done.reads, *done.writes)}
         before = torch.get_default_dtype()
@@ -251,10 +251,10 @@ class InitRecord:
         """
         kept = {place.storage for place in places}
         redoing = CallReplay(self._device, self._storages, self._sources)
-        redoing.run(self._needed(kept)[0], kept)
+        redoing.replay(self._needed(kept)[0], kept)
         return [redoing.tensor(place).to(device) for place in places]
 
-    def note(self, function: Any, args: Any, kwargs: dict[str, Any], found: Any) -> None:
+    def record(self, function: Any, args: Any, kwargs: dict[str, Any], found: Any) -> None:
         """Write down an operator that was called, if it changed or made a tensor on meta."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
@@ -338,7 +338,7 @@ class _OperatorRecorder(TorchDispatchMode):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        self._blueprint.note(func, args, kwargs or {}, found)
+        self._blueprint.record(func, args, kwargs or {}, found)
         return found
 
 
@@ -423,7 +423,7 @@ class InitialWeights:
         has_values = isinstance(value, Tensor) and not value.is_meta
         return self._blueprint.stand_in(value, lambda: value) if has_values else value
 
-    def read(self, module: nn.Module, folder: ShardedCheckpoint) -> dict[str, Any]:
+    def read_folder(self, module: nn.Module, folder: ShardedCheckpoint) -> dict[str, Any]:
         """The weights in a folder, as `restoring` takes them: what the module has on meta is read when it is needed."""
         on_meta = {name for name, tensor in _tensors(module) if tensor.is_meta}
         found = folder.weights
@@ -433,7 +433,7 @@ class InitialWeights:
             for name, like in found.items()
         }
 
-    def look(self, module: nn.Module) -> None:
+    def index_tensors(self, module: nn.Module) -> None:
         """Know where the module's tensors on meta are, before they are converted or moved.
 
         Raises:

@@ -40,7 +40,7 @@ class LinkEstimate:
 class LinkEstimates(dict[str, LinkEstimate]):
     """By peer id, the first thousand."""
 
-    def note(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
+    def add_sample(self, peer: str, *, sent_bytes: int, received_bytes: int, took_s: float) -> None:
         """An exchange is over.
 
         Args:

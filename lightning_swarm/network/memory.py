@@ -55,7 +55,7 @@ class Direction:
     bytes_per_s: float = math.inf
     _free_s: float = 0.0
 
-    def take(self, num_bytes: int, now_s: float) -> float:
+    def transmit(self, num_bytes: int, now_s: float) -> float:
         """Send some bytes after all that are there already. Returns when they are through."""
         self._free_s = max(self._free_s, now_s) + num_bytes / self.bytes_per_s
         return self._free_s
@@ -76,7 +76,7 @@ class FlowWindow:
     _left_bytes: int = FIRST_WINDOW_BYTES
     _began_s: float | None = None
 
-    def take(self, num_bytes: int, now_s: float) -> float:
+    def send(self, num_bytes: int, now_s: float) -> float:
         """Send a piece after the one before. Returns when it may leave."""
         if self._began_s is None:
             self._began_s = now_s
@@ -236,12 +236,12 @@ class MemoryNetwork:
         window = FlowWindow(2 * sum(line.latency_s for line in (one, other) if line is not None))
         for at in range(0, num_bytes, PIECE_BYTES):
             piece, at_s = min(PIECE_BYTES, num_bytes - at), now_s()
-            if (leaves_s := window.take(piece, at_s)) > at_s:
+            if (leaves_s := window.send(piece, at_s)) > at_s:
                 await asyncio.sleep(leaves_s - at_s)
                 at_s = leaves_s
             until_s = max(
-                at_s if one is None else one.up.take(piece, at_s),
-                at_s if other is None else other.down.take(piece, at_s),
+                at_s if one is None else one.up.transmit(piece, at_s),
+                at_s if other is None else other.down.transmit(piece, at_s),
             )
             await asyncio.sleep(until_s - at_s)
 

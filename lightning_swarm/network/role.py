@@ -37,7 +37,7 @@ class Role(Transport):
         for method, max_bytes in streams.items():
             self._add_stream(method, max_bytes)
 
-    def end(self) -> None:
+    def retire(self) -> None:
         """Nobody plays the role now."""
         self._calls = dict.fromkeys(self._calls)
         self._streams = dict.fromkeys(self._streams)
@@ -88,7 +88,7 @@ class Role(Transport):
 
     async def close(self) -> None:
         """The role ends; the peer goes on."""
-        self.end()
+        self.retire()
 
     def _add_call(self, method: str) -> None:
         self._calls[method] = None

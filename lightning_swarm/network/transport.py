@@ -130,7 +130,7 @@ class BaseTransport(Transport):
             began_s = now_s()
             answer = await self._send_stream(peer, method, message, max_bytes)
             self._liveness.heard(peer)
-            self.links.note(
+            self.links.add_sample(
                 peer,
                 sent_bytes=message.num_tensor_bytes,
                 received_bytes=answer.num_tensor_bytes,
@@ -146,7 +146,7 @@ class BaseTransport(Transport):
         began_s = now_s()
         data = await self._send_call(peer, method, request)
         self._liveness.heard(peer)
-        self.links.note(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
+        self.links.add_sample(peer, sent_bytes=len(request), received_bytes=len(data), took_s=now_s() - began_s)
         self.traffic.received_bytes[peer, method] += len(data)
         head = decode(data)
         check_answer(head, exchange_id, method)

@@ -269,7 +269,7 @@ class StandbyLead:
         self.run: RunState | None = None
         transport.handle_call(LOOP, self._handle_loop)
 
-    def begin(self, run: RunState) -> None:
+    def enter_run(self, run: RunState) -> None:
         """It is in a run."""
         self.run, self._lead, self.waits = run, run.manifest.lead, False
 

@@ -214,7 +214,7 @@ class Follower:
         beside.come()
         runtime = self._host.until_over(self._runtime, admission.released, grace_s=limits.leave_timeout)
         if server is not None:
-            self._runtime.run(self._host.remain(run))
+            self._runtime.run(self._host.keep_joined(run))
         view, epoch = runtime.run(
             coordinator_client.enter(
                 self._transport,
@@ -225,7 +225,7 @@ class Follower:
             )
         )
         run = admission.trains_in = RunState.seen(view, view.version)
-        beside.begin(run)
+        beside.enter_run(run)
         return self._open(run, model, device, runtime), epoch
 
     def leave_in_order(self) -> None:
@@ -258,7 +258,7 @@ class Follower:
         beside, back = self._follow(), self._host.admission.released
         runtime = self._host.until_over(self._runtime, back, grace_s=limits.leave_timeout)
         run = runtime.run(self._begun(beside, timeout=limits.lead_timeout))
-        self._runtime.run(self._host.remain(run))
+        self._runtime.run(self._host.keep_joined(run))
         return self._open(run, model, device, runtime)
 
     async def _begun(self, beside: failover.StandbyLead, *, timeout: float) -> RunState:
@@ -275,7 +275,7 @@ class Follower:
         finally:
             beside.waits = False
         run = admission.trains_in = RunState(admission.run.manifest)
-        beside.begin(run)
+        beside.enter_run(run)
         return run
 
     async def _lead_is_gone(self) -> None:

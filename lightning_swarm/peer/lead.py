@@ -266,7 +266,7 @@ class Lead:
             )
         )
 
-    def begin(
+    def begin_run(
         self, spec: RunSpec, model: PeerModel, me: Member, stages: tuple[StageModule, ...], servers: Sequence[Member]
     ) -> RunState:
         """Begin a run.

@@ -137,15 +137,15 @@ class Peer:
         self.runtime.run(lead.check_run_id(self.transport, self._config))
 
     def serve_to_the_end(self, say: Callable[[str], None]) -> None:
-        """Be in a run that begins, or join one that is under way, and serve until it is over. See `stay`."""
-        self.runtime.run(self.stay(say))
+        """Be in a run that begins, or join one that is under way, and serve until it is over. See `serve_run`."""
+        self.runtime.run(self.serve_run(say))
 
-    async def stay(self, say: Callable[[str], None] = _log.info) -> None:
-        """On the loop: enter a run; return when it is over, or has let this peer go. See `MembershipLifecycle.last`."""
-        await self._host.stay(say)
+    async def serve_run(self, say: Callable[[str], None] = _log.info) -> None:
+        """On the loop: enter a run, and return when it is over or has let this peer go."""
+        await self._host.serve_run(say)
 
     def leave(self) -> None:
-        """Have `stay` ask the run to let this peer go. Returns at once; from any thread, or a signal's handler."""
+        """Have `serve_run` ask the run to let this peer go. Returns at once; from any thread, or a signal's handler."""
         self.runtime.post(self._host.leave)
 
     def watch_for_notice(self, cloud: Preemption, on_notice: Callable[[str], None]) -> None:
@@ -171,8 +171,8 @@ class Peer:
         stages = model.cut(spec.ranges)
         if not self._host.announced and stages[-1].spec.on_trainers:
             self.runtime.run(self._host.start(model))  # unannounced: it holds that stage and no other
-        run = self.lead.begin(spec, model, self._host.me, stages, servers)
-        self.runtime.run(self._host.remain(run))
+        run = self.lead.begin_run(spec, model, self._host.me, stages, servers)
+        self.runtime.run(self._host.keep_joined(run))
         above = self.runtime if self.server is None else self._host.until_over(self.runtime)
         runtime = UntilStageLost(above, self.lead.lost_for_good)
         around = self._host.around(stages[-1], run, self.runtime)
@@ -227,7 +227,7 @@ class Peer:
 
     def release(self, first_step: int) -> None:
         """End the run, but no server: those that answer are there for the next one, which begins at `first_step`."""
-        self.runtime.run(self._training.end())
+        self.runtime.run(self._training.leave_run())
         if self.follower.follows:
             self._host.admission.released.clear()
         else:

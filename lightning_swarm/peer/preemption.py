@@ -53,7 +53,7 @@ class Endpoint:
     port: int = 80
     timeout: float = field(default=2.0, kw_only=True)
 
-    async def ask(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
+    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Answer:
         """Ask once.
 
         Raises:
@@ -171,10 +171,12 @@ class AWS(Cloud):
         return answer
 
     async def _with_token(self, path: str) -> Answer:
-        return await self.endpoint.ask("GET", path, {"X-aws-ec2-metadata-token": self._token})
+        return await self.endpoint.request("GET", path, {"X-aws-ec2-metadata-token": self._token})
 
     async def _renew(self) -> None:
-        answer = await self.endpoint.ask("PUT", _TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)})
+        answer = await self.endpoint.request(
+            "PUT", _TOKEN_PATH, {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S)}
+        )
         token = answer.text.strip()
         if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
             raise NoAnswer(f"AWS answered {_TOKEN_PATH} with status {answer.status} and no token")
@@ -242,7 +244,7 @@ class Azure(Cloud):
         return None
 
     async def _ask(self, path: str) -> Answer:
-        answer = await self.endpoint.ask("GET", path, _HEADERS)
+        answer = await self.endpoint.request("GET", path, _HEADERS)
         if answer.status != 200:
             raise NoAnswer(f"Azure answered {path} with status {answer.status}")
         return answer
@@ -274,7 +276,7 @@ class GCP(Cloud):
         return "GCP preempts this machine within 30 s" if said == "TRUE" else None
 
     async def _ask(self) -> Answer:
-        answer = await self.endpoint.ask("GET", _PATH, _FLAVOR)
+        answer = await self.endpoint.request("GET", _PATH, _FLAVOR)
         # Others answer at this address, too, but not with this header.
         if answer.status != 200 or answer.headers.get("metadata-flavor") != _FLAVOR["Metadata-Flavor"]:
             raise NoAnswer(f"GCP answered {_PATH} with status {answer.status}")

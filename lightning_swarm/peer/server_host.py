@@ -97,16 +97,16 @@ class MembershipLifecycle:
         """Be let go by one of the next records, then end. Twice is fine."""
         self._leaving.set()
 
-    async def remain(self) -> None:
-        """As `last`, of a peer that trains, too: its loop goes on whatever becomes of its server."""
+    async def serve_beside_trainer(self) -> None:
+        """As `serve_run`, of a peer that trains, too: its loop goes on whatever becomes of its server."""
         try:
-            await self.last(_log.info)
+            await self.serve_run(_log.info)
         except StepError as error:  # so does its loop
             _log.warning("This peer's server ends: %s", error)
         except SwarmError as error:
             _log.warning("This peer trains on, and serves no more: %s", error)
 
-    async def last(self, say: Callable[[str], None]) -> None:
+    async def serve_run(self, say: Callable[[str], None]) -> None:
         """Enter a run; return when it is over, when it let this server go, or when this peer is to lead it.
 
         Args:
@@ -132,8 +132,8 @@ class MembershipLifecycle:
             if how == "released":  # its lead goes back with it, and begins again from an earlier step
                 continue
             if how != "left out":
-                if how == "over" and isinstance(admission.end, StepError):
-                    raise admission.end
+                if how == "over" and isinstance(admission.ending_error, StepError):
+                    raise admission.ending_error
                 took = server_module.describe_peak(admission.model.device)
                 say(f"Run {self._run_id!r} {'is over' if how == 'over' else 'has let this peer go'}.{took}")
                 return
@@ -474,13 +474,13 @@ class ServerHost:
         other = next((name for name in settings if getattr(self._config, name) != getattr(manifest, name)), "")
         return f"its program has another `{other}`" if other else ""
 
-    async def stay(self, say: Callable[[str], None]) -> None:
-        """Enter a run, and return when it is over, or when it has let this peer go. See `MembershipLifecycle.last`."""
+    async def serve_run(self, say: Callable[[str], None]) -> None:
+        """Enter a run, and return when it is over or has let this peer go."""
         assert self._stay is not None
-        await self._stay.last(say)
+        await self._stay.serve_run(say)
 
     def leave(self) -> None:
-        """Have `stay` ask the run to let this peer go."""
+        """Have `serve_run` ask the run to let this peer go."""
         if self._stay is not None:
             self._stay.leave()
 
@@ -495,7 +495,7 @@ class ServerHost:
 
     # ------------------------------------------------------------------ beside a trainer of the same peer
 
-    async def remain(self, run: RunState) -> None:
+    async def keep_joined(self, run: RunState) -> None:
         """While this peer trains, have its server join again when it was left out; not with layers on the trainers."""
         serves = self._stay is not None and self.announced and run.manifest.selection is not None
         if not serves or run.manifest.stages[-1].on_trainers:
@@ -504,7 +504,7 @@ class ServerHost:
             return
         assert self._stay is not None
         await self._tasks.start()
-        self._remaining = self._tasks.spawn(self._stay.remain())
+        self._remaining = self._tasks.spawn(self._stay.serve_beside_trainer())
 
     async def until_let_go(self) -> None:
         """For as long as the run may take to let it go, if it is in one."""
@@ -532,7 +532,7 @@ class ServerHost:
             runtime,
             admission.left,
             back or asyncio.Event(),
-            end=lambda: admission.end,
+            end=lambda: admission.ending_error,
             deaf=lambda: self._transport.closed,
             grace_s=grace_s,
         )

@@ -142,9 +142,9 @@ class TrainerRole:
         Replayer(link, run, max_in_flight=limits.max_in_flight)
         return link
 
-    async def end(self) -> None:
+    async def leave_run(self) -> None:
         """The run is void. What comes for it is refused, and nothing of it is kept."""
-        self._role.end()
+        self._role.retire()
         await self._copies.clear()
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class EventLog:
         self._id = secrets.randbits(62)
         self._counts: Counter[EventKind] = Counter()
         self._others: dict[PeerId, EventCounts] = {}  # what they counted, as far as they told it
-        self._taken: dict[int, Counter[EventKind]] = {}  # by log: what `take` has given so far
+        self._taken: dict[int, Counter[EventKind]] = {}  # by log: what `drain` has given so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
 
@@ -143,7 +143,7 @@ class EventLog:
         with self._lock:
             self._others = {peer: report for peer, report in self._others.items() if peer in members}
 
-    def take(self) -> Counter[EventKind]:
+    def drain(self) -> Counter[EventKind]:
         """What was noted since this was asked last, here or by others that were learnt of."""
         new: Counter[EventKind] = Counter()
         with self._lock:
@@ -222,7 +222,7 @@ class OutageWait:
                 self._stage_timeout - waited_s,
             )
 
-    def end(self, *, step: int) -> None:
+    def stage_found(self, *, step: int) -> None:
         """There is somebody of every stage."""
         for stage in self._waits:
             self._events.note("resume", stage=stage, step=step)

@@ -47,7 +47,7 @@ class ActivationCache:
 
     def keep(self, name: str, kept: CachedForward) -> None:
         """Keep what fits: the inputs, and the graph if there is room for it too."""
-        self.take(name)
+        self.pop(name)
         if self.used_bytes + kept.input_bytes + kept.graph_bytes > self._max_bytes:
             self.num_dropped_graphs += 1
             kept.graph, kept.graph_bytes = None, 0
@@ -56,7 +56,7 @@ class ActivationCache:
         self._kept[name] = kept
         self.used_bytes += kept.input_bytes + kept.graph_bytes
 
-    def take(self, name: str) -> CachedForward | None:
+    def pop(self, name: str) -> CachedForward | None:
         """Remove and return an entry."""
         kept = self._kept.pop(name, None)
         if kept is not None:
@@ -66,7 +66,7 @@ class ActivationCache:
     def drop(self, prefix: str) -> None:
         """Remove all entries whose names begin with `prefix`."""
         for name in [name for name in self._kept if name.startswith(prefix)]:
-            self.take(name)
+            self.pop(name)
 
 
 def num_bytes(tensors: Sequence[Tensor]) -> int:

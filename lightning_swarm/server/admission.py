@@ -135,7 +135,7 @@ class Admission:
         return self._former[-1] if self._former else None
 
     @property
-    def end(self) -> RunOver | StepError:
+    def ending_error(self) -> RunOver | StepError:
         """What a loop ends with, once this peer has `left`: the run came to its end, or broke off."""
         if self._broken_off:
             return StepError(f"the run is over: {self._broken_off}")
@@ -173,7 +173,7 @@ class Admission:
         """Go along with a run's records, as a member of it or not yet."""
         self._run = run
         self.loaded = {stage.index}
-        self._stepping.begin(run, {stage.index: stage})
+        self._stepping.enter_run(run, {stage.index: stage})
         await self.leadership.follow(run)
         self.ready.set()
 
@@ -217,10 +217,10 @@ class Admission:
         stages, _ = await self._executor.submit(FIRST, lambda: self.model.build(manifest, served))
         await self._connect()
         self._run = RunState(manifest)
-        self._stepping.begin(self._run, stages)
-        await self.leadership.begin(self._run)
+        self._stepping.enter_run(self._run, stages)
+        await self.leadership.enter_run(self._run)
 
-    def note(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         """A record was applied; by who joins also one from before it was let go."""
         if any(newcomer.member == self.me for newcomer in record.newcomers):
             self.target = None

@@ -79,7 +79,7 @@ class AveragingRounds:
         self._held: _HeldRound | None = None
         transport.handle_call(AVERAGE, self._handle_average)
 
-    def forget(self) -> None:
+    def discard_round(self) -> None:
         """The round's record is applied, or it will have none."""
         self._held = None
 
@@ -145,7 +145,7 @@ class AveragingRounds:
             begin_s = now_s()
             places, _ = await self._executor.submit(FIRST, lambda: sums.bind(request, rosters))
             found = await self._averaged(closing, run.ties, rosters, places)
-            self.lull.note(now_s() - begin_s)
+            self.lull.averaging_took(now_s() - begin_s)
         except BaseException as error:  # a cancellation, too
             self._refuse(run.ties, closing, rosters, f"the round failed: {error!r}")
             if not isinstance(error, AveragingFailed):

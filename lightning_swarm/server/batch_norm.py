@@ -83,7 +83,7 @@ class RunningStatistics:
                 "forward. Give each place a norm of its own."
             )
 
-    def note(self, key: CallKey, values: Tensor | None) -> None:
+    def add(self, key: CallKey, values: Tensor | None) -> None:
         """What was seen of a microbatch whose gradient was added."""
         if values is not None:
             self._seen.setdefault(key.step, {})[key.receipt] = values
@@ -121,7 +121,7 @@ class RunningStatistics:
                 norm.num_batches_tracked.data.copy_(count)
         self._seen = {later: seen for later, seen in self._seen.items() if later > step}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The run goes back."""
         self._seen = {}
 

@@ -89,7 +89,7 @@ class Leadership:
         transport.handle_call(PULL, self._handle_pull)
         transport.handle_call(TAKE_OVER, self._handle_take_over)
 
-    async def begin(self, run: RunState) -> None:
+    async def enter_run(self, run: RunState) -> None:
         """The run begins, and its manifest says who coordinates.
 
         That one may be admitted last: until then it is busy, and nobody takes over for that within the start timeout.
@@ -193,7 +193,7 @@ class Leadership:
         self._leads = False
         coordinator, self.coordinator = self.coordinator, None
         if coordinator is not None:
-            self._role.end()
+            self._role.retire()
             _log.info("This peer does not coordinate any more.")
             await coordinator.retire()
         self._notify()
@@ -307,7 +307,7 @@ class Leadership:
 
     async def _take(self, run: RunState, record: Record) -> None:
         if (record.closing.generation, record.step) == (run.manifest.generation, run.version):
-            await self._stepping.take(record)
+            await self._stepping.apply_record(record)
 
     # ------------------------------------------------------------------ taking over
 
@@ -326,7 +326,7 @@ class Leadership:
         try:
             while True:
                 async with asyncio.timeout(timeout):
-                    accepted = await proposer.begin()
+                    accepted = await proposer.prepare()
                 await self._lead(run, term, accepted)
                 if accepted is None:
                     break

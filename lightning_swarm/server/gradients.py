@@ -77,11 +77,11 @@ class GradientSums:
 
     # ------------------------------------------------------------------ the run
 
-    def begin(self, run: RunState, stages: dict[int, Stage], *, now_s: float) -> None:
+    def enter_run(self, run: RunState, stages: dict[int, Stage], *, now_s: float) -> None:
         """Enter the run with stages at its version."""
         self._run, self.stages = run, stages
         for stage in stages.values():
-            stage.load.begin(now_s=now_s)
+            stage.load.start_step(now_s=now_s)
         self._begin_anew()
 
     def step_out(self) -> None:
@@ -216,7 +216,7 @@ class GradientSums:
             raise ProtocolError(f"step {self.version}, attempt {self.attempt} is open, got a gradient of {key}")
         if self.ledger(index, key.step).add(key.receipt):
             stage.sum_of(key.step).add(gradients, weight)
-            stage.statistics.note(key, seen)
+            stage.statistics.add(key, seen)
         return True
 
     def holds(self, stage_index: int, key: CallKey) -> bool:

@@ -106,16 +106,16 @@ class ComputeHandlers:
         """Refuse what comes from now on."""
         self._closed = True
 
-    async def end(self) -> None:
+    async def abort_all(self) -> None:
         """Give up all that is under way."""
-        await self.under_way.end()
+        await self.under_way.abort_all()
 
     def give_up(self, prefix: str) -> None:
         """A batch was struck: its trainer, if it is still there, is told where it waits."""
         self.under_way.fail(prefix, LeaseRevoked("the batch was struck from its step"))
-        self.forget(prefix)
+        self.discard_results(prefix)
 
-    def forget(self, prefix: str) -> None:
+    def discard_results(self, prefix: str) -> None:
         """Nobody wants results whose names begin so any more, nor what was kept for them."""
         self._tickets.drop(prefix)
         self.cache.drop(prefix)
@@ -138,7 +138,7 @@ class ComputeHandlers:
         tasks = self.under_way.tasks
         if name not in tasks and len(tasks) >= self._limits.max_pending_calls:
             raise Busy(f"{len(tasks)} calls are under way here, at most {self._limits.max_pending_calls} may be")
-        self.under_way.begin(name, lambda: self._forward(name, stage, request, inputs, extras))
+        self.under_way.start(name, lambda: self._forward(name, stage, request, inputs, extras))
         return Message()
 
     async def _forward(
@@ -161,7 +161,7 @@ class ComputeHandlers:
         self.num_forwards += 1
         self.num_samples += _num_samples(inputs)
         if not any(result.requires_grad) and not key.evaluation:  # no backward comes
-            stage.load.note(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
+            stage.load.count_samples(_num_samples(inputs), busy_s=busy_s, queued=self._executor.queued)
         keep = mode.grad and request.keep
         if keep:
             kept = CachedForward(inputs, extras, wants_grad, mode, seed, busy_s=busy_s)
@@ -208,7 +208,7 @@ class ComputeHandlers:
             )
         gradients, again = _gradient_tree(request, message.tensors)
         name = request.key.name(stage.index, "backward")
-        self.under_way.begin(name, lambda: self._backward(name, stage, request, gradients, again))
+        self.under_way.start(name, lambda: self._backward(name, stage, request, gradients, again))
         return Message()
 
     async def _backward(
@@ -233,7 +233,7 @@ class ComputeHandlers:
 
         found, busy_s = await self._compute(stage, priority_of(key, "backward"), compute)
         own = CallReport(busy_s=kept.busy_s + busy_s, queued=self._executor.queued, receipt=receipt, others=after)
-        stage.load.note(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
+        stage.load.count_samples(_num_samples(kept.inputs), busy_s=own.busy_s, queued=own.queued)
         self._tickets.fulfil(name, to_message(found), encode(own), once=True)
 
     async def _gradients(
@@ -252,7 +252,7 @@ class ComputeHandlers:
         """What this peer kept of the forward, or what the request brings instead."""
         key = request.key
         forward_name = key.name(stage.index, "forward")
-        kept = self.cache.take(forward_name)
+        kept = self.cache.pop(forward_name)
         if kept is not None:
             return kept
         if again is None:

@@ -177,7 +177,7 @@ class StageOptimizer:
             if other._own.get(name) is parameter and other._stepped[name] in other.optimizer.state:
                 self.optimizer.state[self._stepped[name]] = other.optimizer.state[other._stepped[name]]
 
-    def forget(self) -> None:
+    def clear_state(self) -> None:
         """Have no state."""
         self.optimizer.state.clear()
         self._written = [{} for _ in self.optimizer.param_groups]

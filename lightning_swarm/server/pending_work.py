@@ -35,7 +35,7 @@ class PendingWork:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._begun = asyncio.Event()
 
-    def begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def start(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start work that fulfils a ticket, unless it is under way, or its result is there."""
         if self._tickets.promise(name):
             task = self._spawn(self._guarded(name, work))
@@ -70,7 +70,7 @@ class PendingWork:
                 self._tickets.fail(name, error)
                 task.cancel()
 
-    async def end(self) -> None:
+    async def abort_all(self) -> None:
         """Give up all."""
         await ended(self.tasks.values())
 
@@ -114,7 +114,7 @@ class IdleLinkWait:
         self._asked_s: float | None = None
         self._took_s = 0.0
 
-    def note(self, took_s: float) -> None:
+    def averaging_took(self, took_s: float) -> None:
         """The newest averaging took so many seconds."""
         self._took_s = took_s
 

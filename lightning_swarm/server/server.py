@@ -250,8 +250,8 @@ class Server:
             return
         holders = [len(roster) for roster in self.admission.run.rosters]
         await self.admission.step_out()  # what comes from now on is refused
-        await self.calls.end()
-        self.calls.forget("g")
+        await self.calls.abort_all()
+        self.calls.discard_results("g")
         stages = await self.stepping.step_out()
         self.donor.go_back()
         if not keeps_snapshots:
@@ -262,7 +262,7 @@ class Server:
         """The run is void here: this server is as it was before, and may be admitted to one, or join one."""
         await self.step_out()
         self.admission.trains_in = None  # whose peers may end this one no more
-        self.voter.forget()
+        self.voter.void_promises()
 
     def serve_with(self, model: PeerModel) -> None:
         """Build stages of another copy of the model from now on. Not while there is a run."""
@@ -284,18 +284,18 @@ class Server:
         old = run.manifest.generation
         self.admission.go_back(caller, decode(body, RestartRequest))
         await self.admission.leadership.go_back()
-        await self.calls.end()
-        self.calls.forget(f"g{old}.")
+        await self.calls.abort_all()
+        self.calls.discard_results(f"g{old}.")
         await self.stepping.go_back()
         self.donor.go_back()
         self.snapshots.go_back()
         return b""
 
     def _take_leave_of(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
-        self.calls.forget(f"g{record.closing.generation}.s{record.step}.")
-        self.admission.note(record)
-        self.donor.note(record, gradients)
-        if (work := self.snapshots.note(record)) is not None:
+        self.calls.discard_results(f"g{record.closing.generation}.s{record.step}.")
+        self.admission.on_record(record)
+        self.donor.keep_record(record, gradients)
+        if (work := self.snapshots.on_record(record)) is not None:
             self._tasks.spawn(work)
         if gradients.keys() - set(self.stepping.stages):  # a stage was given up
             model, manifest, served = self.admission.model, self.admission.run.manifest, self.stepping.stages

@@ -44,7 +44,7 @@ class StageLoad:
         self._busy_in_step_s = 0.0
         self._step_began_s: float | None = None
 
-    def note(self, num_samples: int, *, busy_s: float, queued: int) -> None:
+    def count_samples(self, num_samples: int, *, busy_s: float, queued: int) -> None:
         """A microbatch went through."""
         self._num_measured += 1
         self._num_samples.measure(num_samples)
@@ -52,7 +52,7 @@ class StageLoad:
         self._queued.measure(queued)
         self._busy_in_step_s += busy_s
 
-    def begin(self, *, now_s: float) -> None:
+    def start_step(self, *, now_s: float) -> None:
         """A step begins, the first one or the first after an absence, which counts as no step."""
         self._step_began_s, self._busy_in_step_s = now_s, 0.0
 
@@ -60,7 +60,7 @@ class StageLoad:
         """A step is over, with all that belongs to it, and the next one begins."""
         if (share := self._so_far(now_s)) is not None:
             self._busy_share.measure(share)
-        self.begin(now_s=now_s)
+        self.start_step(now_s=now_s)
 
     @property
     def samples_per_s(self) -> float | None:
@@ -128,7 +128,7 @@ class WeightVersions:
             self._before[name], own.data = own.data, newest
         self.has_before = True
 
-    def forget(self) -> None:
+    def drop_history(self) -> None:
         """There is one version only."""
         self._before, self._elsewhere, self._spare, self.has_before = {}, {}, {}, False
 
@@ -270,12 +270,12 @@ class Stage:
         self.version = version
         if selection is not None:
             self.select(selection)
-        self.stepper.forget()
-        self.statistics.forget()
+        self.stepper.clear_state()
+        self.statistics.clear()
         self._borrowed, self.carried, self._ahead = None, AveragingState(), None
         self._sums = {}
         if self._versions is not None:
-            self._versions.forget()
+            self._versions.drop_history()
 
     def check_applies(self, record: Record) -> None:
         """Refuse a record that `apply` would fail on, before anything is changed."""

@@ -74,11 +74,11 @@ class StepHandlers:
         transport.handle_call(FREEZE, self._handle_freeze)
         transport.handle_call(APPLY, self._handle_apply)
 
-    def begin(self, run: RunState, stages: dict[int, Stage]) -> None:
+    def enter_run(self, run: RunState, stages: dict[int, Stage]) -> None:
         """Enter the run with stages at its version."""
         self.began_s = time.monotonic()
-        self.rounds.forget()
-        self.sums.begin(run, stages, now_s=now_s())
+        self.rounds.discard_round()
+        self.sums.enter_run(run, stages, now_s=now_s())
 
     async def step_out(self) -> list[Stage]:
         """Be in no run. Returns the stages that were held."""
@@ -86,7 +86,7 @@ class StepHandlers:
 
         def end() -> None:
             self.sums.step_out()
-            self.rounds.forget()
+            self.rounds.discard_round()
 
         await self._executor.submit(FIRST, end)  # after what runs on the compute thread
         await self._notify()
@@ -94,7 +94,7 @@ class StepHandlers:
 
     async def go_back(self) -> None:
         """The run entered its next generation: nothing of the old one may change a stage any more."""
-        self.rounds.forget()
+        self.rounds.discard_round()
         self.sums.reselected = None
         # After what runs on the compute thread; what comes later there looks at the generation first.
         await self._executor.submit(FIRST, self.sums.go_back)
@@ -229,12 +229,12 @@ class StepHandlers:
         if self.sums.in_run and record.step < self.version:
             return b""  # told twice
         self.sums.check(caller, closing.generation, closing.step, closing.attempt)
-        await self.take(record)
+        await self.apply_record(record)
         return b""
 
     # ------------------------------------------------------------------ records
 
-    async def take(self, record: Record) -> None:
+    async def apply_record(self, record: Record) -> None:
         """Apply the open step's record, which was decided, with the mean gradients that are held here.
 
         Raises:
@@ -252,7 +252,7 @@ class StepHandlers:
             if not self.sums.in_run or self.version > record.step:
                 return
             self.rounds.carry(record)
-            self.rounds.forget()
+            self.rounds.discard_round()
             self.sums.turn(record, now_s=now_s())
             self._on_decided(record, gradients)
             self._applied.notify_all()

@@ -266,7 +266,7 @@ class CheckpointHooks(RankHooks):
         path = checkpoint_path if self._folder is None else Path(checkpoint_path) / sharded_format.REST
         restored = super().load_checkpoint(path, *args, **kwargs)  # `weights_only`, since Lightning 2.6
         if self._folder is not None:
-            restored["state_dict"] = self._origin.read(self._own_module, self._folder)
+            restored["state_dict"] = self._origin.read_folder(self._own_module, self._folder)
             if self._folder.has_optimizer:  # whose state is for the servers
                 restored["optimizer_states"] = [optimizer_state.by_numbers(self._folder.read_groups())]
         self._restored_step = restored.get("global_step")
@@ -367,7 +367,7 @@ class CheckpointHooks(RankHooks):
         if view is None:
             return None
         self._comes_to = view
-        self._way_back.forget()
+        self._way_back.discard_states()
         return view.manifest.first_step, ""
 
     def _take_over(self, trainer: Trainer, peer: Peer) -> RollbackTarget:

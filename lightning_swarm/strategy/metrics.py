@@ -98,12 +98,12 @@ class SharedMetrics:
         """Whether no metric was logged so far."""
         return not self._metrics
 
-    def begin(self, lease: int) -> None:
+    def begin_batch(self, lease: int) -> None:
         """A batch is in hand."""
         self._lease = lease
         self._before = {name: take(metric) for name, metric in self._metrics.items()}
 
-    def end(self, *, counts: bool) -> Metrics:
+    def finish_batch(self, *, counts: bool) -> Metrics:
         """The batch is through, or will not count. What it added, as it travels."""
         assert self._before is not None
         before, self._before = self._before, None
@@ -126,7 +126,7 @@ class SharedMetrics:
             )
         return [state for state, _ in packed], tensors
 
-    def forget(self, lease: int) -> None:
+    def discard_batch(self, lease: int) -> None:
         """A batch that came to its end counts nowhere. What the metrics hold is somebody else's to restore."""
         self._step.pop(lease, None)
 
@@ -167,7 +167,7 @@ class SharedMetrics:
     def replay(self) -> None:
         """At the lead, after its own batch and before Lightning logs the step: take in what others' batches added."""
         if self._before is not None:  # the batch in hand failed
-            self.end(counts=False)
+            self.finish_batch(counts=False)
         others, self._others = self._others, []
         for name, contents in others:
             metric = self._metrics[name]
@@ -231,11 +231,11 @@ class SharedLogs:
         self._decided: list[LoggedValue] = []  # of all batches of the newest step
         results.log = self._see
 
-    def begin(self, num_samples: int, lease: int) -> None:
+    def begin_batch(self, num_samples: int, lease: int) -> None:
         """A batch is in hand."""
         self._num_samples, self._lease, self._batch = num_samples, lease, []
         self._before = _LogsBefore(self._module, self._results)
-        self._metrics.begin(lease)
+        self._metrics.begin_batch(lease)
 
     @property
     def so_far(self) -> list[LoggedValue] | None:
@@ -246,14 +246,14 @@ class SharedLogs:
     def revoke(self) -> None:
         """The batch counts nowhere, and runs again: what its first run logged is forgotten, by metrics, too."""
         if self._num_samples is not None:
-            self.end(counts=False)
-        self.forget(self._lease)
+            self.finish_batch(counts=False)
+        self.discard_batch(self._lease)
         self.restore()
 
-    def forget(self, lease: int) -> None:
+    def discard_batch(self, lease: int) -> None:
         """A batch that was through is not in the step. What the results and metrics hold is not changed."""
         self._step.pop(lease, None)
-        self._metrics.forget(lease)
+        self._metrics.discard_batch(lease)
 
     def restore(self) -> None:
         """Leave the results and metrics as they were before the newest batch. What is shared of it is not changed."""
@@ -270,10 +270,10 @@ class SharedLogs:
         self._step = {lease: list(logs) for lease, logs in pending[0].items()}
         self._metrics.recall(pending[1])
 
-    def end(self, *, counts: bool = True) -> tuple[list[LoggedValue], Metrics]:
+    def finish_batch(self, *, counts: bool = True) -> tuple[list[LoggedValue], Metrics]:
         """The batch is through, or will not count. What it logged, one entry for each name, and added to metrics."""
         self._num_samples = None
-        metrics = self._metrics.end(counts=counts)
+        metrics = self._metrics.finish_batch(counts=counts)
         logs = fold(self._batch)
         if len(logs) > MAX_LOGS:
             raise ConfigError(

@@ -125,7 +125,7 @@ class SwarmOptimization:
             lease = self._begin(optimizer, batch)
             if lease is None:
                 return {}  # it is in other hands
-            self._logs.begin(batch.num_samples, lease)
+            self._logs.begin_batch(batch.num_samples, lease)
             try:
                 return self._train_here(optimizer, batch, lease)
             except LeaseRevoked as error:
@@ -148,9 +148,9 @@ class SwarmOptimization:
     def _train_besides(self, optimizer: Optimizer, batch_idx: int, grant: Grant) -> None:
         """On a batch that nobody else brings. If it is struck it is anybody's again."""
         assert grant.batch is not None
-        batch = self._data.read(grant.batch)
+        batch = self._data.read_batch(grant.batch)
         kwargs = self.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx)
-        self._logs.begin(grant.samples, grant.lease)
+        self._logs.begin_batch(grant.samples, grant.lease)
         try:
             self._train_here(optimizer, LoopBatch(batch_idx, kwargs, grant.samples, grant.batch), grant.lease)
         except LeaseRevoked as error:
@@ -160,7 +160,7 @@ class SwarmOptimization:
 
     def _end_epoch(self, optimizer: Optimizer, batch_idx: int) -> None:
         """After the last batch of the own part: all of the epoch is to be through before it is left."""
-        end = self._data.end
+        end = self._data.lane_end
         if end is not None:
             try:
                 self._begin(optimizer, LoopBatch(batch_idx, OrderedDict(), 1, end))
@@ -183,7 +183,7 @@ class SwarmOptimization:
             self._give_back()
             raise
         result = closure.consume_result()
-        logs, metrics = self._logs.end(counts=result.loss is not None)
+        logs, metrics = self._logs.finish_batch(counts=result.loss is not None)
         if result.loss is None:
             self._session.withdraw_batch()
             closing = False
@@ -274,7 +274,7 @@ class SwarmOptimization:
         self._logs.recall(pending)
         self._through.recall(news.lost)
         for lease in news.lost:
-            self._logs.forget(lease)
+            self._logs.discard_batch(lease)
 
     def go_back(self) -> None:
         """The run goes on from other weights; what the open step had is gone."""
@@ -345,7 +345,7 @@ class SwarmOptimization:
         lost = self._session.take_lost()
         for lease in lost:
             self._through.lose(lease)
-            self._logs.forget(lease)
+            self._logs.discard_batch(lease)
         return bool(lost)
 
     def _step(self, optimizer: Optimizer) -> None:
@@ -386,7 +386,7 @@ class SwarmOptimization:
             self._log_step()
         self._schedulers.count(optimizer, is_first=not self.stepped)
         self._lightning.optim_progress.optimizer.step.increment_completed()
-        heard = self._session.take(self._version)
+        heard = self._session.receive_record(self._version)
         self._through.count(self._version)
         self._version += 1
         self.stepped = True

@@ -316,7 +316,7 @@ class SwarmHooks(TeardownHooks):
             extra_trainers.reseed(self.local_rank)
         module = self._own_module
         checks.check_on_meta(trainer, module, self.config)
-        self._origin.look(module)
+        self._origin.index_tensors(module)
         super().setup(trainer)
         if not self.is_global_zero:
             extra_trainers.follow_schedule(trainer)

@@ -138,12 +138,12 @@ class TeardownHooks(CheckpointHooks):
         self._undo.close()
         self._session, self._restored_step, self._folder, self._data = None, None, None, None
         if self._weights is not None:
-            self._weights.end()
+            self._weights.end_run()
 
     def leave(self) -> None:
         """End the run and this machine's peers. Twice is fine."""
         self._end_run()
-        self._way_back.end()
+        self._way_back.end_fit()
         self._compiler, self._inherited = None, ()
         peer, self.peer = self.peer, None
         began = peer is not None and (peer.lead.run is not None or self._comes_to is not None)

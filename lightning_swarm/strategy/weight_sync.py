@@ -50,7 +50,7 @@ class ModuleWeights:
         self._version = session.version  # of the weights that the module was seen to hold
         self._gathered: list[weakref.ref[Tensor]] = []
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         """The run is over: what the module does not hold now is lost."""
         self._session = None
 

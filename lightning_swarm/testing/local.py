@@ -180,7 +180,7 @@ class InMemoryHooks(_SwarmHooks):
 
     async def _stay(self, peer: Peer) -> None:
         try:
-            await peer.stay()
+            await peer.serve_run()
         except SwarmError as error:
             self.refusals.append(error)
 

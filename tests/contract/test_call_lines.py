@@ -84,7 +84,7 @@ def test_a_transport_that_closes_cancels_nobody_who_waits_for_a_stream() -> None
         raise AssertionError
 
     async def go(tasks: Tasks) -> None:
-        asking = asyncio.create_task(OutgoingCalls(never, tasks.spawn, patient).ask(PEER, request(1)))
+        asking = asyncio.create_task(OutgoingCalls(never, tasks.spawn, patient).exchange(PEER, request(1)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         await tasks.end()
@@ -108,7 +108,7 @@ def test_an_opening_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
         caller = OutgoingCalls(never, tasks.spawn, patient)
         for number in (1, 2):
             with pytest.raises(Unreachable, match="within"):
-                await caller.ask(PEER, request(number))
+                await caller.exchange(PEER, request(number))
             assert num_opened == number, "the next call tries anew"
         assert not caller._lines
 
@@ -123,7 +123,7 @@ def test_a_call_given_up_as_its_stream_closes_is_only_cancelled(fast: bool) -> N
             async def open_stream(peer: PeerId) -> Stream:
                 return ours
 
-            asking = asyncio.create_task(OutgoingCalls(open_stream, tasks.spawn, patient).ask(PEER, request(1)))
+            asking = asyncio.create_task(OutgoingCalls(open_stream, tasks.spawn, patient).exchange(PEER, request(1)))
             await asyncio.sleep(SHORT_S)
             ours.close()
             await asyncio.sleep(0)
@@ -145,7 +145,7 @@ def test_calls_to_a_peer_that_does_not_read_break_its_stream_and_do_not_fill_the
             caller = OutgoingCalls(open_stream, tasks.spawn, patient)
             largest = 0
             for number in range(1, 1000):
-                asking = asyncio.create_task(caller.ask(PEER, request(number, 1 << 20)))
+                asking = asyncio.create_task(caller.exchange(PEER, request(number, 1 << 20)))
                 while not asking.done() and ours.num_unsent_bytes <= largest:  # noqa: ASYNC110 - it tells nobody
                     await asyncio.sleep(0)
                 asking.cancel()
@@ -167,10 +167,10 @@ def test_an_answer_that_comes_while_much_is_to_be_sent_is_not_waited_for() -> No
                 return ours
 
             caller = OutgoingCalls(open_stream, tasks.spawn, patient)
-            first = asyncio.create_task(caller.ask(PEER, request(1)))
+            first = asyncio.create_task(caller.exchange(PEER, request(1)))
             await theirs.channel.readexactly(HEADER_BYTES)
-            others = [asyncio.create_task(caller.ask(PEER, request(number, 1 << 20))) for number in (2, 3, 4, 5)]
-            second = asyncio.create_task(caller.ask(PEER, request(6)))
+            others = [asyncio.create_task(caller.exchange(PEER, request(number, 1 << 20))) for number in (2, 3, 4, 5)]
+            second = asyncio.create_task(caller.exchange(PEER, request(6)))
             await asyncio.sleep(SHORT_S)
             assert ours.num_unsent_bytes
             answers = [b"".join(encode(Kind.ANSWER, number, "method", Message())) for number in (1, 6)]
@@ -193,7 +193,7 @@ def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() ->
 
             caller = OutgoingCalls(open_stream, tasks.spawn, lambda _: 2 * SHORT_S)
             for _ in range(3):  # to give up early says nothing of the stream
-                asking = asyncio.create_task(caller.ask(PEER, request(1)))
+                asking = asyncio.create_task(caller.exchange(PEER, request(1)))
                 await first[1].channel.readexactly(len(request(1)))
                 asking.cancel()
                 await asyncio.wait({asking})
@@ -203,9 +203,9 @@ def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() ->
             assert not first[0].ended
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(3 * SHORT_S):
-                    await caller.ask(PEER, request(2))
+                    await caller.exchange(PEER, request(2))
             assert first[0].ended
-            again = asyncio.create_task(caller.ask(PEER, request(3)))
+            again = asyncio.create_task(caller.exchange(PEER, request(3)))
             answer = b"".join(encode(Kind.ANSWER, 3, "method", Message()))
             await second[1].channel.readexactly(len(request(3)))
             await second[1].write(answer)
@@ -224,7 +224,7 @@ def test_an_answer_that_stops_half_way_breaks_the_stream(monkeypatch: pytest.Mon
                 return ours
 
             caller = OutgoingCalls(open_stream, tasks.spawn, patient)
-            asking = asyncio.create_task(caller.ask(PEER, request(1)))
+            asking = asyncio.create_task(caller.exchange(PEER, request(1)))
             await theirs.write(b"".join(encode(Kind.ANSWER, 1, "method", Message()))[:-1])
             with pytest.raises(Unreachable, match="half way"):
                 await asking

@@ -224,7 +224,7 @@ class Trainer:
         passages = [self._passage(grant, number, index) for index in range(NUM_MICROBATCHES)]
         works = [self._through_all(passage, number) for passage in passages]
         if self._is_alone and self.steps.open > self.steps.version:
-            works.append(self.steps.begin(grant))
+            works.append(self.steps.begin_batch(grant))
         await gather(works)
         ahead = (
             NextGrant(ends=True, num_samples=NUM_MICROBATCHES * ROWS, gradient_scale=SCALE) if self._is_alone else None
@@ -453,7 +453,7 @@ class FaultySwarm(Swarm):
         self.stays[name] = stay = MembershipLifecycle(
             server._transport, server, find, run_id="run", limits=self.limits, events=server.events
         )
-        self._lives[name] = self.loop.create_task(stay.last(lambda _: None), name=f"server {name}")
+        self._lives[name] = self.loop.create_task(stay.serve_run(lambda _: None), name=f"server {name}")
 
     async def _train(self) -> None:
         coming = self.loop.create_task(self._come_and_go())

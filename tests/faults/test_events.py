@@ -44,7 +44,7 @@ def test_what_every_peer_met_with_comes_to_the_lead() -> None:
         assert swarm.count("takeover")
         assert swarm.servers[PeerId("a")].events.counts
         kinds = [kind for kind in EVENT_KINDS if swarm.count(kind)]
-        taken = lead.take()
+        taken = lead.drain()
         assert {kind: taken[kind] for kind in kinds} == {kind: swarm.count(kind) for kind in kinds}
     finally:
         swarm.close()

@@ -309,7 +309,7 @@ class Swarm:
             state[name] = (
                 None if server.admission._run is None else server.admission._run.view(),
                 server.admission.left.is_set(),
-                str(server.admission.end),
+                str(server.admission.ending_error),
                 stepping.version,
                 stepping.sums.attempt,
                 stepping.rounds._held,

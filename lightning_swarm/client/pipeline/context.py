@@ -191,9 +191,9 @@ class PipelineContext:
     def heard(self, peer: PeerId, *, step: int) -> None:
         """It did what it was asked for."""
         if self._silent.pop(peer, None) is not None:
-            self._vigil.end(step=step)
+            self._vigil.stage_found(step=step)
 
-    async def look(self, peer: PeerId) -> None:
+    async def check_reachable(self, peer: PeerId) -> None:
         """It did not answer in time: find out whether it is there."""
         try:
             await self.transport.ping(peer)

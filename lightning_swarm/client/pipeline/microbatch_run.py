@@ -61,7 +61,7 @@ class MicrobatchRun:
             calls.route = [router.choose(self.microbatch.num_rows, now_s=now_s()) for router in link.routers]
             try:
                 found = await self._forward()
-                comes_back = calls.end <= calls.last
+                comes_back = calls.gradient_end <= calls.last_stage
             finally:
                 if not comes_back:
                     calls.release()
@@ -74,8 +74,8 @@ class MicrobatchRun:
         recovery = ForwardRecovery(link, calls, self.microbatch)
         while True:
             try:
-                await sender.send_forwards(list(range(calls.last + 1)), in_order=recovery.num_failures > 0)
-                message, report = await calls.fetch(calls.last, "forward")
+                await sender.send_forwards(list(range(calls.last_stage + 1)), in_order=recovery.num_failures > 0)
+                message, report = await calls.fetch(calls.last_stage, "forward")
                 for charge in calls.route:
                     link.heard(charge.peer, step=calls.step)
                 # After a failure it is not sure whose reports these are.
@@ -115,10 +115,10 @@ class MicrobatchRun:
         with link.passing():
             try:
                 found = await way_back.go(sent=sent)
-                await gather(self._account_forward(stage) for stage in range(calls.end))
+                await gather(self._account_forward(stage) for stage in range(calls.gradient_end))
             finally:
                 calls.release()
-        if calls.end <= calls.last:
+        if calls.gradient_end <= calls.last_stage:
             route = [charge.peer for charge in calls.route]
             await link.copies.keep(ReplayCopy(microbatch=self.microbatch, gradients=gradients, route=route))
         return found
@@ -222,7 +222,7 @@ class _ForwardSender:
         for stage in busy:
             self._link.routers[stage].refund(self._calls.route[stage])
             self._calls.reroute(stage, frozenset(avoid[stage]))
-        return sorted({*busy, *(stage + 1 for stage in busy if stage < self._calls.last)})
+        return sorted({*busy, *(stage + 1 for stage in busy if stage < self._calls.last_stage)})
 
 
 class _BackwardRun:
@@ -254,9 +254,9 @@ class _BackwardRun:
         """
         is_told = False
         calls, recovery = self._calls, self._recovery
-        stages = range(calls.last, calls.end - 1, -1)
+        stages = range(calls.last_stage, calls.gradient_end - 1, -1)
         if anew:
-            recovery.forwards.update(range(calls.last))
+            recovery.forwards.update(range(calls.last_stage))
             recovery.backwards.update(stages)
         has_begun = anew
         while True:
@@ -300,15 +300,15 @@ class _BackwardRun:
         If it does not come as long as one stage may take, each is asked for its own, to find whose it is.
         """
         calls, link = self._calls, self._link
-        stages = range(calls.end, calls.last + 1)
+        stages = range(calls.gradient_end, calls.last_stage + 1)
         if len(stages) < 2:
             return
-        patience_s = link.patience_s(calls.last, calls.route[calls.last])
+        patience_s = link.patience_s(calls.last_stage, calls.route[calls.last_stage])
         try:
-            report = await calls.wait(calls.end, "backward", timeout=patience_s)
+            report = await calls.wait(calls.gradient_end, "backward", timeout=patience_s)
         except StageCallFailed as failure:
             if isinstance(failure.error, DeadlineExceeded):  # the last stage has had its time
-                await self._receive(calls.last, timeout=_MOMENT_S)
+                await self._receive(calls.last_stage, timeout=_MOMENT_S)
             return
         reports = [report, *report.others]
         if [one.receipt for one in reports] != [calls.accumulates(stage) for stage in stages]:

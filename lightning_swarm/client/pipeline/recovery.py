@@ -128,7 +128,7 @@ class Recovery:
         if self._calls.peer(failure.stage) == failure.peer:
             self._choose(failure.stage, failure.error)
         if isinstance(failure.error, DeadlineExceeded):
-            await self._link.look(failure.peer)
+            await self._link.check_reachable(failure.peer)
         if self._link.is_empty(failure.stage):
             await self._link.wait_for(failure.stage, step=self._microbatch.key.step)
             self._since_s = None  # nobody was tried meanwhile
@@ -140,7 +140,7 @@ class Recovery:
         peer = self._calls.peer(stage)
         if stage in self._holders:
             raise GradientHolderGone(peer, error) from error
-        neighbours = {self._calls.peer(one) for one in (stage - 1, stage + 1) if 0 <= one <= self._calls.last}
+        neighbours = {self._calls.peer(one) for one in (stage - 1, stage + 1) if 0 <= one <= self._calls.last_stage}
         apart = {one for pair in self._missed if neighbours.intersection(pair) for one in pair}
         avoid = frozenset({peer, *self._avoid, *(apart - neighbours)})
         self._calls.reroute(stage, avoid)
@@ -180,13 +180,13 @@ class ForwardRecovery(Recovery):
             if isinstance(failure.error, DeadlineExceeded):
                 await self._stop(failure)
             await self._replace(failure)
-        for stage in range(self._calls.last + 1):  # what others found out meanwhile
+        for stage in range(self._calls.last_stage + 1):  # what others found out meanwhile
             if self._link.is_banned(stage, self._calls.peer(stage)):
                 self._choose(stage, failure.error)
 
     async def _first(self) -> StageCallFailed | None:
         """Wait for one stage after the other; the first one that fails. Its time began when its input was there."""
-        for stage in range(self._calls.last + 1):
+        for stage in range(self._calls.last_stage + 1):
             try:
                 await self._calls.wait(stage, "forward")
             except StageCallFailed as failure:
@@ -235,7 +235,7 @@ class BackwardRecovery(Recovery):
             StepError: It was one failure too many.
         """
         await self._note(failure)
-        stage, last = failure.stage, self._calls.last
+        stage, last = failure.stage, self._calls.last_stage
         if isinstance(failure.error, (GradientGone, GradientMissing)):
             # Each can be fetched once, so all of them are made anew, from the last one on. What that takes is there,
             # or its peer says what is not.
@@ -259,8 +259,8 @@ class BackwardRecovery(Recovery):
     def _moved(self, stage: int) -> None:
         """A stage has another peer, which kept nothing; those before it wait for its gradient, and were told whose."""
         self.done.discard(stage)
-        self.backwards.update(one for one in range(self._calls.end, stage + 1) if one not in self.done)
-        if stage < self._calls.end:
+        self.backwards.update(one for one in range(self._calls.gradient_end, stage + 1) if one not in self.done)
+        if stage < self._calls.gradient_end:
             self.forwards.update(range(stage + 1))
 
     async def _added_late(self, failure: StageCallFailed) -> bool:

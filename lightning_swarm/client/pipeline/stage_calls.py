@@ -84,12 +84,12 @@ class StageCalls:
         return self._microbatch.key.step
 
     @property
-    def last(self) -> int:
+    def last_stage(self) -> int:
         """The last stage."""
         return len(self._microbatch.extras) - 1
 
     @property
-    def end(self) -> int:
+    def gradient_end(self) -> int:
         """The last stage that gets a gradient; behind the last one, if none does."""
         if self._holders is not None:
             return min(self._holders)
@@ -117,7 +117,7 @@ class StageCalls:
             router.release(charge)
 
     def untold(self, end: int) -> list[int]:
-        """The stages before `end` whose peers, as the route has it now, were never told to go forward."""
+        """The stages before `gradient_end` whose peers, as the route has it now, were never told to go forward."""
         told = {stage: told.peer for (stage, direction), told in self._told.items() if direction == "forward"}
         return [stage for stage in range(end) if told.get(stage) != self.peer(stage)]
 
@@ -135,7 +135,7 @@ class StageCalls:
             mode=microbatch.mode,
             source=self._ticket(stage - 1, "forward") if stage else None,
             structure=structure,
-            keep=stage >= self.end,
+            keep=stage >= self.gradient_end,
         )
         self._told[stage, "forward"] = told  # before it is sure: a call that breaks off may have come there
         with self._blaming(stage):
@@ -153,7 +153,7 @@ class StageCalls:
             stage: Which.
             recompute: Say how to do the forward again, for a peer that kept nothing of it.
         """
-        source = self.peer(stage + 1) if stage < self.last else None
+        source = self.peer(stage + 1) if stage < self.last_stage else None
         told = _InputSource(self.peer(stage), source, self.peer(stage - 1) if recompute and stage else None)
         await self._untell(stage, "backward", told)
         microbatch = self._microbatch

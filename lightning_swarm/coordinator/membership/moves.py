@@ -126,7 +126,7 @@ class PlannedMoves:
         concerned = {*(one.member.peer_id for one in movers), *(one.peer for one in sheds)}
         return (movers, sheds) if concerned <= staying and not gone else ([], [])
 
-    def note(self, record: Record) -> None:
+    def record_applied(self, record: Record) -> None:
         """It is decided and applied."""
         if self._steps_aside:
             num_stages = self._run.num_pipeline_stages

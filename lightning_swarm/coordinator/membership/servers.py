@@ -77,7 +77,7 @@ class JoinBackoff:
         """In how many seconds it may join; not positive: it may."""
         return self._missed.get(peer, _Backoff()).until_s - now_s
 
-    def forget(self, peer: PeerId) -> None:
+    def clear(self, peer: PeerId) -> None:
         """It is in."""
         self._missed.pop(peer, None)
 
@@ -441,6 +441,6 @@ class ServerMembership:
             self._events.note("left", peer=peer, step=self._run.version, reason="as it asked to")
         for candidate in newcomers:
             self._waiting.pop(candidate.member.peer_id, None)
-            self._misses.forget(candidate.member.peer_id)
+            self._misses.clear(candidate.member.peer_id)
             peer, stage = candidate.member.peer_id, candidate.stage_index
             self._events.note("joined", peer=peer, stage=stage, step=self._run.version)

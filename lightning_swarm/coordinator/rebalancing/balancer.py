@@ -93,7 +93,7 @@ class ReportedLoad:
     busy_share: float | None = None
 
     @classmethod
-    def said(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> ReportedLoad:
+    def from_report(cls, samples_per_s: float | None, queued: float, busy_share: float | None) -> ReportedLoad:
         """What a server says, as far as it can be true: nothing that it says may harm who coordinates."""
         believed = samples_per_s is not None and _SLOWEST <= samples_per_s <= 1.0 / _SLOWEST
         share = None if busy_share is None else min(busy_share, 1.0)

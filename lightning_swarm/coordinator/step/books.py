@@ -69,7 +69,7 @@ class StepState:
 
     def go_back(self, manifest: Manifest) -> None:
         """The run entered its next generation."""
-        self.end(StepOutcome())
+        self.close_step(StepOutcome())
         self.due, self.order = None, DataOrder()
         self.open = OpenStep(manifest.first_step, manifest.target_batch_size)
 
@@ -107,7 +107,7 @@ class StepState:
         """A step that is not decided yet."""
         return next((one for one in (self.due, self.open) if one is not None and one.step == step), None)
 
-    def end(self, outcome: StepOutcome) -> None:
+    def close_step(self, outcome: StepOutcome) -> None:
         """The open step is over; the next one is still to be opened."""
         self.outcome = outcome
         self._end_open()

@@ -74,7 +74,7 @@ class LeaseTable:
         """The run entered its next generation."""
         self._waiting, self._reserved, self._idle, self._granted_s = {}, {}, {}, {}
 
-    def ask(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
+    def grant(self, step: OpenStep, trainer: PeerId, request: GrantRequest) -> GrantReply:
         """A trainer asks for a place in the open step.
 
         Raises:

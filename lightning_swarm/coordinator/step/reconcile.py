@@ -293,7 +293,7 @@ class SumReconciliation:
             if not all(ledgers):
                 await self._pause([index for index, stage in enumerate(ledgers) if not stage])
                 continue
-            self._vigil.end(step=self._step.step)
+            self._vigil.stage_found(step=self._step.step)
             self._pause_s = _FIRST_PAUSE_S
             hashes = [version_hash(index, stage.values(), step=self._step.step) for index, stage in enumerate(ledgers)]
             check_tied(ledgers, step=self._step.step)

@@ -107,7 +107,7 @@ def loads(ledgers: Ledgers) -> dict[PeerId, dict[int, ReportedLoad]]:
     for index, stage in enumerate(ledgers):
         for member, ledger in stage.items():
             said = ledger.said
-            found.setdefault(member.peer_id, {})[index] = ReportedLoad.said(
+            found.setdefault(member.peer_id, {})[index] = ReportedLoad.from_report(
                 said.samples_per_s, said.queued, said.busy_share
             )
     return found

@@ -253,7 +253,7 @@ class ViewHooks(_ProgressBar):
         now_s = time.monotonic()
         with self._lock:
             if status is not None:
-                self._status, self._rows = status, self._presence.look(status, now_s=now_s)
+                self._status, self._rows = status, self._presence.update(status, now_s=now_s)
             if self._phase == "training":
                 num_samples = self._status.num_samples if self._status is not None else 0
                 self._rates.tick(now_s, self.trainer.global_step, num_samples)

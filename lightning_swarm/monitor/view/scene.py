@@ -80,7 +80,7 @@ class PeerPresence:
         self._there: dict[tuple[int, PeerId], PeerStatus] = {}
         self._gone: dict[tuple[int, PeerId], tuple[PeerStatus, float]] = {}
 
-    def look(self, status: SwarmStatus, *, now_s: float) -> list[list[PeerRow]]:
+    def update(self, status: SwarmStatus, *, now_s: float) -> list[list[PeerRow]]:
         """The rows of each stage."""
         there = {(stage.index, one.peer_id): one for stage in status.stages for one in stage.peers}
         left = self._there.keys() - there.keys()

@@ -68,7 +68,7 @@ class OutgoingCalls:
         self._room = asyncio.Semaphore(_MAX_OPENING)
         self._lines: dict[PeerId, asyncio.Task[_PeerStream]] = {}
 
-    async def ask(self, peer: PeerId, request: bytes) -> bytes:
+    async def exchange(self, peer: PeerId, request: bytes) -> bytes:
         """Carry an encoded call to `peer` and its encoded answer back.
 
         Raises:
@@ -85,7 +85,7 @@ class OutgoingCalls:
             raise Unreachable(f"The transport was closed before a stream to {peer} was open.")
         if isinstance(error := opening.exception(), Unreachable):
             raise Unreachable(str(error)) from error
-        return await opening.result().ask(request)
+        return await opening.result().exchange(request)
 
     async def _open(self, peer: PeerId) -> _PeerStream:
         async with self._room:
@@ -133,7 +133,7 @@ class _PeerStream:
         """Whether it is of no more use: it broke, or the other side may have lost its patience."""
         return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
 
-    async def ask(self, request: bytes) -> bytes:
+    async def exchange(self, request: bytes) -> bytes:
         exchange_id = exchange_id_of(request)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answers[exchange_id] = answer
@@ -250,7 +250,7 @@ async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]
                 if answers.under_way and not incoming.half_way:
                     continue
                 return
-            await answers.take(head, request)
+            await answers.accept(head, request)
     except (OSError, EOFError, ProtocolError):
         return
     finally:
@@ -267,7 +267,7 @@ class _Answers:
         self._spawn = spawn
         self.under_way: dict[int, asyncio.Task[None]] = {}
 
-    async def take(self, head: Fixed, request: bytes) -> None:
+    async def accept(self, head: Fixed, request: bytes) -> None:
         """A call came, or one is taken back."""
         exchange_id = head.exchange_id
         if head.kind is Kind.CANCEL:
@@ -409,7 +409,7 @@ class HivemindTransport(BaseTransport):
         return answer.body
 
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        return await self._calls.ask(peer, request)
+        return await self._calls.exchange(peer, request)
 
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
         async with self._pool.lease(peer) as stream:

@@ -149,7 +149,7 @@ class PowerSGD(Averager):
         self, vector: Tensor, total_weight: float, group: Group, place: int, carried: AveragingState
     ) -> AveragingResult:
         low_rank, left_group, right_group = self.low_rank, *_both(group)
-        before = low_rank.begin(vector) if carried.basis is None else carried.basis
+        before = low_rank.initial_basis(vector) if carried.basis is None else carried.basis
 
         def begin() -> tuple[Tensor, Tensor]:
             own = vector if carried.lost is None else torch.add(vector, carried.lost, alpha=total_weight)
@@ -182,7 +182,7 @@ class PowerSGD(Averager):
 
         def end() -> tuple[Tensor, AveragingState]:
             mean = low_rank.product(low_rank.orthonormal(left_mean), right_mean)
-            return mean, AveragingState(basis=low_rank.basis(right_mean, low_rank.begin(like)))
+            return mean, AveragingState(basis=low_rank.basis(right_mean, low_rank.initial_basis(like)))
 
         found: tuple[Tensor, AveragingState] = await self.compute(end)
         return found

@@ -69,7 +69,7 @@ class LowRank:
             self._matrices.append(_Matrix(place, rows, columns, left, right))
             self.left_length, self.right_length = left.stop, right.stop
 
-    def begin(self, like: Tensor) -> Tensor:
+    def initial_basis(self, like: Tensor) -> Tensor:
         """A basis for the first step, ``[right_length]``: random, and the same on all peers."""
         generator = torch.Generator("cpu").manual_seed(0)
         basis = torch.randn(self.right_length, generator=generator, dtype=torch.float64, device="cpu")

@@ -144,7 +144,7 @@ class Throttle:
         self._bytes_per_s = bytes_per_s
         self._free_s = 0.0  # when all that was promised is through
 
-    async def take(self, num_bytes: int) -> None:
+    async def acquire(self, num_bytes: int) -> None:
         """Wait until they may be sent."""
         at_s = now_s()
         wait_s = max(self._free_s - at_s, 0.0)
@@ -248,7 +248,7 @@ class Donor:
         transport.handle_stream(PIECE, self._handle_piece, max_bytes=0)
         transport.handle_stream(NEXT, self._handle_next, max_bytes=0)
 
-    def note(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
+    def keep_record(self, record: Record, gradients: Mapping[int, Tensor]) -> None:
         """A record was applied here."""
         at_s = now_s()
         self._interval_s, self._noted_s = at_s - self._noted_s, at_s
@@ -343,7 +343,7 @@ class Donor:
         stop = min(stop, start + min(_MAX_PIECE_BYTES, max(_MIN_PIECE_BYTES, self._limits.max_upload // 10)))
         download.num_pieces += 1
         try:
-            await self._throttle.take(stop - start)
+            await self._throttle.acquire(stop - start)
         finally:
             download.num_pieces -= 1
             download.last_heard_s = now_s()

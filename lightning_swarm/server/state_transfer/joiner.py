@@ -72,7 +72,7 @@ class StageDownload:
         self.helpers: set[PeerId] = set()  # who sent a piece beside the donor
         self._copied: list[PeerId] = []  # who holds a copy for this peer beside the donor
 
-    async def run(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
+    async def download(self, donors: Sequence[PeerId], *, alone: bool) -> tuple[PeerId, IncomingSnapshot]:
         """All of it, and which member keeps the records from its version on.
 
         Args:
@@ -357,7 +357,7 @@ class Joiner:
     async def _download(self, donors: Sequence[PeerId], stage: Stage) -> tuple[PeerId, int]:
         """Take over the state that members have; returns the one to follow, and its version."""
         download = StageDownload(self._transport, stage, limits=self._limits)
-        donor, blank = await download.run(donors, alone=self._alone)
+        donor, blank = await download.download(donors, alone=self._alone)
         snapshot = blank.head.snapshot
         weights, state = blank.values()
 

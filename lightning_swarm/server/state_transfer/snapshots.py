@@ -278,7 +278,7 @@ class Snapshots:
         order = self._order
         return set() if order is None else {one for one in (order.version, order.keep) if one is not None}
 
-    def note(self, record: Record) -> Coroutine[Any, Any, None] | None:
+    def on_record(self, record: Record) -> Coroutine[Any, Any, None] | None:
         """A record was applied here. The work of taking a snapshot, if it says so."""
         if record.snapshot is None or not self._admission.is_member:
             return None

@@ -154,14 +154,14 @@ class SharedData:
         return len(self._indices(number))
 
     @property
-    def end(self) -> BatchNumber | None:
+    def lane_end(self) -> BatchNumber | None:
         """The end of the epoch, if the batch in hand is the last one of this trainer's lane."""
         if self.number is None or self._num_left:
             return None
         epoch, _ = self.number
         return epoch, self._plans[epoch].num_batches
 
-    def read(self, number: BatchNumber) -> Any:
+    def read_batch(self, number: BatchNumber) -> Any:
         """A batch that no loader here has read, as Lightning would hand it to `training_step`."""
         assert self._loader is not None
         trainer, module = self._trainer, self._trainer.lightning_module

@@ -151,7 +151,7 @@ class LoopStates:
         """Keep none of those that there are."""
         self._kept = ()
 
-    def forget(self, ordered: Collection[int]) -> None:
+    def prune(self, ordered: Collection[int]) -> None:
         """Keep none but those that go with snapshots that were ordered, and the newest."""
         older, newest = self._kept[:-1], self._kept[-1:]
         wanted = [self.find(version, lambda *_: True) for version in ordered]
@@ -166,7 +166,7 @@ class LoopStates:
         if self._kept and self._kept[-1].news is None:
             self._kept = (*self._kept[:-1], replace(self._kept[-1], news=news))
 
-    def take(self, version: int, through: Collection[int], place: BatchPosition, pending: Pending) -> None:
+    def save(self, version: int, through: Collection[int], place: BatchPosition, pending: Pending) -> None:
         """Keep the loop's state; it is between two batches.
 
         Nothing of it comes from the servers. The hooks that a checkpoint's saving calls are called; those that work on

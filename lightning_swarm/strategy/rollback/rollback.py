@@ -55,7 +55,7 @@ class KnownSnapshots:
         """Those that came so far are void."""
         self._newest = None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """What this peer's server heard, which knows all records; else what the trainer heard."""
         record, ordered = self._session.newest_record, self._peer.ordered
         if record is not None and record.snapshot is not None and record.step >= self._first_step:
@@ -108,7 +108,7 @@ class LoopReplication:
         self._newest: int | None = None  # that was sent
         self._left_out: set[str] = set()  # what was warned of
 
-    def look(self) -> None:
+    def replicate(self) -> None:
         """The loop is between two batches, or its next one has a place: records may have come in between."""
         session, version = self._session, self._session.version
         if not session.is_lead or version == self._newest or version not in self._orders.versions:
@@ -224,15 +224,15 @@ class Rollback:
 
         def placed(news: RunNews) -> None:
             states.placed(news)
-            orders.look()
-            elsewhere.look()
+            orders.refresh()
+            elsewhere.replicate()
 
         def between() -> None:
-            orders.look()
-            states.forget(orders.versions)
+            orders.refresh()
+            states.prune(orders.versions)
             if orders.may_be_at(session.version, session.through):
-                states.take(session.version, session.through, place.here, loop.pending)
-                elsewhere.look()
+                states.save(session.version, session.through, place.here, loop.pending)
+                elsewhere.replicate()
 
         def arrived() -> None:
             self._arrive(trainer, loop, states)
@@ -296,10 +296,10 @@ class Rollback:
 
     def begin_anew(self) -> None:
         """Not at the lead, where another peer came to lead: what this loop was at goes with nothing of that one's."""
-        self.forget()
+        self.discard_states()
         self.begins_anew = True
 
-    def forget(self) -> None:
+    def discard_states(self) -> None:
         """Go on from nothing that this loop was at."""
         self._forget_goal()
         self._said, self._arrived = {}, True
@@ -408,7 +408,7 @@ class Rollback:
             self._place.close()
         self.states = self._place = self._orders = None
 
-    def end(self) -> None:
+    def end_fit(self) -> None:
         """The fit is over."""
         self.let_go()
         self._forget_goal()

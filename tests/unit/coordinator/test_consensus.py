@@ -98,7 +98,7 @@ class Election:
         return Proposer(transport, run or self.run, term, timeout=1.0, patience_s=10.0, events=self.events)
 
     def begin(self, proposer: Proposer) -> Record | None:
-        return self.loop.run_until_complete(proposer.begin())
+        return self.loop.run_until_complete(proposer.prepare())
 
     def decide(self, proposed: Record, proposer: Proposer | None = None) -> None:
         proposer = proposer or self.proposer

@@ -105,8 +105,8 @@ def test_what_a_dead_trainer_was_granted_goes_to_others(make_swarm: MakeSwarm, f
 
     run.check(run.swarm.run(go()))
     assert run.kinds() == [("gone", OTHER), ("strike", OTHER)]
-    assert run.steps.events.take() == {"gone": 1, "strike": 1}, "the lead hears of it"
-    assert not run.other.events.take()
+    assert run.steps.events.drain() == {"gone": 1, "strike": 1}, "the lead hears of it"
+    assert not run.other.events.drain()
 
 
 def test_a_trainer_that_thaws_in_the_step_may_run_its_batch_again(make_swarm: MakeSwarm) -> None:

@@ -172,16 +172,16 @@ def test_rates_are_those_of_the_last_seconds() -> None:
 def test_who_is_gone_is_shown_for_a_minute() -> None:
     presence = PeerPresence()
     first, second = peer("aaaaa", 5, 10.0), peer("bbbbb", 5, 10.0, failures=2)
-    (rows,) = presence.look(status_with([first, second]), now_s=0.0)
+    (rows,) = presence.update(status_with([first, second]), now_s=0.0)
     assert [(row.state, row.trains, row.coordinates) for row in rows] == [
         ("serving", True, False),
         ("failing", False, True),
     ]
-    (rows,) = presence.look(status_with([first, peer("ccccc")]), now_s=10.0)
+    (rows,) = presence.update(status_with([first, peer("ccccc")]), now_s=10.0)
     assert [row.state for row in rows] == ["serving", "joining", "gone"]
-    (rows,) = presence.look(status_with([first, second]), now_s=20.0)
+    (rows,) = presence.update(status_with([first, second]), now_s=20.0)
     assert [row.state for row in rows] == ["serving", "failing", "gone"]
-    (rows,) = presence.look(status_with([first, second]), now_s=90.0)
+    (rows,) = presence.update(status_with([first, second]), now_s=90.0)
     assert [row.state for row in rows] == ["serving", "failing"]
 
 
@@ -340,7 +340,7 @@ def _broken(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("a bug of the view")
 
 
-@pytest.mark.parametrize("place", ["panel.SwarmPanel.__rich_console__", "_progress", "PeerPresence.look"])
+@pytest.mark.parametrize("place", ["panel.SwarmPanel.__rich_console__", "_progress", "PeerPresence.update"])
 def test_a_view_that_fails_does_not_end_the_run(
     terminal: OnTerminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:

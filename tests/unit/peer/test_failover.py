@@ -136,7 +136,7 @@ def beside(swarm: Swarm, name: PeerId) -> failover.StandbyLead:
     """What the trainer in a server's process has, in the run that the server is in."""
     server = swarm.servers[name]
     found = failover.StandbyLead(server._transport, server.admission, limits=Limits(silence_timeout=2.0))
-    found.begin(RunState(swarm.manifest))
+    found.enter_run(RunState(swarm.manifest))
     return found
 
 

@@ -48,7 +48,7 @@ def live(swarm: Swarm) -> dict[PeerId, asyncio.Task[None]]:
             server._transport, server, find, run_id="run", limits=swarm.limits, events=EventLog()
         )
         try:
-            await stay.last(lambda _: None)
+            await stay.serve_run(lambda _: None)
         finally:
             await server.close()
             await server._transport.close()
@@ -202,7 +202,7 @@ def test_only_who_coordinates_says_so(make_swarm: MakeSwarm) -> None:
         assert not swarm.servers[B].admission.left.is_set()
         await swarm.trainer.call(B, LEAVE, b"", timeout=1.0)
         await swarm.servers[A]._transport.call(B, BREAK_OFF, body, timeout=1.0)
-        assert isinstance(swarm.servers[B].admission.end, RunOver), "what was said first holds"
+        assert isinstance(swarm.servers[B].admission.ending_error, RunOver), "what was said first holds"
 
     swarm.run(go())
 
@@ -216,7 +216,7 @@ def test_a_joiner_is_told_too(make_swarm: MakeSwarm) -> None:
         await asyncio.wait_for(joiner.admission.left.wait(), LEAD_S + 4 * SILENCE_S)
 
     swarm.run(go())
-    assert isinstance(joiner.admission.end, StepError)
+    assert isinstance(joiner.admission.ending_error, StepError)
 
 
 def test_a_trainers_loop_ends_with_the_error(make_swarm: MakeSwarm) -> None:
@@ -227,7 +227,7 @@ def test_a_trainers_loop_ends_with_the_error(make_swarm: MakeSwarm) -> None:
         admission.left,
         admission.released,
         deaf=lambda: False,
-        end=lambda: admission.end,
+        end=lambda: admission.ending_error,
         grace_s=0.0,
     )
     swarm.network.kill(LEAD)

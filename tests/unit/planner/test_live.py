@@ -301,14 +301,14 @@ def test_a_message_that_was_hardly_longer_than_the_way_is_not_taken_at_its_word(
 def test_the_best_of_a_link_counts() -> None:
     links = LinkEstimates()
     for took_s in (0.5, 0.2, 0.3):
-        links.note("a", sent_bytes=10, received_bytes=10, took_s=took_s)
+        links.add_sample("a", sent_bytes=10, received_bytes=10, took_s=took_s)
     for num_bytes, took_s in ((10_000, 0.001), (1_000_000, 9.0), (1_000_000, 1.2), (2_000_000, 3.0)):
-        links.note("a", sent_bytes=10, received_bytes=num_bytes, took_s=took_s)
+        links.add_sample("a", sent_bytes=10, received_bytes=num_bytes, took_s=took_s)
     assert links["a"] == LinkEstimate(round_trip_s=0.2, received=TransferSample(1_000_000, 1.2))
-    links.note("a", sent_bytes=1_000_000, received_bytes=10, took_s=0.3)
+    links.add_sample("a", sent_bytes=1_000_000, received_bytes=10, took_s=0.3)
     assert links["a"].sent == TransferSample(1_000_000, 0.3)
     for number in range(2000):
-        links.note(str(number), sent_bytes=10, received_bytes=10, took_s=0.5)
+        links.add_sample(str(number), sent_bytes=10, received_bytes=10, took_s=0.5)
     assert len(links) == 1024
 
 

@@ -56,12 +56,12 @@ def test_what_others_counted_is_taken_once_however_often_and_late_they_say_it() 
     b.note("ban", peer="c")
     lead.learn({PeerId("b"): b.report()})
     lead.learn({PeerId("b"): early, PeerId("lead"): lead.report()})
-    assert lead.take() == {"strike": 1, "retry": 2, "ban": 1}
+    assert lead.drain() == {"strike": 1, "retry": 2, "ban": 1}
     lead.learn({PeerId("b"): b.report()})
-    assert not lead.take()
+    assert not lead.drain()
     b.note("retry", peer="c")
     lead.learn({PeerId("b"): b.report()})
-    assert lead.take() == {"retry": 1}
+    assert lead.drain() == {"retry": 1}
 
 
 def test_a_peer_that_was_started_again_counts_from_nothing() -> None:
@@ -69,10 +69,10 @@ def test_a_peer_that_was_started_again_counts_from_nothing() -> None:
     for _ in range(3):
         before.note("retry")
     lead.learn({PeerId("b"): before.report()})
-    assert lead.take() == {"retry": 3}
+    assert lead.drain() == {"retry": 3}
     now.note("retry")
     lead.learn({PeerId("b"): now.report()})
-    assert lead.take() == {"retry": 1}
+    assert lead.drain() == {"retry": 1}
 
 
 def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_of_many_peers_that_come_and_go_all_is_counted_and_not_all_is_kept(monke
         for log in reports.values():
             log.note("retry")
         lead.learn({peer: log.report() for peer, log in reports.items()})
-        found += lead.take()
+        found += lead.drain()
     assert found == {"retry": 200}
     assert len(lead.learnt(PeerId("lead"))) == 11
     assert len(lead._taken) == 20
@@ -141,9 +141,9 @@ def test_two_threads_note_and_read() -> None:
             noting = other.submit(lambda: [events.note("retry", step=step) for step in range(3000)])
             for step in range(3000):
                 events.note("retry", step=-step)
-                found += events.take()
+                found += events.drain()
             noting.result()
     finally:
         sys.setswitchinterval(switch_s)
-    found += events.take()
+    found += events.drain()
     assert found == {"retry": 6000}

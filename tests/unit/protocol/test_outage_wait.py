@@ -45,8 +45,8 @@ def test_when_somebody_is_back_the_next_time_is_another_one(caplog: pytest.LogCa
     events = EventLog()
     vigil = OutageWait(events, stage_timeout=100.0)
     keep(vigil, 0.0)
-    vigil.end(step=7)
-    vigil.end(step=8)
+    vigil.stage_found(step=7)
+    vigil.stage_found(step=8)
     keep(vigil, 150.0)
     assert events.counts == {"pause": 2, "resume": 1}
     assert "It is given up in 100 s." in lines(caplog)[-1]

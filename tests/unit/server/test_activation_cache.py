@@ -18,8 +18,8 @@ def test_what_is_kept_is_counted_and_taken_once() -> None:
     one = kept(10, 20)
     cache.keep("x", one)
     assert cache.used_bytes == 30
-    assert cache.take("x") is one
-    assert cache.take("x") is None
+    assert cache.pop("x") is one
+    assert cache.pop("x") is None
     assert cache.used_bytes == 0
 
 
@@ -29,16 +29,16 @@ def test_the_same_name_is_kept_once() -> None:
     again = kept(5, 5)
     cache.keep("x", again)
     assert cache.used_bytes == 10
-    assert cache.take("x") is again
+    assert cache.pop("x") is again
 
 
 def test_the_graph_goes_before_the_input() -> None:
     cache = ActivationCache(100)
     cache.keep("x", kept(40, 60))
     assert cache.full
-    cache.take("x")
+    cache.pop("x")
     cache.keep("x", kept(40, 61))
-    without_graph = cache.take("x")
+    without_graph = cache.pop("x")
     assert without_graph is not None
     assert (without_graph.graph, without_graph.graph_bytes) == (None, 0)
     assert (cache.num_dropped_graphs, cache.used_bytes) == (1, 0)
@@ -49,8 +49,8 @@ def test_what_does_not_fit_pushes_out_nothing() -> None:
     oldest = kept(60, 0)
     cache.keep("oldest", oldest)
     cache.keep("new", kept(41, 0))
-    assert cache.take("new") is None
-    assert cache.take("oldest") is oldest
+    assert cache.pop("new") is None
+    assert cache.pop("oldest") is oldest
     assert not cache.full
 
 
@@ -58,7 +58,7 @@ def test_a_cache_without_room_keeps_nothing() -> None:
     cache = ActivationCache(0)
     assert cache.full
     cache.keep("x", kept(1, 1))
-    assert cache.take("x") is None
+    assert cache.pop("x") is None
     assert cache.used_bytes == 0
 
 
@@ -68,4 +68,4 @@ def test_a_step_is_dropped_by_its_prefix() -> None:
         cache.keep(name, kept(10, 0))
     cache.drop("s1.")
     assert cache.used_bytes == 10
-    assert cache.take("s10.a") is not None
+    assert cache.pop("s10.a") is not None

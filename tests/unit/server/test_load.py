@@ -14,38 +14,38 @@ from tests.unit.conftest import MakeSwarm
 
 def test_the_busy_share_is_of_whole_steps_as_soon_as_there_are_some() -> None:
     load = StageLoad()
-    load.begin(now_s=100.0)
+    load.start_step(now_s=100.0)
     assert load.busy_share(now_s=100.0) is None
     for _ in range(3):
-        load.note(4, busy_s=1.0, queued=0)
+        load.count_samples(4, busy_s=1.0, queued=0)
     assert load.busy_share(now_s=105.0) == pytest.approx(0.6)
     load.note_step(now_s=110.0)
-    load.note(4, busy_s=8.0, queued=0)
+    load.count_samples(4, busy_s=8.0, queued=0)
     assert load.busy_share(now_s=118.0) == pytest.approx(0.3)
     for step in range(1, 100):
-        load.note(4, busy_s=8.0, queued=0)
+        load.count_samples(4, busy_s=8.0, queued=0)
         load.note_step(now_s=110.0 + 10.0 * step)
     assert load.busy_share(now_s=2000.0) == pytest.approx(0.8)
 
 
 def test_nobody_is_busier_than_always() -> None:
     load = StageLoad()
-    load.begin(now_s=0.0)
-    load.note(1, busy_s=10.0, queued=0)
+    load.start_step(now_s=0.0)
+    load.count_samples(1, busy_s=10.0, queued=0)
     load.note_step(now_s=0.0)
-    load.note(1, busy_s=10.0, queued=0)
+    load.count_samples(1, busy_s=10.0, queued=0)
     load.note_step(now_s=1.0)
     assert load.busy_share(now_s=1.0) == 1.0
 
 
 def test_who_comes_back_was_not_idle_in_between() -> None:
     load = StageLoad()
-    load.begin(now_s=0.0)
-    load.note(4, busy_s=8.0, queued=0)
+    load.start_step(now_s=0.0)
+    load.count_samples(4, busy_s=8.0, queued=0)
     load.note_step(now_s=10.0)
-    load.note(4, busy_s=1.0, queued=0)  # of a step that was decided without it
-    load.begin(now_s=1000.0)
-    load.note(4, busy_s=8.0, queued=0)
+    load.count_samples(4, busy_s=1.0, queued=0)  # of a step that was decided without it
+    load.start_step(now_s=1000.0)
+    load.count_samples(4, busy_s=8.0, queued=0)
     load.note_step(now_s=1010.0)
     assert load.busy_share(now_s=1010.0) == pytest.approx(0.8)
 
@@ -54,9 +54,9 @@ def test_a_stage_that_enters_a_run_again_was_not_idle_meanwhile(make_swarm: Make
     swarm = make_swarm("a")
     stage = swarm.servers[PeerId("a")].stepping.stage(0)
     sums = GradientSums(Member(peer_id=PeerId("a"), boot_id=0))
-    sums.begin(RunState(swarm.manifest), {0: stage}, now_s=0.0)
-    stage.load.note(4, busy_s=8.0, queued=0)
+    sums.enter_run(RunState(swarm.manifest), {0: stage}, now_s=0.0)
+    stage.load.count_samples(4, busy_s=8.0, queued=0)
     stage.load.note_step(now_s=10.0)
     sums.step_out()
-    sums.begin(RunState(swarm.manifest), {0: stage}, now_s=1000.0)
+    sums.enter_run(RunState(swarm.manifest), {0: stage}, now_s=1000.0)
     assert stage.load.busy_share(now_s=1000.0) == pytest.approx(0.8)

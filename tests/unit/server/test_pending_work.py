@@ -31,7 +31,7 @@ class Busy:
     def call(self, direction: str, begin_s: float, took_s: float) -> None:
         self._num_calls += 1
         name = f"{self._num_calls}/0/{direction}"
-        self._loop.call_later(begin_s, lambda: self.under_way.begin(name, lambda: asyncio.sleep(took_s)))
+        self._loop.call_later(begin_s, lambda: self.under_way.start(name, lambda: asyncio.sleep(took_s)))
 
     def waits(self) -> float:
         """Seconds that the next averaging waits."""
@@ -53,7 +53,7 @@ def busy(loop: VirtualLoop) -> Iterator[Busy]:
     assert one.waits() == 0.0, "nothing is known of a step's time yet"
     one.rest(STEP_S)
     yield one
-    loop.run_until_complete(one.under_way.end())
+    loop.run_until_complete(one.under_way.abort_all())
 
 
 def test_forwards_go_first(busy: Busy) -> None:
@@ -90,6 +90,6 @@ def test_others_do_not_wait_too_long_for_its_part(busy: Busy) -> None:
 
 
 def test_averaging_that_takes_most_of_a_step_has_no_time(busy: Busy) -> None:
-    busy.lull.note(0.6 * STEP_S)
+    busy.lull.averaging_took(0.6 * STEP_S)
     busy.call("forward", 0.0, 3.0)
     assert busy.waits() == 0.0

@@ -23,7 +23,7 @@ class Module(nn.Module):
 
 
 def train(module: Module, shared: SharedMetrics, seed: int) -> None:
-    shared.begin(seed)
+    shared.begin_batch(seed)
     module.both.update(*batch(seed))
     shared.follow(module.both["recall"])
 
@@ -46,10 +46,10 @@ def test_one_metric_of_a_collection_brings_those_that_share_its_states() -> None
         sent = []
         for seed, counts in ((first, True), (first + 1, False)):
             train(other, of_other, seed)
-            sent.append(of_other.end(counts=counts))
+            sent.append(of_other.finish_batch(counts=counts))
         assert sent[1] == ([], [])
         train(lead, of_lead, first + 2)
-        assert of_lead.end(counts=True) == ([], [])
+        assert of_lead.finish_batch(counts=True) == ([], [])
         of_lead.decide([sent[0]])
         of_lead.replay()
     assert values(lead) == whole(0, 2, 3, 5) != whole(0, 1, 2, 3, 5)
@@ -60,14 +60,14 @@ def test_the_lead_may_hear_of_a_metric_before_it_logs_it() -> None:
     lead, other = Module(), Module()
     of_lead, of_other = SharedMetrics(lead, {}, max_bytes=None), SharedMetrics(other, {}, max_bytes=1000)
     train(other, of_other, 0)
-    of_lead.decide([of_other.end(counts=True)])
+    of_lead.decide([of_other.finish_batch(counts=True)])
     train(lead, of_lead, 1)
-    of_lead.end(counts=True)
+    of_lead.finish_batch(counts=True)
     of_lead.replay()
     assert values(lead) == whole(0, 1)
 
     train(other, of_other, 2)
-    states, tensors = of_other.end(counts=True)
+    states, tensors = of_other.finish_batch(counts=True)
     with pytest.raises(ProtocolError, match=r"another trainer logged the metric 'both.\w+', and there is none here"):
         SharedMetrics(nn.Linear(1, 1), {}, max_bytes=None).decide([(states, tensors)])
 
@@ -76,7 +76,7 @@ def test_a_batch_that_failed_leaves_nothing_behind() -> None:
     module = Module()
     shared = SharedMetrics(module, {}, max_bytes=None)
     train(module, shared, 0)
-    shared.end(counts=True)
+    shared.finish_batch(counts=True)
     train(module, shared, 1)
     shared.replay()
     assert values(module) == whole(0)
@@ -92,4 +92,4 @@ def test_what_a_batch_adds_has_a_limit() -> None:
     shared = SharedMetrics(module, {}, max_bytes=191)
     train(module, shared, 0)
     with pytest.raises(ConfigError, match=r"`Limits.max_metric_bytes` = 191 bytes, got 192"):
-        shared.end(counts=True)
+        shared.finish_batch(counts=True)

@@ -194,7 +194,7 @@ def test_who_is_in_no_roster_any_more_is_forgotten(make_swarm: MakeSwarm) -> Non
     async def go() -> None:
         for peer in map(PeerId, "ac"):
             swarm.network.kill(peer)
-            await link.look(peer)
+            await link.check_reachable(peer)
         await link.follow(record, swarm.rosters_now)
         assert link._silent.keys() == {"a", "c"}
         await link.follow(record, rosters)

@@ -53,7 +53,7 @@ class Staying:
             hosts=hosts,
             known=known,
         )
-        self.task = swarm.loop.create_task(self.stay.last(self.said.append))
+        self.task = swarm.loop.create_task(self.stay.serve_run(self.said.append))
         swarm.joining.append(self.task)
 
 
@@ -445,8 +445,8 @@ def test_a_trainer_goes_on_though_its_server_may_not_come_back(
     async def last(say: object) -> None:
         raise Unreachable("it was left out again and again")
 
-    monkeypatch.setattr(b.stay, "last", last)
-    swarm.run(b.stay.remain())
+    monkeypatch.setattr(b.stay, "serve_run", last)
+    swarm.run(b.stay.serve_beside_trainer())
 
 
 def test_who_is_left_out_again_and_again_gives_up(make_swarm: MakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_peers_of_a_stage_that_costs_more_are_not_taken_for_slow_ones_twice() ->
 
 @pytest.mark.parametrize("said", [5e-324, 1e-300, 1e200, 1e308])
 def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
-    believed = ReportedLoad.said(said, 1e308, 1e308)
+    believed = ReportedLoad.from_report(said, 1e308, 1e308)
     assert believed.samples_per_s is None
     balance = made()
     for turn in range(1, 5):
@@ -257,7 +257,7 @@ def test_what_a_server_says_of_itself_harms_nobody(said: float) -> None:
         for move in decide(balance, turn * INTERVAL_S, held):
             assert move.peer in "bcde"
     assert believed.busy_share == 1.0
-    assert ReportedLoad.said(10.0, 2.0, 0.5) == ReportedLoad(10.0, 2.0, 0.5)
+    assert ReportedLoad.from_report(10.0, 2.0, 0.5) == ReportedLoad(10.0, 2.0, 0.5)
 
 
 def test_a_calm_run_may_be_as_long_as_it_likes() -> None:

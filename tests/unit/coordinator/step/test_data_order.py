@@ -179,7 +179,7 @@ def planned(make_swarm: MakeSwarm, *sizes: tuple[int, int], **options: Any) -> t
 
 
 async def bring(swarm: Swarm, steps: StepClient, batch: tuple[int, int], seed: int = 0) -> Grant:
-    grant = await steps.ask(steps.number_batch(), 2, 1.0, batch)
+    grant = await steps.request_grant(steps.number_batch(), 2, 1.0, batch)
     assert isinstance(grant, Grant)
     await end(swarm, steps, grant, seed)
     return grant
@@ -195,7 +195,7 @@ def test_a_place_goes_with_the_batch_and_not_with_who_comes_first(make_swarm: Ma
     swarm, other = planned(make_swarm)
 
     async def both() -> tuple[Grant, Grant]:
-        first = asyncio.create_task(swarm.steps.ask(1, 2, 1.0, (0, 0)))
+        first = asyncio.create_task(swarm.steps.request_grant(1, 2, 1.0, (0, 0)))
         theirs = await bring(swarm, other, (0, 1), 1)
         own = await first
         assert isinstance(own, Grant)
@@ -208,31 +208,31 @@ def test_a_place_goes_with_the_batch_and_not_with_who_comes_first(make_swarm: Ma
     record = swarm.run(swarm.record(0))
     assert record.position == (0, 2)
     assert swarm.steps.run.position == (0, 2)
-    assert swarm.run(other.ask(9, 2, 1.0, (0, 0))) is None or other.open == 0, "it counts already"
+    assert swarm.run(other.request_grant(9, 2, 1.0, (0, 0))) is None or other.open == 0, "it counts already"
 
 
 def test_what_is_in_other_hands_is_passed(make_swarm: MakeSwarm) -> None:
     swarm, other = planned(make_swarm)
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
-    assert swarm.run(other.ask(1, 2, 1.0, (0, 0))) is None
-    besides = swarm.run(other.ask(2, 2, 1.0, (0, 2)))
+    assert swarm.run(other.request_grant(1, 2, 1.0, (0, 0))) is None
+    besides = swarm.run(other.request_grant(2, 2, 1.0, (0, 2)))
     assert isinstance(besides, Grant)
     assert besides.batch == (0, 1), "that is in its own lane, and it is further on"
-    assert swarm.run(swarm.steps.ask(2, 2, 1.0, (0, 2))) == 0, "its step is not open"
+    assert swarm.run(swarm.steps.request_grant(2, 2, 1.0, (0, 2))) == 0, "its step is not open"
 
 
 def test_a_batch_that_its_trainer_gives_back_is_dropped_and_others_are_granted_again(make_swarm: MakeSwarm) -> None:
     swarm, other = planned(make_swarm)
-    grant = swarm.run(swarm.steps.ask(1, 2, 1.0, (0, 0)))
+    grant = swarm.run(swarm.steps.request_grant(1, 2, 1.0, (0, 0)))
     assert isinstance(grant, Grant)
     swarm.run(swarm.steps.withdraw(grant.lease))
-    again = swarm.run(other.ask(1, 2, 1.0, (0, 0)))
+    again = swarm.run(other.request_grant(1, 2, 1.0, (0, 0)))
     assert isinstance(again, Grant)
     assert again.first != grant.first, "servers may have been told to give up what goes by that name"
     assert again.first % (1 << 26) == grant.first, "and draws are the same"
     swarm.run(other.withdraw(again.lease, dropped=True))
-    assert swarm.run(swarm.steps.ask(2, 2, 1.0, (0, 0))) is None
-    third = swarm.run(swarm.steps.ask(3, 2, 1.0, (0, 2)))
+    assert swarm.run(swarm.steps.request_grant(2, 2, 1.0, (0, 0))) is None
+    third = swarm.run(swarm.steps.request_grant(3, 2, 1.0, (0, 2)))
     assert isinstance(third, Grant), "it comes in the place of the one that was dropped"
     assert (third.step, third.first) == (0, 4)
 
@@ -242,14 +242,14 @@ def test_who_waits_is_given_what_nobody_brings(make_swarm: MakeSwarm) -> None:
     swarm, other = planned(make_swarm, (2, 4))
 
     async def besides() -> Grant:
-        begun = await swarm.steps.ask(1, 2, 1.0, (0, 0))
+        begun = await swarm.steps.request_grant(1, 2, 1.0, (0, 0))
         assert isinstance(begun, Grant)
         await swarm.steps.withdraw(begun.lease)
         await bring(swarm, other, (0, 1), 1)
-        found = await other.ask(other.number_batch(), 2, 1.0, (0, 3))
+        found = await other.request_grant(other.number_batch(), 2, 1.0, (0, 3))
         assert found == 0, "it has to wait"
         assert not await other.closed(0), "until the lead has had time enough"
-        grant = await other.ask(other.number_batch(), 2, 1.0, (0, 3))
+        grant = await other.request_grant(other.number_batch(), 2, 1.0, (0, 3))
         assert isinstance(grant, Grant)
         return grant
 
@@ -262,12 +262,12 @@ def test_the_end_of_an_epoch_is_passed_with_its_last_record(make_swarm: MakeSwar
     for index in range(2):
         swarm.run(bring(swarm, swarm.steps, (0, index), index))
     swarm.run(swarm.record(0))
-    assert swarm.run(swarm.steps.ask(7, 1, 1.0, (0, 3))) != 0
+    assert swarm.run(swarm.steps.request_grant(7, 1, 1.0, (0, 3))) != 0
     swarm.run(bring(swarm, swarm.steps, (0, 2)))
-    assert swarm.run(swarm.steps.ask(8, 1, 1.0, (0, 3))) == 1, "its step closes, though it is not full"
+    assert swarm.run(swarm.steps.request_grant(8, 1, 1.0, (0, 3))) == 1, "its step closes, though it is not full"
     record = swarm.run(swarm.record(1))
     assert record.closing.num_samples == 2
-    assert swarm.run(swarm.steps.ask(9, 1, 1.0, (0, 3))) is None
+    assert swarm.run(swarm.steps.request_grant(9, 1, 1.0, (0, 3))) is None
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_new_coordinator_asks_the_lead_for_the_order(make_swarm: MakeSwarm) ->
 
     swarm, other = planned(make_swarm)
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
-    dropped = swarm.run(other.ask(1, 2, 1.0, (0, 1)))
+    dropped = swarm.run(other.request_grant(1, 2, 1.0, (0, 1)))
     assert isinstance(dropped, Grant)
     swarm.run(other.withdraw(dropped.lease, dropped=True))
     reports = {LEAD: swarm.steps._journal.report(), OTHER: other._journal.report()}
@@ -345,7 +345,7 @@ def test_a_batch_in_the_place_of_one_that_was_dropped_does_not_count_twice(make_
 
     swarm, other = planned(make_swarm)
     swarm.run(bring(swarm, swarm.steps, (0, 0)))
-    dropped = swarm.run(other.ask(1, 2, 1.0, (0, 1)))
+    dropped = swarm.run(other.request_grant(1, 2, 1.0, (0, 1)))
     assert isinstance(dropped, Grant)
     swarm.run(other.withdraw(dropped.lease, dropped=True))
     swarm.run(bring(swarm, swarm.steps, (0, 2), 2))

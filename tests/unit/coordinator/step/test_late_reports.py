@@ -58,7 +58,7 @@ def test_who_said_that_it_has_nothing_takes_no_place_of_an_older_term(num_turns:
     swarm.trainer.call = calling  # type: ignore[method-assign]
 
     async def go() -> bool:
-        asking = asyncio.create_task(steps.ask(1, 2))
+        asking = asyncio.create_task(steps.request_grant(1, 2))
         await asyncio.wait({asking}, timeout=5.0)
         has_place = asking.done() and asking.exception() is None
         asking.cancel()

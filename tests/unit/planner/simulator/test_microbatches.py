@@ -76,7 +76,7 @@ def test_latency_is_hidden_by_other_microbatches() -> None:
 def test_a_long_message_waits_for_the_readers_word() -> None:
     window, leaves_s = FlowWindow(0.2), [0.0]
     for _ in range(16):
-        leaves_s.append(window.take(1 << 16, leaves_s[-1]))
+        leaves_s.append(window.send(1 << 16, leaves_s[-1]))
     assert leaves_s[1:] == [0.0] * 4 + [0.2] * 8 + [0.4] * 4
     taken_s = {}
     for latency_s in (0.0, 0.1):

@@ -143,7 +143,7 @@ def test_a_gradient_of_zeros_keeps_its_directions(loop: VirtualLoop) -> None:
     assert not results[0].mean.any()
     basis = results[0].carried.basis
     assert basis is not None
-    assert torch.equal(basis, low_rank().begin(nothing[0]))
+    assert torch.equal(basis, low_rank().initial_basis(nothing[0]))
 
 
 def test_who_is_alone_loses_nothing(loop: VirtualLoop) -> None:

@@ -133,7 +133,7 @@ def test_a_throttle_serves_who_comes_first_at_its_rate(loop: VirtualLoop) -> Non
     through: list[tuple[str, float]] = []
 
     async def take(name: str, num_bytes: int) -> None:
-        await throttle.take(num_bytes)
+        await throttle.acquire(num_bytes)
         through.append((name, loop.time()))
 
     async def go() -> None:

@@ -76,9 +76,9 @@ def test_it_goes_on_as_late_as_can_be() -> None:
 def test_what_goes_with_no_snapshot_is_forgotten() -> None:
     one, two, three, newest = between(1, news=2), between(2, [0], news=3), between(3, [0], news=4), between(4)
     kept = states(one, two, three, newest)
-    kept.forget([2, 4])
+    kept.prune([2, 4])
     assert kept._kept == (one, newest)
-    kept.forget([])
+    kept.prune([])
     assert kept._kept == (newest,)
 
 
