@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -30,9 +30,8 @@ from benchmarks.report import OUT, table, write
 from examples.bytes.data import PythonSource
 from examples.bytes.model import ByteGPT, warmup_cosine
 from lightning_swarm.model.boundary_layers import Bottleneck, Boundary, Maxout, boundary_layers, insert_boundary
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression import Codec, Codecs, decoded, encoded
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.averaging.powersgd import LowRank
 
 CONTEXT: Final = 64
@@ -181,7 +180,7 @@ def train(way: Way, seed: int, num_steps: int, rate: Rate = Rate(), *, every: in
     model = _model()
     if way.boundary is not None:
         insert_boundary(model, way.boundary, after=CUTS)
-    codecs = Codecs.of(Encoding(**asdict(way.compression)))
+    codecs = Codecs.of(way.compression)
     layers = boundary_layers(model)
     for name in CUTS:
         last = layers[name].compress if name in layers else model.get_submodule(name)
@@ -263,7 +262,7 @@ def study(names: Sequence[str], num_seeds: int, num_steps: int, num_processes: i
 
 def bits(way: Way) -> tuple[float, float]:
     """Of a hidden element of the model on the wire, the mean of both ways; of a gradient in averaging."""
-    codecs = Codecs.of(Encoding(**asdict(way.compression)))
+    codecs = Codecs.of(way.compression)
     ratio = 1 if way.boundary is None else way.boundary.ratio
     averaging = codecs.averaging.bits if codecs.averaging else 32.0
     if codecs.rank is not None:

@@ -37,6 +37,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.server import Server
@@ -190,7 +191,7 @@ class Swarm:
             trainers=list(trainers),
             coordinator=self.members[0].peer_id,
             voters=choose_voters(rosters, self.members[:1], {}),
-            target_batch_size=self._batch_size * len(trainers),
+            settings=RunSettings(target_batch_size=self._batch_size * len(trainers)),
             gradient_clip_norm=None,
             gradient_clip_value=None,
             max_steps=None,

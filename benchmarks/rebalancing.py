@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 from benchmarks.report import OUT, table, write
 from benchmarks.spot import TRACES, times
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, share_of_best, simulate
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 HOUR_S: Final = 3600.0
 MOVE_S: Final = 30.0

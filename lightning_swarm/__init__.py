@@ -21,8 +21,8 @@ from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, insert_bou
 from lightning_swarm.monitor import view
 from lightning_swarm.monitor.view import SwarmView
 from lightning_swarm.peer import config, preemption
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol import events
+from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.strategy.framework import explain_mixed_imports
 from lightning_swarm.strategy.strategy import SwarmStrategy
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression import Codec, Codecs, decoded, encoded
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.averaging.powersgd import LowRank
 
 
@@ -44,7 +42,7 @@ def wired(net: nn.Sequential, compression: Compression, cuts: Sequence[int], mic
 
     Each microbatch travels to the first stage, from one to the next, and back from the last one.
     """
-    codecs = Codecs.of(Encoding(**asdict(compression)))
+    codecs = Codecs.of(compression)
 
     def send(x: Tensor) -> Tensor:
         return torch.cat([sent(part, codecs) for part in x.split(microbatch_size)])
@@ -60,14 +58,14 @@ class Averaging:
     Of PowerSGD by LAPACK: every matrix is projected on the directions that its basis finds.
 
     Args:
-        encoding: How their sums travel.
+        compression: How their sums travel.
         shapes: Of the parameters.
         like: Of the sums' dtype.
     """
 
-    def __init__(self, encoding: Encoding, shapes: Sequence[torch.Size], like: Tensor) -> None:
+    def __init__(self, compression: Compression, shapes: Sequence[torch.Size], like: Tensor) -> None:
         self._shapes = shapes
-        self._codecs = Codecs.of(encoding)
+        self._codecs = Codecs.of(compression)
         self._lost: dict[object, Tensor] = {}
         self._bases: list[Tensor | None] = []
         rank = self._codecs.rank

@@ -12,22 +12,19 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-import msgspec
-
 from lightning_swarm.cli import pytorch_lightning, status, swarm_cli
 from lightning_swarm.cli.trainer import choose_framework, require_jsonargparse
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.monitor.survey import picture, short_name
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.planner.cost_model import transformer
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
 from lightning_swarm.planner.machine_files import NOTHING_SAID, TransferCost, read_machines, read_travel
 from lightning_swarm.planner.plan import LARGEST_BATCH, make_plan, predict
 from lightning_swarm.planner.records import Machine, ModelProfile, Now
 from lightning_swarm.planner.report import describe, describe_now
-from lightning_swarm.protocol.messages.run import CodecName
+from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.strategy.framework import LIGHTNING
 from lightning_swarm.strategy.strategy import SwarmHooks
 
@@ -105,7 +102,7 @@ def run_live(arguments: argparse.Namespace) -> int:
     assumed = Assumption(line_bytes_per_s=line_bytes_per_s, bus_bytes_per_s=arguments.bus_gb_per_s * _GB)
     said = of_command(arguments)
     live = _look(arguments, assumed)
-    has = TransferCost(Compression(**msgspec.structs.asdict(live.encoding)))
+    has = TransferCost(live.compression)
     travel = said.or_else(has)
     model = replace(live.model, wire=travel.wire)
     plan = make_plan(
@@ -331,7 +328,7 @@ def _of_file(path: Path, *, measured: bool) -> _Subject:
     swarm = strategy.config if isinstance(strategy, SwarmHooks) else None
     pipeline = swarm.pipeline if swarm else None
     boundary = swarm.boundary if swarm else None
-    travel = TransferCost(swarm.compression if swarm else None, boundary.ratio if boundary else None)
+    travel = TransferCost(swarm.settings.compression if swarm else None, boundary.ratio if boundary else None)
     example = module.example_input_array
     module.configure_model()
     # Counting takes the weights away, so it comes second.

@@ -10,7 +10,7 @@ from typing import Final
 from lightning_swarm.planner.simulator import microbatches, report
 from lightning_swarm.planner.simulator.fluid import Span, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 WHAT: Final = "Simulate a swarm whose peers come and go: how fast it would be, by which rule."
 DESCRIPTION: Final = """\

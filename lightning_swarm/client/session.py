@@ -96,7 +96,7 @@ class Session:
     @property
     def delays(self) -> bool:
         """Whether a step's record comes while the next one takes batches."""
-        return self.run.manifest.delay_optimizer_step
+        return self.run.manifest.settings.delay_optimizer_step
 
     @property
     def open_step(self) -> int:

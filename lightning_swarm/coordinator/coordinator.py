@@ -268,7 +268,7 @@ class Coordinator:
         """
         manifest = self._run.manifest
         is_last = manifest.max_steps is not None and step.step + 1 >= manifest.max_steps
-        if not manifest.delay_optimizer_step or is_last or self.books.reselected is not None:
+        if not manifest.settings.delay_optimizer_step or is_last or self.books.reselected is not None:
             return False
         return not self._closer.wants_changes()
 

@@ -351,7 +351,7 @@ class StepEnds:
 
     async def _let_record_come(self) -> bool:
         """The lead goes on with what it is told now: so a record that it was ready for is among that, or it asks on."""
-        if not self._run.manifest.delay_optimizer_step:
+        if not self._run.manifest.settings.delay_optimizer_step:
             return True
         if not await self._changes.until(lambda: self._lead.deciding is None):
             return False

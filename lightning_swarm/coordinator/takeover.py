@@ -90,7 +90,7 @@ def rebuild(
     everything = [(trainer, lease) for trainer, report in reports.items() for lease in report.leases]
     lead = reports.get(run.manifest.lead)
     closed = dict(lead.closed) if lead is not None else {}
-    steps = [OpenStep(one, run.manifest.target_batch_size) for one in run.open_steps]
+    steps = [OpenStep(one, run.manifest.settings.target_batch_size) for one in run.open_steps]
     order = DataOrder()
     for plan in lead.plans if lead is not None else ():
         order.add(plan)

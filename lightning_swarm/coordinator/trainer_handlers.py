@@ -333,7 +333,7 @@ class TrainerHandlers:
         if due is not None and request.step == due.step:  # said again, for no answer came
             self._enter(due, caller, request)
             return BatchDoneReply(closing=True)
-        newest = step.step - 1 - self._run.manifest.delay_optimizer_step
+        newest = step.step - 1 - self._run.manifest.settings.delay_optimizer_step
         if request.step < step.step and (not request.close or request.step >= newest):
             if request.lease is not None and not request.withdrawn:  # it was away, or did not hear that it was heard
                 self._run.check_counted(request.step, request.first)
@@ -352,7 +352,7 @@ class TrainerHandlers:
 
     def _let_go(self, trainer: PeerId, version: int) -> int | None:
         """The lead may validate from now on; unless a record that it was ready for is there, or on its way."""
-        if trainer != self._run.manifest.lead or not self._run.manifest.delay_optimizer_step:
+        if trainer != self._run.manifest.lead or not self._run.manifest.settings.delay_optimizer_step:
             return None
         self.lead.note_version(version)
         if self.lead.deciding is None and not self.lead.has_news(self._books.outcome.step):
@@ -442,6 +442,6 @@ class TrainerHandlers:
             ProtocolError: It was nowhere.
         """
         number = self._books.open.step
-        if step > number + self._run.manifest.delay_optimizer_step:
+        if step > number + self._run.manifest.settings.delay_optimizer_step:
             raise ProtocolError(f"step {number} is open, got {what} of step {step}")
         return step > number

@@ -25,6 +25,7 @@ from lightning_swarm.protocol.messages.run import RunView, ranges_of
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.protocol.run_state import RunState, check_open
+from lightning_swarm.protocol.settings import SET_BY_EACH_TRAINER
 from lightning_swarm.server.stage_builder import PeerModel
 
 CLAIM: Final = "run.claim"
@@ -58,9 +59,10 @@ def check(view: RunView, config: SwarmConfig) -> None:
     """
     manifest = view.manifest
     check_open(manifest)
+    own, its = config.settings, manifest.settings
     for name, mine, theirs in (
         ("protocol_version", PROTOCOL_VERSION, manifest.protocol_version),
-        ("target_batch_size", config.target_batch_size, manifest.target_batch_size),
+        *((name, getattr(own, name), getattr(its, name)) for name in SET_BY_EACH_TRAINER),
     ):
         if mine != theirs:
             raise ConfigError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from msgspec import UNSET, structs
+from msgspec import UNSET
 from torch import Tensor
 
 from lightning_swarm.client.model_state import ModelState, gather_snapshots
@@ -25,9 +25,9 @@ from lightning_swarm.network import Directory, PeerId, Transport
 from lightning_swarm.network.addresses import host_of
 from lightning_swarm.network.liveness import alive_among
 from lightning_swarm.peer import discovery, failover
-from lightning_swarm.peer.config import Compression, SwarmConfig
+from lightning_swarm.peer.config import SwarmConfig
 from lightning_swarm.peer.failover import PackLoop, StandbyLeads
-from lightning_swarm.protocol.messages.run import Encoding, Manifest, Member, RestartRequest, Selection
+from lightning_swarm.protocol.messages.run import Manifest, Member, RestartRequest, Selection
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION
 from lightning_swarm.protocol.methods import VIEW
 from lightning_swarm.protocol.queries import ask_held, newest_complete
@@ -105,17 +105,6 @@ async def check_run_id(transport: Transport, config: SwarmConfig) -> None:
         )
 
 
-def kept(config: SwarmConfig, manifest: Manifest) -> SwarmConfig:
-    """The settings of a peer that goes on with another one's run: where the starter's word holds, those of the run."""
-    return replace(
-        config,
-        microbatch_size=manifest.microbatch_size or None,
-        compression=Compression(**structs.asdict(manifest.encoding)),
-        rebalancing=manifest.rebalancing,
-        rebalance_interval=manifest.rebalance_interval,
-    )
-
-
 def make_manifest(
     spec: RunSpec,
     config: SwarmConfig,
@@ -150,13 +139,7 @@ def make_manifest(
         trainers=[member.peer_id for member in trainers],
         coordinator=servers[0].peer_id,
         voters=choose_voters(rosters, servers[:1], hosts),
-        target_batch_size=config.target_batch_size,
-        microbatch_size=config.microbatch_size or UNSET,
-        rebalancing=config.rebalancing,
-        rebalance_interval=config.rebalance_interval,
-        delay_optimizer_step=config.delay_optimizer_step,
-        deterministic=config.deterministic,
-        encoding=Encoding(**asdict(config.compression)),
+        settings=config.settings,
         gradient_clip_norm=spec.gradient_clip_norm,
         gradient_clip_value=spec.gradient_clip_value,
         first_step=spec.first_step,
@@ -295,7 +278,7 @@ class Lead:
 
     def _warn_of_batch_norms(self, names: Sequence[str]) -> None:
         if names:
-            size = self._config.microbatch_size
+            size = self._config.settings.microbatch_size
             _log.warning(
                 "BatchNorm is in blocks of the pipeline, in %d places (%s%s). There it normalises each microbatch (%s) "
                 "by the statistics of this microbatch, as in a plain loop over batches of that size, not by those of "
@@ -441,7 +424,7 @@ class Lead:
     def inherit(self, run: RunState) -> None:
         """Lead a run that another peer led, and that is to go back. As its servers know it, this peer leads it."""
         self.run, self._inherited = run, True
-        self._config = kept(self._config, run.manifest)
+        self._config = replace(self._config, settings=run.manifest.settings)  # its next generations have them, too
 
     def give_up(self) -> None:
         """Lead it no more, before it went back: its servers would take this peer's end for the run's."""

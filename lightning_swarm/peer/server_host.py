@@ -25,6 +25,7 @@ from lightning_swarm.protocol.messages.run import Manifest, Member, RunView
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.methods import DRAIN, VIEW
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import SET_BY_EACH_LEAD
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server import server as server_module
 from lightning_swarm.server.admission import Admission
@@ -470,8 +471,7 @@ class ServerHost:
         """Why this peer could not lead a run; nothing, if it could."""
         if not self.could_lead:
             return "it was not started with data and the whole model"
-        settings = ("target_batch_size", "delay_optimizer_step", "deterministic")
-        other = next((name for name in settings if getattr(self._config, name) != getattr(manifest, name)), "")
+        other = self._config.settings.first_difference(manifest.settings, SET_BY_EACH_LEAD)
         return f"its program has another `{other}`" if other else ""
 
     async def serve_run(self, say: Callable[[str], None]) -> None:

@@ -89,11 +89,11 @@ class TrainerRole:
         config = PipelineConfig(
             stages=[stage for stage in stages if not stage.spec.on_trainers],
             shared=self._config.shared,
-            microbatch_size=run.manifest.microbatch_size or None,
+            microbatch_size=run.manifest.settings.microbatch_size,
             num_microbatches=_num_microbatches([len(router.peers) for router in link.routers]),
             max_in_flight=self._config.limits.max_in_flight,
             device=device,
-            codecs=Codecs.of(run.manifest.encoding),
+            codecs=Codecs.of(run.manifest.settings.compression),
         )
         pipeline = Pipeline(blocks.modules, link, runtime, config)
         steps = self._steps(run, link)

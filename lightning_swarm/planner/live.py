@@ -13,7 +13,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Setting
 from lightning_swarm.planner.timeline import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.protocol.messages.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class LiveRates:
 
     Args:
         model: What it trains: the blocks of a stage are taken for equal. Its tensors travel as they are.
-        encoding: How they really travel.
+        compression: How they really travel.
         machines: Its servers whose rate is known, the lead first.
         setting: Of its newest step; None: none was decided since it was admitted whom we ask.
         samples_per_s: That went through all stages.
@@ -45,7 +45,7 @@ class LiveRates:
     """
 
     model: ModelProfile
-    encoding: Encoding
+    compression: Compression
     machines: tuple[Machine, ...]
     setting: Setting | None
     samples_per_s: float
@@ -94,7 +94,7 @@ def read(
     pipelined = [[peer for peer, one in servers.items() if _holds(one, index)] for index in range(len(stages))]
     return LiveRates(
         model=_model(stages, work, max(one.around_parameters for one in servers.values())),
-        encoding=next(iter(servers.values())).encoding,
+        compression=next(iter(servers.values())).compression,
         machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in names),
         setting=_setting(servers.values(), len(stages)),
         samples_per_s=min(sum(paces[peer].samples_per_s for peer in peers) for peers in pipelined),

@@ -12,9 +12,9 @@ import yaml
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import Bottleneck
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.planner.records import Code, Machine, Processor, WireFormat
 from lightning_swarm.protocol.compression import CODECS, SMALLEST
+from lightning_swarm.protocol.settings import Compression
 
 _CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
 """Seconds of a core for writing and reading a number, of millions of them. Measured: `benchmarks.codecs`."""

@@ -183,14 +183,14 @@ class RunState:
 
     def computes_on(self, step: int) -> int:
         """The version of the weights that the microbatches of a step are computed with."""
-        if not self.manifest.delay_optimizer_step:
+        if not self.manifest.settings.delay_optimizer_step:
             return step
         return max(step - 1, self.manifest.first_step)
 
     @property
     def open_steps(self) -> range:
         """That microbatches may be of: the one whose record is next; where steps are delayed, the one after it, too."""
-        return range(self.version, self.version + 1 + self.manifest.delay_optimizer_step)
+        return range(self.version, self.version + 1 + self.manifest.settings.delay_optimizer_step)
 
     @property
     def coordinator(self) -> PeerId:

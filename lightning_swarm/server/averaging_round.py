@@ -241,7 +241,7 @@ class AveragingRounds:
             trained_names(selections[0]) if selections else (),
             lambda index: self._group(closing, index, rosters[index]),
             self._compute,
-            exact=self._sums.run.manifest.deterministic,
+            exact=self._sums.run.manifest.settings.deterministic,
         )
 
     def _averager(self, stage: Stage) -> Averager:

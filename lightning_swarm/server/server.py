@@ -235,7 +235,7 @@ class Server:
             machine=describe(self.admission.model.device),
             peak_bytes=peak_bytes(self.admission.model.device),
             newest=newest(self.admission.run.newest),
-            encoding=run.encoding,
+            compression=run.settings.compression,
         )
 
     # ------------------------------------------------------------------ going back, and out

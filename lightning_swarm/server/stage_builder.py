@@ -158,16 +158,16 @@ class PeerModel:
         elif self._compiler is not None:
             module.compile_by(self._compiler)
         parameters = dict(module.named_stage_parameters())
-        clip_value, delays = manifest.gradient_clip_value, manifest.delay_optimizer_step
+        clip_value, delays = manifest.gradient_clip_value, manifest.settings.delay_optimizer_step
         return Stage(
             module,
             StageOptimizer(optimizer, parameters, clip_value=clip_value, offload=self.offloads, apart=delays),
             self.device,
             version=manifest.first_step,
             selection=manifest.selection,
-            codecs=Codecs.of(manifest.encoding),
+            codecs=Codecs.of(manifest.settings.compression),
             keeps_before=delays,
-            exact=manifest.deterministic,
+            exact=manifest.settings.deterministic,
         )
 
     def _freeze(self, frozen: Collection[str]) -> None:

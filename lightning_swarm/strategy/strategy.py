@@ -33,8 +33,9 @@ from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
 from lightning_swarm.model.partition import find_blocks
 from lightning_swarm.model.selection import read_selection
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.peer.config import Compression, Preemption, Role, StateDictType, SwarmConfig
-from lightning_swarm.protocol.messages.run import CodecName, Rebalancing, Selection, ranges_of
+from lightning_swarm.peer.config import Preemption, Role, StateDictType, SwarmConfig
+from lightning_swarm.protocol.messages.run import Selection, ranges_of
+from lightning_swarm.protocol.settings import CodecName, Compression, Rebalancing, RunSettings
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy import checks, extra_trainers, model_setup
 from lightning_swarm.strategy.checkpointing import CheckpointFiles
@@ -149,9 +150,7 @@ class SwarmHooks(TeardownHooks):
             pipeline=pipeline,
             split=split if isinstance(split, str) else tuple(split),
             boundary=boundary,
-            microbatch_size=microbatch_size,
             shared=_as_tuple(shared),
-            target_batch_size=target_batch_size,
             role=role,
             run_id=run_id,
             initial_peers=tuple(map(Address.parse, _as_tuple(initial_peers))),
@@ -161,12 +160,16 @@ class SwarmHooks(TeardownHooks):
             gather_on_end=gather_on_end,
             state_dict_type=state_dict_type,
             offload_optimizer=offload_optimizer,
-            delay_optimizer_step=delay_optimizer_step,
-            deterministic=deterministic,
-            rebalancing=rebalancing,
-            rebalance_interval=rebalance_interval,
             preemption=preemption,
-            compression=Compression.parse(compression),
+            settings=RunSettings(
+                target_batch_size=target_batch_size,
+                microbatch_size=microbatch_size,
+                delay_optimizer_step=delay_optimizer_step,
+                deterministic=deterministic,
+                rebalancing=rebalancing,
+                rebalance_interval=rebalance_interval,
+                compression=Compression.parse(compression),
+            ),
             limits=limits,
         )
         self._ranges: Sequence[range] = ()  # the blocks of each stage, once the module is set up
@@ -231,7 +234,11 @@ class SwarmHooks(TeardownHooks):
     def _shares_data(self) -> bool:
         """Whether others may train along."""
         config = self.config
-        together = config.role == "both" and config.target_batch_size is not None and not config.delay_optimizer_step
+        together = (
+            config.role == "both"
+            and config.settings.target_batch_size is not None
+            and not config.settings.delay_optimizer_step
+        )
         return together or self._is_shared
 
     def _data_of(self, trainer: Trainer) -> SharedData:
@@ -393,7 +400,11 @@ class SwarmHooks(TeardownHooks):
         data.open(session)
         self._undo.callback(data.close)
         self._loop = SwarmOptimization(
-            trainer, session, self.config.target_batch_size, max_metric_bytes=limits.max_metric_bytes, data=data
+            trainer,
+            session,
+            self.config.settings.target_batch_size,
+            max_metric_bytes=limits.max_metric_bytes,
+            data=data,
         )
         self._loop.take_over()
         self._trains = True

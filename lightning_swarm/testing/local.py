@@ -125,7 +125,7 @@ class InMemoryHooks(_SwarmHooks):
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
             if peer.server is None:  # else the run went back, and it serves already
                 peer.serve(self._copied_model(module, trainer))
-                if self.config.rebalancing != "none":  # who is sent to another stage has to go there
+                if self.config.settings.rebalancing != "none":  # who is sent to another stage has to go there
                     peer.runtime.run(self.spawn(self._stay(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]

@@ -35,9 +35,10 @@ from lightning_swarm.protocol.compression import Codecs, decoded, encoded
 from lightning_swarm.protocol.messages.batches import Grant
 from lightning_swarm.protocol.messages.calls import CallKey, ComputeMode, Receipt
 from lightning_swarm.protocol.messages.events import EventKind
-from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding, Member
+from lightning_swarm.protocol.messages.run import Member
 from lightning_swarm.protocol.messages.step import Record
 from lightning_swarm.protocol.messages.wire import encode
+from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.server import Server
 from lightning_swarm.testing import Fault, FaultPlan
@@ -155,7 +156,7 @@ class Trainer:
         self._pace = pace
         self.transport = transport
         self._books = books
-        self._codecs = Codecs.of(swarm.manifest.encoding)
+        self._codecs = Codecs.of(swarm.manifest.settings.compression)
         self._num_stages = len(swarm.rosters)
         self.tickets = tickets
         rng = random.Random(seed)
@@ -293,7 +294,7 @@ class FaultySwarm(Swarm):
         limits: Of all.
         module: One block for each stage; None: the usual ones, with a buffer each.
         optimizer: Of all, and of the one process.
-        encoding: By which tensors travel.
+        compression: By which tensors travel.
         delays: Each step but the first computes on the weights before the newest ones.
         look: Called with every message, before anything is done with it.
     """
@@ -310,7 +311,7 @@ class FaultySwarm(Swarm):
         limits: Limits = LIMITS,
         module: nn.Module | None = None,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
-        encoding: Encoding = NOT_ENCODED,
+        compression: Compression = NO_COMPRESSION,
         delays: bool = False,
         look: Callable[[MessagePoint], None] = lambda _: None,
     ) -> None:
@@ -326,7 +327,7 @@ class FaultySwarm(Swarm):
             trainers=trainers,
             module=module or nn.Sequential(*(Scaled(b, 1.0 + i / 8) for i, b in enumerate(make_module(len(rosters))))),
             optimizer=optimizer,
-            encoding=encoding,
+            compression=compression,
             delays=delays,
         )
         self.plan = plan
@@ -538,7 +539,9 @@ class FaultySwarm(Swarm):
         module = copy.deepcopy(self.module)
         self._averaging = [
             Averaging(
-                self.manifest.encoding, [one.shape for one in block.parameters()], next(block.parameters()).detach()
+                self.manifest.settings.compression,
+                [one.shape for one in block.parameters()],
+                next(block.parameters()).detach(),
             )
             for block in module.children()
         ]
@@ -546,7 +549,7 @@ class FaultySwarm(Swarm):
         late = copy.deepcopy(module)  # the module itself, where steps are not
         for step, record in sorted(self.books.records.items()):
             assert record.outcome == "apply"
-            computing = late if self.manifest.delay_optimizer_step else module
+            computing = late if self.manifest.settings.delay_optimizer_step else module
             gradients = {receipt: self._gradients(computing, step, receipt) for receipt in self.counted(record)}
             late = copy.deepcopy(module)
             for stage, block in enumerate(module.children()):
@@ -560,7 +563,7 @@ class FaultySwarm(Swarm):
 
     def _gradients(self, module: nn.Module, step: int, receipt: Receipt) -> list[Tensor]:
         """Of a microbatch, for each stage: of its batch's loss, times the batch's weight."""
-        codecs = Codecs.of(self.manifest.encoding)
+        codecs = Codecs.of(self.manifest.settings.compression)
         x = sent(self.books.sent[step, receipt].rows, codecs)
         for block in module.children():
             x = sent(block(x), codecs)

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from lightning_swarm.protocol.compression import CODECS, packing
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.gradient_buffer import GradientSum
 from lightning_swarm.testing import FaultPlan, Phase
 from tests.faults.harness import FaultySwarm
@@ -42,8 +42,8 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "SMALLEST", 1)
 
 
-def audited(encoding: Encoding, plan: FaultPlan, **others: str) -> None:
-    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, encoding=encoding, **others)  # type: ignore[arg-type]
+def audited(compression: Compression, plan: FaultPlan, **others: str) -> None:
+    swarm = FaultySwarm(*STAGES, plan=plan, trainers=TRAINERS, voters=VOTERS, compression=compression, **others)  # type: ignore[arg-type]
     try:
         swarm.train()
         swarm.audit()
@@ -51,10 +51,10 @@ def audited(encoding: Encoding, plan: FaultPlan, **others: str) -> None:
         swarm.close()
 
 
-def all_by(codec: str, *, feedback: bool = False) -> Encoding:
+def all_by(codec: str, *, feedback: bool = False) -> Compression:
     """All that travels by a codec, or averaging by PowerSGD."""
     hidden = "none" if codec == "powersgd" else codec
-    return Encoding(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=feedback)  # type: ignore[arg-type]
+    return Compression(activations=hidden, gradients=hidden, averaging=codec, rank=1, error_feedback=feedback)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.protocol.compression import packing
-from lightning_swarm.protocol.messages.run import CodecName
+from lightning_swarm.protocol.settings import CodecName, Compression
 from tests.parity.harness import Run, SwarmRun, assert_exact, deviation, run_plain, run_swarm
 from tests.parity.models import NUM_STEPS, DigitsMLP, Net, digits, loader
 from tests.wire import wired

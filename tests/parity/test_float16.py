@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import StepError
 from lightning_swarm.protocol.compression import packing
-from lightning_swarm.protocol.messages.run import CodecName
+from lightning_swarm.protocol.settings import CodecName
 from lightning_swarm.strategy.loop_counters import LossScale
 from tests.parity.float16 import HALF, InFloat16, InHalves, Scaled, train
 from tests.parity.harness import assert_same_curve, deviation, run_plain, run_swarm

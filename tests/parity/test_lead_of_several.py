@@ -394,8 +394,9 @@ def test_the_run_keeps_its_starters_settings(alone: Seen) -> None:
     assert_right(seen, alone)
     manifests = [one for rank in (0, 1) for one in seen.trainers[rank].strategy.manifests]  # type: ignore[attr-defined]
     assert {one.generation for one in manifests} == {0, 1}
-    assert {(one.microbatch_size, one.rebalancing) for one in manifests} == {(3, "gain")}
-    assert {(one.encoding.activations, one.encoding.averaging) for one in manifests} == {("none", "none")}
+    assert {(one.settings.microbatch_size, one.settings.rebalancing) for one in manifests} == {(3, "gain")}
+    ways = [one.settings.compression for one in manifests]
+    assert {(one.activations, one.averaging) for one in ways} == {("none", "none")}
 
 
 def test_the_process_has_its_rank_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,12 @@ from lightning_swarm.protocol.messages.calls import (
     Ticket,
 )
 from lightning_swarm.protocol.messages.reports import PeerReport
-from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding, Manifest, Member
+from lightning_swarm.protocol.messages.run import Manifest, Member
 from lightning_swarm.protocol.messages.step import AverageRequest, Record
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, decode, encode
 from lightning_swarm.protocol.methods import AVERAGE, BACKWARD, CANCEL, FORWARD
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression, RunSettings
 from lightning_swarm.protocol.tickets import TicketStore
 from lightning_swarm.server.executor import InlineExecutor
 from lightning_swarm.server.server import Server
@@ -98,7 +99,7 @@ class Swarm:
         trainers: Names, the lead's first; none: the lead, two more, and all servers.
         open_to_trainers: Others may come.
         module: One block for each stage; None: `make_module`'s.
-        encoding: By which tensors travel.
+        compression: By which tensors travel.
         delays: Each step but the first computes on the weights before the newest ones.
         around: The trainers, by name, that hold what is outside of the pipeline; none: there is nothing.
     """
@@ -114,7 +115,7 @@ class Swarm:
         admit: bool = True,
         optimizer: Callable[[nn.Module], Optimizer] = make_optimizer,
         around: str = "",
-        encoding: Encoding = NOT_ENCODED,
+        compression: Compression = NO_COMPRESSION,
         delays: bool = False,
         hosts: Sequence[PeerId] = (),
         voters: str = "",
@@ -159,13 +160,13 @@ class Swarm:
             trainers=[PeerId(name) for name in trainers.split()] or [LEAD, PeerId("other"), PeerId("second"), *names],
             coordinator=self.rosters[0][0],
             voters=[self.members[PeerId(name)] for name in voters.split() or [self.rosters[0][0]]],
-            target_batch_size=target_batch_size,
+            settings=RunSettings(
+                target_batch_size=target_batch_size, delay_optimizer_step=delays, compression=compression
+            ),
             gradient_clip_norm=clip,
             gradient_clip_value=None,
             max_steps=max_steps,
             total_steps=None,
-            encoding=encoding,
-            delay_optimizer_step=delays,
             open_to_trainers=open_to_trainers,
             selection=read_selection(self.module, optimizer(self.module)),
             stages=self._model.describe(

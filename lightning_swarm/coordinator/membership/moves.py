@@ -30,7 +30,7 @@ _STATE_FACTOR: Final = 3
 def balance_of(manifest: Manifest, *, now_s: float) -> Balancer:
     """Of a run's stages, those on trainers left out."""
     state_bytes = [_STATE_FACTOR * _num_bytes(stage) for stage in manifest.stages if not stage.on_trainers]
-    return Balancer(manifest.rebalancing, manifest.rebalance_interval, state_bytes, now_s=now_s)
+    return Balancer(manifest.settings.rebalancing, manifest.settings.rebalance_interval, state_bytes, now_s=now_s)
 
 
 def _num_bytes(stage: StageManifest) -> int:

@@ -30,7 +30,7 @@ from lightning_swarm.coordinator.rebalancing.policy import (
 )
 from lightning_swarm.core.moving_average import MovingAverage
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 _FEWEST: Final = 0.01
 """Changes that are thought of as remembered, however long nothing happens."""

@@ -61,7 +61,7 @@ class StepState:
     @classmethod
     def of(cls, manifest: Manifest) -> StepState:
         """Of a run that begins."""
-        return cls(OpenStep(manifest.first_step, manifest.target_batch_size))
+        return cls(OpenStep(manifest.first_step, manifest.settings.target_batch_size))
 
     def selection(self, run: RunState) -> Selection | None:
         """What the open step trains."""
@@ -71,7 +71,7 @@ class StepState:
         """The run entered its next generation."""
         self.close_step(StepOutcome())
         self.due, self.order = None, DataOrder()
-        self.open = OpenStep(manifest.first_step, manifest.target_batch_size)
+        self.open = OpenStep(manifest.first_step, manifest.settings.target_batch_size)
 
     def plan(self, plan: EpochPlan, position: BatchNumber) -> None:
         """Know the order of an epoch. With the first one it is settled which batches the open step takes.

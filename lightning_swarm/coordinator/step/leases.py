@@ -250,7 +250,7 @@ class LeaseTable:
         )
 
     def _fills(self, request: GrantRequest) -> bool:
-        target = self._run.manifest.target_batch_size
+        target = self._run.manifest.settings.target_batch_size
         return target is not None and request.num_samples >= target
 
     def _is_beyond(self, step: OpenStep) -> bool:
@@ -258,7 +258,7 @@ class LeaseTable:
         return max_steps is not None and step.step >= max_steps
 
     def _warn_of_large(self, request: GrantRequest) -> None:
-        target = self._run.manifest.target_batch_size
+        target = self._run.manifest.settings.target_batch_size
         if target is not None and request.num_samples > target and not self._warned_large:
             self._warned_large = True
             _log.warning("A batch of %d samples is a step: `target_batch_size` is %d.", request.num_samples, target)

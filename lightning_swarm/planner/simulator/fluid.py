@@ -23,7 +23,7 @@ from lightning_swarm.coordinator.rebalancing.policy import (
     stage_for,
 )
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.simulator.fluid import Span, share_of_best
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 _HOUR_S: Final = 3600.0
 _POINTS: Final = 400

@@ -17,7 +17,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import Direction, SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 _HOUR_S: Final = 3600.0
 _MOST: Final = 1e12

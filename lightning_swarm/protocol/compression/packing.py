@@ -16,9 +16,9 @@ from lightning_swarm.protocol import serialization
 from lightning_swarm.protocol.compression.codec import Codec, NotFinite
 from lightning_swarm.protocol.compression.quantization import codec
 from lightning_swarm.protocol.messages.calls import Computed
-from lightning_swarm.protocol.messages.run import Encoding
 from lightning_swarm.protocol.messages.wire import decode, encode
 from lightning_swarm.protocol.serialization import Encoded, Tree
+from lightning_swarm.protocol.settings import Compression
 
 
 def to_message(tree: serialization.Tree, flags: Sequence[bool] = ()) -> Message:
@@ -60,15 +60,15 @@ class Codecs:
     error_feedback: bool = False
 
     @classmethod
-    def of(cls, encoding: Encoding) -> Codecs:
+    def of(cls, compression: Compression) -> Codecs:
         """Those that a run's tensors travel by."""
-        by_rank = encoding.averaging == "powersgd"
+        by_rank = compression.averaging == "powersgd"
         return cls(
-            activations=codec(encoding.activations),
-            gradients=codec(encoding.gradients),
-            averaging=None if by_rank else codec(encoding.averaging),
-            rank=encoding.rank if by_rank else None,
-            error_feedback=encoding.error_feedback,
+            activations=codec(compression.activations),
+            gradients=codec(compression.gradients),
+            averaging=None if by_rank else codec(compression.averaging),
+            rank=compression.rank if by_rank else None,
+            error_feedback=bool(compression.error_feedback),
         )
 
 

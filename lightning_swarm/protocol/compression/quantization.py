@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_swarm.protocol.compression.codec import Codec, Layout, NotFinite, are_within, check_finite
-from lightning_swarm.protocol.messages.run import CodecName
+from lightning_swarm.protocol.settings import CodecName
 
 BLOCK: Final = 256
 

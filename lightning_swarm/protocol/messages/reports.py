@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lightning_swarm.protocol.messages.run import NOT_ENCODED, Encoding
 from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, ShortText, SmallCount, WireMessage
+from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 """What somebody plans with: so bounded that no sum of them overflows."""
@@ -104,7 +104,7 @@ class ServerReport(WireMessage, frozen=True):
     machine: MachineReport | None = None
     newest: StepReport | None = None  # None: no step was decided yet, or it was skipped
     peak_bytes: Bytes | None = None  # of memory, that this peer held at once; None: it cannot tell
-    encoding: Encoding = NOT_ENCODED  # of the run's tensors
+    compression: Compression = NO_COMPRESSION  # of the run's tensors
 
 
 class PeerReport(WireMessage, frozen=True):

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 
 from lightning_swarm.core.errors import ProtocolError
 from lightning_swarm.network import PeerId
-from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, Seconds, ShortText, WireMessage
-
-Rebalancing = Literal["none", "paper", "gain"]
-"""Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs."""
-
-
-CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]
-"""How tensors travel: as they are, or in fewer bits."""
-
-
-AveragingName = Literal[CodecName, "powersgd"]
-"""How sums of gradients travel: by a codec, or with their matrices as products of thin ones."""
-
-
-MAX_RANK: Final = 1024
+from lightning_swarm.protocol.messages.wire import Count, Positive, Seconds, ShortText, WireMessage
+from lightning_swarm.protocol.settings import RunSettings
 
 
 def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:
@@ -188,20 +175,6 @@ def ranges_of(stages: Iterable[StageManifest]) -> list[range]:
     return [range(stage.first_block, stage.end_block) for stage in stages if not stage.on_trainers]
 
 
-class Encoding(WireMessage, frozen=True):
-    """By which codecs the tensors of a run travel; fields are those of `Compression`."""
-
-    activations: CodecName
-    gradients: CodecName
-    averaging: AveragingName
-    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)]
-    error_feedback: bool
-
-
-NOT_ENCODED: Final = Encoding(activations="none", gradients="none", averaging="none", rank=1, error_feedback=False)
-"""They travel as they are."""
-
-
 class Manifest(WireMessage, frozen=True):
     """Record 0: what a run is. A peer whose own model or version differs refuses, naming the field."""
 
@@ -213,19 +186,13 @@ class Manifest(WireMessage, frozen=True):
     trainers: Trainers  # at first
     coordinator: PeerId
     voters: list[Member]
-    target_batch_size: NumSamples | None
     gradient_clip_norm: Positive | None
     gradient_clip_value: Positive | None
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
-    rebalancing: Rebalancing = "none"
-    rebalance_interval: Positive = 300.0  # seconds between two decisions on who moves, at the latest
-    encoding: Encoding = NOT_ENCODED
-    delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
-    deterministic: bool = False  # what gradients add up to does not depend on who adds up which of them
+    settings: RunSettings
     first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
-    microbatch_size: NumSamples | msgspec.UnsetType = msgspec.UNSET  # samples routed at once; unset: parts of a batch
     open_to_trainers: bool = False  # others may come to train beside the lead
     selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
     # Its class, and what can be set of it; None: no peer has one, or the starter does not say.

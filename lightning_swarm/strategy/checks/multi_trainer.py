@@ -23,12 +23,12 @@ def check_trainers(trainer: Trainer, config: SwarmConfig) -> None:
     Raises:
         ConfigError: With the remedy.
     """
-    if config.target_batch_size is None:
+    if config.settings.target_batch_size is None:
         raise ConfigError(
             "`role='both'` on several devices needs `target_batch_size`: Lightning's own arithmetic counts the batches "
             "of one trainer; got None. Set the number of samples of a step, those of all trainers together."
         )
-    if config.delay_optimizer_step:
+    if config.settings.delay_optimizer_step:
         raise ConfigError(
             "with `delay_optimizer_step` one trainer must bring all batches, for what several log of a step is put "
             "together when its record comes, and others have begun the next one by then; got `role='both'`. Use "
@@ -80,7 +80,7 @@ def check_servers(config: SwarmConfig, num_devices: int) -> None:
 
 def may_be_shared(trainer: Trainer, config: SwarmConfig) -> bool:
     """Whether others may come to train in a run that this program begins: then nothing may keep several from it."""
-    if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.deterministic:
+    if config.role not in ("both", "trainer") or trainer.state.fn != TrainerFn.FITTING or config.settings.deterministic:
         return False
     try:
         check_trainers(trainer, config)

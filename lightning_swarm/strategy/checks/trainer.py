@@ -113,7 +113,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, config: SwarmConfig
         )
     check_callback_imports(trainer)
     _check_precision(trainer)
-    if config.delay_optimizer_step and trainer.precision == "16-mixed":
+    if config.settings.delay_optimizer_step and trainer.precision == "16-mixed":
         raise ConfigError(
             "with `delay_optimizer_step` a step begins before the one before it has shown whether its gradients fit "
             "the range of float16, which `precision='16-mixed'` needs to know. Use 'bf16-mixed', or leave out "
@@ -186,10 +186,10 @@ def _check_training(trainer: Trainer, module: LightningModule, config: SwarmConf
         if is_overridden(hook, module):
             _log.warning("`%s` finds no gradients in a swarm: they are on the servers.", hook)
     check_callbacks(trainer)
-    if config.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
+    if config.settings.target_batch_size is not None and trainer.accumulate_grad_batches != 1:
         raise ConfigError(
             "`target_batch_size` and `accumulate_grad_batches` both say when a step ends: got "
-            f"{config.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
+            f"{config.settings.target_batch_size} and {trainer.accumulate_grad_batches}. Set one of them."
         )
 
 

@@ -19,6 +19,7 @@ from lightning_swarm.protocol.messages.step import Closing, Prepare, Proposal, R
 from lightning_swarm.protocol.messages.wire import PROTOCOL_VERSION, encode
 from lightning_swarm.protocol.methods import PREPARE, PROPOSE
 from lightning_swarm.protocol.run_state import RunState
+from lightning_swarm.protocol.settings import RunSettings
 
 COORDINATOR, RIVAL, LATE = PeerId("coordinator"), PeerId("rival"), PeerId("late")
 TERM: Term = (1, COORDINATOR, 0)
@@ -83,7 +84,7 @@ class Election:
                 trainers=[],
                 coordinator=COORDINATOR,
                 voters=self.members,
-                target_batch_size=None,
+                settings=RunSettings(),
                 gradient_clip_norm=None,
                 gradient_clip_value=None,
                 total_steps=None,

@@ -11,7 +11,8 @@ import pytest
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.peer.config import Compression, SwarmConfig
+from lightning_swarm.peer.config import SwarmConfig
+from lightning_swarm.protocol.settings import Compression, RunSettings
 
 FIELDS = [field.name for field in dataclasses.fields(Limits)]
 WHOLE = [name for name in FIELDS if name.startswith("max_") or name.endswith("_bytes")]
@@ -38,7 +39,9 @@ def config(**changes: Any) -> SwarmConfig:
         "preemption": None,
         "limits": Limits(),
     }
-    return SwarmConfig(**{**settings, **changes})
+    arguments = {**settings, **changes}
+    shared = {name: arguments.pop(name) for name in RunSettings.__struct_fields__ if name in arguments}
+    return SwarmConfig(settings=RunSettings(**shared), **arguments)
 
 
 def limits(name: str, value: Any) -> Limits:

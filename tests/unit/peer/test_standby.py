@@ -227,7 +227,9 @@ def test_a_loop_of_another_generation_is_refused(make_swarm: MakeSwarm) -> None:
 
 def test_a_program_with_other_settings_keeps_no_loop(make_swarm: MakeSwarm) -> None:
     swarm = begun(make_swarm)
-    swarm.servers[B].snapshots.loops.unfit = lambda manifest: f"`target_batch_size` is not {manifest.target_batch_size}"
+    swarm.servers[B].snapshots.loops.unfit = lambda manifest: (
+        f"`target_batch_size` is not {manifest.settings.target_batch_size}"
+    )
     with pytest.raises(ProtocolError, match="could not lead the run: `target_batch_size` is not"):
         keep(swarm, B)
     assert swarm.servers[B].snapshots.loops.versions == []

@@ -24,7 +24,6 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.bandwidth import LinkEstimate, LinkEstimates, TransferSample
 from lightning_swarm.network.memory import Direction, SimulatedLink
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
 from lightning_swarm.planner.machine_files import TransferCost
 from lightning_swarm.planner.plan import make_plan, predict
@@ -40,7 +39,7 @@ from lightning_swarm.protocol.messages.reports import (
     ServerReport,
     StepReport,
 )
-from lightning_swarm.protocol.messages.run import NOT_ENCODED, CodecName, Encoding
+from lightning_swarm.protocol.settings import CodecName, Compression
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET
 
@@ -158,7 +157,7 @@ def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
     """What peers measure of their stages is bytes of tensors as they are, whatever travels."""
     live, _ = watch([10.0, 10.0], "8bit")
     assert live.model == watched[0].model
-    assert live.encoding == Encoding(**asdict(Compression.parse("8bit")))
+    assert live.compression == Compression.parse("8bit")
     assert live.setting is not None
     wire = TransferCost(Compression.parse("8bit")).wire
     said = predict(replace(live.model, wire=wire), live.machines, live.setting)
@@ -366,9 +365,8 @@ def test_the_command_takes_the_swarms_codecs_unless_it_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = []
-    encoding = Encoding(**asdict(Compression(activations="8bit", averaging="4bit")))
-    for has in (NOT_ENCODED, encoding):
-        found = looks(report(server(HELD, newest=STEP, encoding=has)), report(server(SECOND, encoding=has)))
+    for has in (Compression(), Compression(activations="8bit", averaging="4bit")):
+        found = looks(report(server(HELD, newest=STEP, compression=has)), report(server(SECOND, compression=has)))
         monkeypatch.setattr(status_module, "looks", found)
         for others in ((), ("--compression", "4bit")):
             assert typed(monkeypatch, "--swarm", ADDRESS, "--line-mbit", "1", "--json", *others) == 0

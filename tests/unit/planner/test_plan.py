@@ -19,7 +19,6 @@ from lightning_swarm.coordinator.rebalancing.policy import best_rate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.peer.config import Compression
 from lightning_swarm.planner.cost_model import block, cut, transformer
 from lightning_swarm.planner.machine_files import TransferCost, read_machines, read_travel
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged_bytes, make_plan
@@ -28,7 +27,7 @@ from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelPr
 from lightning_swarm.planner.report import busy_share, describe
 from lightning_swarm.planner.timeline import Swarm, ways_of_trainer
 from lightning_swarm.protocol.compression import CODECS
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 from tests.unit.conftest import MakeSwarm
 from tests.unit.swarm import key, rows
 
@@ -86,7 +85,7 @@ def predicted(
 def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm, activations: str, gradients: str) -> None:
     num_rows = 32_768
     compression = Compression.parse({"activations": activations, "gradients": gradients})
-    swarm = make_swarm("a", "b", "c", encoding=Encoding(**asdict(compression)))
+    swarm = make_swarm("a", "b", "c", compression=compression)
     x = rows(1, num_rows)
     swarm.run(swarm.forward(key(), x))
     swarm.run(swarm.backward(key(), x))

@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
@@ -140,6 +140,7 @@ from lightning_swarm.protocol.methods import (
     WATCH,
     WRITE,
 )
+from lightning_swarm.protocol.settings import Compression, RunSettings
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitRequest
 from lightning_swarm.server.state_transfer.snapshots import copied
 from tests.loops import travelling
@@ -612,8 +613,8 @@ def no_messages(body: bytes) -> Iterator[bytes]:
     yield b"\x91" * 100_000
     yield b"\xdd\xff\xff\xff\xff"
     yield from map(msgspec.msgpack.encode, ([], 0, "x", b"x", None, True, [1, 2], {"unknown": 1}))
-    fields = msgspec.msgpack.decode(body)
-    yield msgspec.msgpack.encode({**fields, "unknown": 1})
+    message = msgspec.msgpack.decode(body)
+    yield msgspec.msgpack.encode({**message, "unknown": 1})
     defaults = {
         "gradient_scale",
         "on_trainers",
@@ -638,19 +639,21 @@ def no_messages(body: bytes) -> Iterator[bytes]:
         "dropped",
         "plans",
         "position",
+        *RunSettings.__struct_fields__,
+        *(field.name for field in fields(Compression)),
     }
-    for path, value in paths(fields):
+    for path, value in paths(message):
         if not {"structure", "hyperparameters"}.isdisjoint(path):
             continue  # free form
         if isinstance(value, dict):
             yield from (
-                msgspec.msgpack.encode(with_value(fields, path, {n: v for n, v in value.items() if n != name}))
+                msgspec.msgpack.encode(with_value(message, path, {n: v for n, v in value.items() if n != name}))
                 for name in value.keys() - defaults
                 if not {"hyperparameters", "groups"} & set(path)
             )
         if not {"hyperparameters", "structure"} & set(path):
-            yield msgspec.msgpack.encode(with_value(fields, path, msgspec.msgpack.Ext(5, b"x")))
-            yield msgspec.msgpack.encode(with_value(fields, path, {1: []}))
+            yield msgspec.msgpack.encode(with_value(message, path, msgspec.msgpack.Ext(5, b"x")))
+            yield msgspec.msgpack.encode(with_value(message, path, {1: []}))
 
 
 def suspicious(body: bytes) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, share_of_best, simulate
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 
 def changes(*rows: tuple[float, str, float]) -> list[Change]:

@@ -15,7 +15,7 @@ from lightning_swarm.planner.simulator import fluid
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span
 from lightning_swarm.planner.simulator.microbatches import Work, simulate
 from lightning_swarm.planner.simulator.scenario import ScenarioRuns
-from lightning_swarm.protocol.messages.run import Rebalancing
+from lightning_swarm.protocol.settings import Rebalancing
 
 FEW_S = 15.0
 

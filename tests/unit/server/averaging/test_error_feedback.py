@@ -12,18 +12,18 @@ from torch import Tensor
 
 from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.compression import packing
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 from tests.unit.swarm import Swarm, key, rows
 
 A, B = PeerId("a"), PeerId("b")
-FEEDBACK = Encoding(activations="none", gradients="none", averaging="4bit", rank=4, error_feedback=True)
+FEEDBACK = Compression(activations="none", gradients="none", averaging="4bit", rank=4, error_feedback=True)
 
 
 @pytest.fixture
 def swarm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     """Two servers of one stage."""
     monkeypatch.setattr(packing, "SMALLEST", 1)
-    made = Swarm("a b", encoding=FEEDBACK)
+    made = Swarm("a b", compression=FEEDBACK)
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_what_is_carried_does_not_depend_on_the_scale(monkeypatch: pytest.Monkey
     monkeypatch.setattr(packing, "SMALLEST", 1)
     weights, carried = [], []
     for scales in ((1.0, 1.0), (1024.0, 64.0)):
-        swarm = Swarm("a b", encoding=FEEDBACK)
+        swarm = Swarm("a b", compression=FEEDBACK)
         try:
             for number, scale in enumerate(scales):
                 swarm.run(step(swarm, number, scale=scale))

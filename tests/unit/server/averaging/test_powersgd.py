@@ -12,7 +12,7 @@ from torch import Size, Tensor
 
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.protocol.compression import codec
-from lightning_swarm.protocol.messages.run import Encoding
+from lightning_swarm.protocol.settings import Compression
 from lightning_swarm.server.averaging.all_reduce import AveragingFailed, GroupParts
 from lightning_swarm.server.averaging.averager import AveragingResult, AveragingState, Butterfly, PowerSGD, refuse
 from lightning_swarm.server.averaging.powersgd import LowRank, orthonormal
@@ -38,8 +38,10 @@ def normal(seed: int, length: int = LENGTH) -> Tensor:
 
 
 def reference() -> Averaging:
-    encoding = Encoding(activations="none", gradients="none", averaging="powersgd", rank=RANK, error_feedback=True)
-    return Averaging(encoding, SHAPES, normal(0))
+    compression = Compression(
+        activations="none", gradients="none", averaging="powersgd", rank=RANK, error_feedback=True
+    )
+    return Averaging(compression, SHAPES, normal(0))
 
 
 def average(ring: Ring, by: PowerSGD, carried: list[AveragingState], prefix: str = "round-0") -> list[AveragingResult]:

@@ -1,0 +1,163 @@
+"""The settings that all peers of a run share: the starter's arguments make them, and the manifest carries them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final, Literal, get_args
+
+import msgspec
+
+from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.protocol.messages.wire import NumSamples, Positive, WireMessage
+
+Rebalancing = Literal["none", "paper", "gain"]
+"""Which servers move to another stage: none; by the paper's rule; those whose move gains more than it costs."""
+
+CodecName = Literal["none", "float16", "bfloat16", "8bit", "6bit", "4bit"]
+"""How tensors travel: as they are, or in fewer bits."""
+
+AveragingName = Literal[CodecName, "powersgd"]
+"""How sums of gradients travel: by a codec, or with their matrices as products of thin ones."""
+
+MAX_RANK: Final = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """The codecs by which tensors travel between peers.
+
+    Args:
+        activations: Codec of hidden states: the outputs of stages, and floating-point inputs of the first stage. Small
+            tensors are never encoded.
+        gradients: Codec of the gradients of hidden states.
+        averaging: Codec of the gradient sums that the servers of a stage exchange. ``"powersgd"`` sends each matrix as
+            the product of two thin ones, by PowerSGD (arXiv:1905.13727), where that is smaller.
+        rank: Columns of these thin matrices.
+        error_feedback: Add to the next step's sums what encoding lost of this step's. None: with PowerSGD only.
+
+    Raises:
+        ConfigError: An argument is out of range.
+    """
+
+    activations: CodecName = "none"
+    gradients: CodecName = "none"
+    averaging: AveragingName = "none"
+    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK)] = 4
+    error_feedback: bool | None = None
+
+    @classmethod
+    def parse(cls, given: CodecName | Compression | Mapping[str, Any]) -> Compression:
+        """Read what a user gives: one codec for all, or a record.
+
+        Raises:
+            ConfigError: A field is unknown, or its value out of range.
+        """
+        if isinstance(given, Compression):
+            return given
+        if isinstance(given, str):
+            return cls(activations=given, gradients=given, averaging=given)
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(given) - set(names))
+        if unknown:
+            raise ConfigError(f"`compression` has {', '.join(names)}, got {unknown}. Correct it.")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        kinds = {"activations": CodecName, "gradients": CodecName, "averaging": AveragingName}
+        for name, names in ((name, get_args(kind)) for name, kind in kinds.items()):
+            value = getattr(self, name)
+            if value not in names:
+                instead = "`Compression(averaging='powersgd')`" if value == "powersgd" else "one of them"
+                raise ConfigError(
+                    f"`compression` must name one of {', '.join(names)}, got {value!r} for {name}. Choose {instead}."
+                )
+        rank: object = self.rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise ConfigError(f"`rank` must be an integer of 1..{MAX_RANK}, got {rank!r}. Leave it out, say.")
+        feedback: object = self.error_feedback
+        if feedback is None:
+            object.__setattr__(self, "error_feedback", self.averaging == "powersgd")
+        elif not isinstance(feedback, bool) or (feedback and self.averaging == "none"):
+            raise ConfigError(
+                "`error_feedback` must be True or False, and True only where `averaging` has a codec, got "
+                f"{self.error_feedback!r} with {self.averaging!r}. Leave it out, or choose a codec."
+            )
+
+
+NO_COMPRESSION: Final = Compression()
+
+SET_BY_EACH_TRAINER: Final = ("target_batch_size",)
+"""Settings that the program of every trainer must give as the run has them."""
+
+SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "deterministic")
+"""Settings that the program of a standby lead must give as the run has them. The others it takes from the manifest."""
+
+
+class RunSettings(WireMessage, frozen=True):
+    """The settings that all peers of a run share. A field is an argument of `SwarmStrategy`, under the same name.
+
+    Raises:
+        ConfigError: A value is out of range. When a message is decoded, this becomes a `ProtocolError`.
+    """
+
+    target_batch_size: NumSamples | None = None  # samples of one optimizer step; None: the lead closes each step
+    microbatch_size: NumSamples | None = None  # samples routed at once; None: as large as keeps the stages busy
+    delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
+    deterministic: bool = False  # gradients add up to the same bits whoever adds up which of them
+    rebalancing: Rebalancing = "none"
+    rebalance_interval: Positive = 300.0  # seconds between two decisions on who moves, at the latest
+    compression: Compression = NO_COMPRESSION
+
+    def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
+        """Name the first of these settings in which two records differ."""
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
+    def __post_init__(self) -> None:
+        for name in ("microbatch_size", "target_batch_size"):
+            check_whole_or_none(name, getattr(self, name))
+        if self.rebalancing not in get_args(Rebalancing):
+            raise ConfigError(
+                "`rebalancing` must be 'gain' (peers move where that gains more than it costs), 'paper' (by the SWARM "
+                f"paper's rule) or 'none' (nobody moves), got {self.rebalancing!r}. Choose one of them."
+            )
+        interval_s: object = self.rebalance_interval
+        if isinstance(interval_s, bool) or not isinstance(interval_s, (int, float)) or not 0 < interval_s < math.inf:
+            raise ConfigError(
+                f"`rebalance_interval` must be a positive number of seconds, got {interval_s!r}. To have nobody move, "
+                "write `rebalancing='none'`."
+            )
+        if not isinstance(self.deterministic, bool):
+            raise ConfigError(
+                "`deterministic` must be True or False (weights may differ in their last bits from run to run), got "
+                f"{self.deterministic!r}. What kernels do is the word of `Trainer(deterministic=...)`."
+            )
+        if self.deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        """Refuse what makes the weights depend on who takes part, or on how long something takes."""
+        if self.microbatch_size is None:
+            raise ConfigError(
+                "`deterministic=True` needs `microbatch_size`: by default batches are cut into as many microbatches as "
+                "the run's servers can use, got None. Set the number of samples."
+            )
+        if self.compression.averaging != "none":
+            raise ConfigError(
+                "with `deterministic=True` sums of gradients must travel as they are, for what a codec makes of them "
+                f"depends on who has added up what: got averaging {self.compression.averaging!r}. Write "
+                "`compression=Compression(activations=..., gradients=...)`, which keep their codecs, or leave it out."
+            )
+
+
+def check_whole_or_none(name: str, value: object) -> None:
+    """Refuse a count that is neither None nor a positive whole number.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(
+            f"`{name}` must be a positive whole number or None, got {value!r}. Leave it out to get the default."
+        )
