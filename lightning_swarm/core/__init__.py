@@ -1,1 +1,1 @@
-"""What every other part stands on: errors, limits, clock, tasks, the event loop, process settings."""
+"""The ground that every other part stands on: errors, limits, clock, tasks, the event loop, process settings."""

@@ -21,12 +21,12 @@ _Args = TypeVarTuple("_Args")
 
 
 def now_s() -> float:
-    """On the running loop's clock."""
+    """Read the running loop's clock."""
     return asyncio.get_running_loop().time()
 
 
 class Deadlock(SwarmError):
-    """Under a virtual clock everything waits, and no timer will ever wake anything up."""
+    """Everything waits under a virtual clock, and no timer will ever wake anything up."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -68,7 +68,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise
 
     def create_future(self) -> asyncio.Future[Any]:
-        """A future that hashes to its number."""
+        """Make a future that hashes to its number."""
         return _NumberedFuture(loop=self)
 
     def run_in_executor(
@@ -83,7 +83,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     def next_number(self) -> int:
-        """The number of the task or future that is being made."""
+        """Number the task or future that is being made."""
         self._num_futures += 1
         return self._num_futures
 
@@ -98,7 +98,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Polls only; instead of waiting it tells the clock how long the wait would have been."""
+    """A selector that only polls: instead of waiting it tells the clock how long the wait would have been."""
 
     def __init__(self, jump: Callable[[float | None], None]) -> None:
         super().__init__()

@@ -34,15 +34,15 @@ class SwarmError(Exception):
 
 
 class ConfigError(SwarmError, ValueError):
-    """A setting, model or call that cannot work. Says the rule, the value and the remedy."""
+    """A setting, model or call cannot work. The message says the rule, the value and the remedy."""
 
 
 class ProtocolError(SwarmError):
-    """A message that is malformed, too large or out of place. It changed nothing."""
+    """A message is malformed, too large or out of place. It changed nothing."""
 
 
 class StageError(SwarmError):
-    """The model's own code raised while a peer computed a stage. Carries that peer's traceback as text."""
+    """The model's own code raised while a peer computed a stage. The message has that peer's traceback."""
 
 
 class StepError(SwarmError):
@@ -50,35 +50,35 @@ class StepError(SwarmError):
 
 
 class StageLost(StepError):
-    """Nobody is left of a stage, for as long as the swarm may wait. The run goes on from a checkpoint."""
+    """A stage has had no server for as long as the swarm may wait. The run can go on from a checkpoint."""
 
 
 class TrainerFailed(StepError):
-    """A trainer's own code raised, and the run ends for all, as it would on one machine."""
+    """A trainer's own code raised, so the run ends for all peers, as it would on one machine."""
 
 
 class LeftOut(StepError):
-    """The run goes on without this trainer, which was not heard of for a while, and cannot take part any more."""
+    """The run goes on without this trainer, which was silent for too long and cannot take part any more."""
 
 
 class Replaced(StepError):
-    """Another peer leads the run by now, from an earlier step on: this one was not heard of for too long."""
+    """Another peer leads the run now, from an earlier step on, because this lead was silent for too long."""
 
 
 class WentBack(StepError):
-    """The run is void, and goes on from an earlier step: this trainer's loop with it."""
+    """The run rolls back to an earlier step, and this trainer's loop with it."""
 
 
 class LeaseRevoked(SwarmError):
-    """A batch counts nowhere: run it again. It was struck, or its place was given by who coordinated no more."""
+    """A batch counts in no step and must run again: it was struck, or a former coordinator granted its lease."""
 
 
 class RunOver(SwarmError):
-    """The lead has ended the run. No fault: a trainer's loop ends as if it had come to its own end."""
+    """The lead has ended the run. This is no fault: a trainer's loop ends as if it had come to its own end."""
 
 
 class PeerError(SwarmError):
-    """The other side left, refused or was slow. Safe to retry elsewhere."""
+    """The other peer left, refused or was slow. It is safe to retry elsewhere."""
 
 
 class Unreachable(PeerError):
@@ -90,31 +90,31 @@ class DeadlineExceeded(PeerError):
 
 
 class Busy(PeerError):
-    """The peer's queue is full. No fault: another peer, or the same one later, will do."""
+    """The peer's queue is full. This is no fault: another peer, or the same one later, will do."""
 
 
 class NotMember(PeerError, ProtocolError):
-    """The peer has no part in what it was asked for: it was not admitted, was restarted, left or was left out."""
+    """The peer has no part in the run that it was asked about: not admitted, restarted, or gone from it."""
 
 
 class NotEnlisted(PeerError, ProtocolError):
-    """Who asks does not train in the run: it never enlisted, or fell silent, or the record that lets it in is late."""
+    """The caller does not train in the run: it never enlisted, fell silent, or the record that lets it in is late."""
 
 
 class Damaged(PeerError, ProtocolError):
-    """A message was damaged on its way, as its checksum says. It changed nothing, and may be sent again."""
+    """A message's checksum is wrong: it was damaged on its way. It changed nothing and may be sent again."""
 
 
 class TicketGone(PeerError):
-    """The peer does not hold the tensor that a ticket names."""
+    """The peer does not hold the tensor that a ticket names, or not any more."""
 
 
 class GradientGone(TicketGone):
-    """The gradient that a backward was to begin with is held no more: it can be fetched once."""
+    """The gradient that a backward was to begin with is gone: it can be fetched only once."""
 
 
 class InputMissing(PeerError):
-    """What a call was to work on never came. Blames the sender or the link, not the peer that waited."""
+    """The input of a call never came. The sender or the link is to blame, not the peer that waited."""
 
 
 class GradientMissing(InputMissing):
@@ -122,7 +122,7 @@ class GradientMissing(InputMissing):
 
 
 class NotCoordinator(PeerError):
-    """The peer does not coordinate the run, or not any more. No fault: whoever does will do the same."""
+    """The peer does not coordinate the run, or not any more. This is no fault: the coordinator can be asked."""
 
 
 _BY_NAME: dict[str, type[SwarmError]] = {
@@ -155,13 +155,13 @@ _BY_NAME: dict[str, type[SwarmError]] = {
 
 
 def to_wire(error: BaseException) -> tuple[str, str]:
-    """Name and text under which an error travels to the peer that asked."""
+    """Return the name and text under which an error travels to the peer that asked."""
     if isinstance(error, SwarmError):
         return type(error).__name__, str(error)
-    # What is no SwarmError is a bug over there. Its text is all that leaves the process.
+    # Any other exception is a bug over there. Its text is all that leaves the process.
     return SwarmError.__name__, f"internal error: {type(error).__name__}: {error}"
 
 
 def from_wire(name: str, text: str) -> SwarmError:
-    """The error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
+    """Make the error that a peer answered with. An unknown name becomes a plain `SwarmError`."""
     return _BY_NAME.get(name, SwarmError)(text)

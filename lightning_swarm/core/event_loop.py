@@ -1,4 +1,4 @@
-"""How the main thread uses the swarm's loop: from a thread beside it, or in the same one.
+"""The main thread's access to the swarm's event loop, which runs in another thread or in the same one.
 
 On a real peer the loop has a thread of its own and answers others at any time. Under a virtual clock it runs only
 while the main thread waits for it, so a run is one thread and repeats exactly.
@@ -30,11 +30,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run to the end and return the result. Interrupted (Ctrl-C), it cancels the work first."""
+        """Run to the end and return the result. An interrupt (Ctrl-C) cancels the work first."""
 
     @abstractmethod
     def post(self, callback: Callable[[], None]) -> None:
-        """Have the loop call something soon, and return at once; from any thread, and from a signal's handler."""
+        """Make the loop call something soon, and return at once. Any thread and any signal handler may do this."""
 
     @abstractmethod
     def close(self) -> None:
@@ -42,15 +42,10 @@ class Runtime(ABC):
 
 
 class ThreadRuntime(Runtime):
-    """A uvloop (where there is one) in a daemon thread.
+    """A uvloop (where there is one) in a daemon thread. The process settings end with it."""
 
-    Args:
-        name: Of the thread.
-        housekeeping: Of the process, which ends with the loop.
-    """
-
-    def __init__(self, name: str = "swarm", housekeeping: ProcessSettings | None = None) -> None:
-        self._housekeeping = housekeeping
+    def __init__(self, name: str = "swarm", settings: ProcessSettings | None = None) -> None:
+        self._settings = settings
         self._loop = _new_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
@@ -69,7 +64,7 @@ class ThreadRuntime(Runtime):
 
     @override
     def post(self, callback: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # it is closed: there is nobody to tell any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the call
             self._loop.call_soon_threadsafe(callback)
 
     @override
@@ -79,24 +74,24 @@ class ThreadRuntime(Runtime):
         try:
             self._end()
         finally:
-            housekeeping, self._housekeeping = self._housekeeping, None
-            if housekeeping is not None:
-                housekeeping.close()
+            settings, self._settings = self._settings, None
+            if settings is not None:
+                settings.close()
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        # hivemind leaves tasks behind: the timer of its bootstrap, say. Nobody else can end them.
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
+        # hivemind leaves tasks behind, such as the timer of its bootstrap. Nothing else can end them.
+        running = asyncio.all_tasks(self._loop)
+        for task in running:
             task.cancel()
-        if left:
-            self._loop.run_until_complete(asyncio.wait(left))
+        if running:
+            self._loop.run_until_complete(asyncio.wait(running))
         self._loop.close()
 
 
 class InlineRuntime(Runtime):
-    """A loop with virtual time that runs while somebody waits for it."""
+    """A loop with virtual time that runs only while a caller waits in `run`."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -111,15 +106,11 @@ class InlineRuntime(Runtime):
 
     @override
     def close(self) -> None:
-        """The loop belongs to whoever made it: other peers may live on it."""
+        """Leave the loop open: it belongs to its maker, and other peers may use it."""
 
 
 class _InterruptibleRuntime(Runtime):
-    """On another runtime's loop, with something else to look at meanwhile.
-
-    Args:
-        runtime: Whose loop it is.
-    """
+    """Another runtime's loop, where an event can end the waiting for work."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -130,7 +121,7 @@ class _InterruptibleRuntime(Runtime):
 
     @abstractmethod
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await `work`, unless something else comes first."""
+        """Await `work`, unless the event comes first."""
 
     @override
     def post(self, callback: Callable[[], None]) -> None:
@@ -142,16 +133,7 @@ class _InterruptibleRuntime(Runtime):
 
 
 class UntilRunEnds(_InterruptibleRuntime):
-    """Of a trainer that the run may leave behind: waiting for anything ends when the run does.
-
-    Args:
-        runtime: Whose loop it is.
-        over: Set when the run has ended.
-        end: What to raise then.
-        deaf: Whether nothing can be told here any more.
-        back: Set when it is void, and goes on from an earlier step.
-        grace_s: Other peers that leave may be noticed before the end is told: seconds to wait for it then.
-    """
+    """The runtime of a trainer in a run that another peer leads: waiting for anything ends when the run does."""
 
     def __init__(
         self,
@@ -164,10 +146,11 @@ class UntilRunEnds(_InterruptibleRuntime):
         grace_s: float,
     ) -> None:
         super().__init__(runtime)
-        self._over = over
-        self._end = end
-        self._deaf = deaf
-        self._back = back
+        self._over = over  # set when the run has ended
+        self._back = back  # set when the run rolls back
+        self._end = end  # makes the error to raise at the end
+        self._deaf = deaf  # whether no message can reach this peer any more
+        # Other peers that leave may be noticed before the end is announced: seconds to wait for the announcement.
         self._grace_s = grace_s
 
     @override
@@ -189,16 +172,11 @@ class UntilRunEnds(_InterruptibleRuntime):
 
 
 class UntilStageLost(_InterruptibleRuntime):
-    """Of the lead: waiting for anything ends when the run has lost what it cannot go on without, and can go back.
-
-    Args:
-        runtime: Whose loop it is.
-        lost: Returns, in words, when that is so; called when something takes longer than a moment.
-    """
+    """The runtime of the lead: waiting for anything ends when the run has lost a stage and can roll back."""
 
     def __init__(self, runtime: Runtime, lost: Callable[[], Coroutine[Any, Any, str]]) -> None:
         super().__init__(runtime)
-        self._lost = lost
+        self._lost = lost  # returns a description once a stage is lost; called when work takes longer than a moment
 
     @override
     async def _first(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -13,40 +13,41 @@ class Limits:
     """Bounds on waiting and on memory.
 
     Args:
-        cache_bytes: What a server may keep of microbatches that wait for their backward. Beyond it the oldest are
-            dropped and computed again when they are needed: slower, never different. As much may a trainer keep of its
-            microbatches until their step is decided; beyond it they go to a temporary file.
-        call_timeout: Seconds until a call to another peer, its input included, is given up.
+        cache_bytes: Bytes that a server may keep of microbatches that wait for their backward. Beyond this the oldest
+            are dropped and computed again when they are needed: slower, never different. A trainer may keep as much of
+            its microbatches until their step is decided; beyond it they go to a temporary file.
+        call_timeout: Seconds until a call to another peer, the wait for its input included, is given up.
         silence_timeout: Seconds without a sign of life after which a peer counts as gone, whatever it was asked for. A
-            peer that computes gives signs of life. Longer by itself where round trips take long.
-        lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches; they begin
-            anew with each batch that it validates and each file that it saves. When nothing was heard even of its
-            process for as long, and nobody can take the run over, it ends for all its peers.
+            peer that computes gives signs of life. Where round trips are long, this grows by itself.
+        lead_timeout: Seconds that the other trainers wait for the lead's loop between two of its batches. Each batch
+            that the lead validates and each file that it saves restarts the wait. If the lead's process has been silent
+            for as long and no peer can take the run over, the run ends for all.
         start_timeout: Seconds that the starter waits for its peers, imports included.
-        stage_timeout: Seconds that the swarm waits for a stage of which every peer is gone, where it has no snapshot to
-            go back to; then the run ends.
+        stage_timeout: Seconds that the swarm waits for a stage that has lost all its servers, if there is no snapshot to
+            roll back to; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
-        join_bytes: What a server keeps of records for those that download from it. Beyond it the slowest begin again.
-        max_upload: Bytes a second, on the average, that a server sends to those who join: the state of its stages, and
-            records. By default more than any line carries.
+        join_bytes: Bytes of records that a server keeps for peers that download from it. Beyond this the slowest of
+            them begin again.
+        max_upload: Bytes a second, on average, that a server sends to joining peers: the state of its stages, and
+            records. The default is more than any link carries.
         drain_timeout: Seconds that a server which is told to leave waits for a record that lets it go; then it goes
             all the same, as if it had died.
         leave_timeout: Seconds that a peer may take to end when the run is over; then its process is killed.
         max_pending_calls: Calls that a server holds at once; more are answered *busy*.
-        max_in_flight: Microbatches that a trainer has under way at once.
-        max_metric_bytes: What the batches of one step, of all trainers together, may add to torchmetrics objects that
-            are logged with `sync_dist=True`.
-        max_message_bytes: The largest set of tensors that one message may carry.
+        max_in_flight: Microbatches that a trainer sends at once.
+        max_metric_bytes: Bytes that the batches of one step, of all trainers together, may add to torchmetrics objects
+            that are logged with `sync_dist=True`.
+        max_message_bytes: Bytes of tensors that one message may carry.
         snapshot_interval: Seconds between two snapshots, from which the run goes on when all servers of a stage have
             died; the first is taken at the run's first step. Each copies every stage where it is held and sends it to
-            one server of another stage. None: there are none, and such a run breaks off.
-        snapshot_bytes: What a server may keep of snapshots in memory; the rest is in temporary files. It keeps two
-            of each of its own stages, and two of each stage that it was chosen to keep for others: of all stages
-            together the servers keep so no more than one for each that holds it and one more, twice.
-        revive_timeout: Seconds that a stage without an answering server is waited for before the run goes back; and a
-            lead whose process does not answer, before another peer that has data goes back in its place.
-        loop_bytes: The largest state of the lead's loop that is kept by peers which could take the run over; it has no
-            weights. A larger one stays with the lead, which a warning says.
+            one server of another stage. None takes no snapshots, and such a run breaks off.
+        snapshot_bytes: Bytes of snapshots that a server may keep in memory; the rest is in temporary files. It keeps
+            two snapshots of each of its own stages, and two of each stage that it was chosen to keep for others. All
+            servers together keep, twice, at most one copy of a stage for each server that holds it, and one more.
+        revive_timeout: Seconds to wait for a stage without an answering server before the run rolls back, and for a
+            lead whose process does not answer before another peer that has data rolls back in its place.
+        loop_bytes: Bytes of the largest loop state that the lead sends to peers which could take the run over; it has
+            no weights. A larger one stays with the lead, which a warning says.
     """
 
     cache_bytes: int = 4 << 30

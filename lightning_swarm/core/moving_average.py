@@ -1,23 +1,19 @@
-"""A mean that follows what is measured."""
+"""An exponential moving average."""
 
 from __future__ import annotations
 
 
 class MovingAverage:
-    """Exponential moving average, corrected for its empty start.
-
-    Args:
-        smoothing: Weight of a new measurement, from 0 to 1.
-    """
+    """Exponential moving average, corrected for its empty start."""
 
     def __init__(self, smoothing: float) -> None:
-        self._smoothing = smoothing
+        self._smoothing = smoothing  # weight of a new measurement, from 0 to 1
         self._sum = 0.0
         self._weight = 0.0
 
     @property
     def value(self) -> float | None:
-        """None before the first measurement."""
+        """The average; None before the first measurement."""
         return self._sum / self._weight if self._weight else None
 
     def measure(self, value: float) -> None:

@@ -1,4 +1,4 @@
-"""What a process does differently while a peer is at home in it: with garbage, and with freed memory."""
+"""Settings of a process that runs a peer: its log, its signals, its garbage collector and its freed memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,13 @@ from typing import Final
 from lightning_swarm.core.errors import ConfigError
 
 LOG: Final = "SWARM_LOG"
-"""From which level on this package's log goes to stderr, whatever the script says; its children inherit it."""
+"""Environment variable with the level from which this package logs to stderr. Child processes inherit it."""
 
 _LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 def follow_environment() -> None:
-    """Show the log as the environment says; nothing is changed if it says nothing.
-
-    Raises:
-        ConfigError: It names no level.
-    """
+    """Show the log from the level that the environment names; without one, change nothing."""
     level = os.environ.get(LOG)
     if not level:
         return
@@ -46,77 +42,73 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 @contextlib.contextmanager
 def leaving_on_signals(leave: Callable[[str], None]) -> Iterator[None]:
-    """Have the first signal call `leave` with its name, and each further one raise `SystemExit`, as a shell has it.
+    """Call `leave` with the name of the first signal; let each further signal raise `SystemExit`, as a shell expects.
 
-    Signals are the main thread's business: on another one nothing changes.
+    Only the main thread may set signal handlers: on another thread nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told = False
+    is_leaving = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal told
-        if told:
+        nonlocal is_leaving
+        if is_leaving:
             raise SystemExit(128 + number)
-        told = True
+        is_leaving = True
         leave(signal.Signals(number).name)
 
-    before = {one: signal.signal(one, handle) for one in _SIGNALS}
+    former_handlers = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in former_handlers.items():
+            signal.signal(number, handler)
 
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # of <malloc.h>
-_ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads beside the main one have pieces of that size
+_ARENA_BYTES: Final = 64 << 20  # glibc's HEAP_MAX_SIZE: threads other than the main one get memory in such pieces
+# The largest mmap threshold that glibc before 2.35 takes, and the largest that any version sets by itself.
 _OLD_MAX_BYTES: Final = 32 << 20
-"""The largest threshold for mmap that glibc before 2.35 takes, and the largest that any comes to by itself."""
 _KEPT_BYTES: Final = 1 << 30
 
 
 class ProcessSettings:
-    """From here until `close` this process goes another way.
+    """Changes how this process collects garbage and, with `keeps_memory`, frees memory, until `close`.
 
-    - The collector of garbage leaves alone what the process has by now. To look through all that torch and the others
-      brought stops every thread for a third of a second, and whoever waits for this peer.
-    - glibc keeps freed memory for what comes next, where it would give it back to the kernel, which clears each page
-      before it gives it out again: a step needs the same memory as the one before.
-
-    Args:
-        keeps_memory: Whether it does the latter.
+    - The garbage collector skips all objects that exist by now. To go through everything that torch and others brought
+      would stop every thread for a third of a second, and each peer that waits for this one.
+    - glibc keeps freed memory instead of giving it back to the kernel, which would clear each page before it hands it
+      out again: a step needs the same memory as the step before.
     """
 
     def __init__(self, *, keeps_memory: bool) -> None:
-        self._froze = gc.get_freeze_count() == 0  # else somebody sees to it
+        self._froze = gc.get_freeze_count() == 0  # else other code manages this
         if self._froze:
-            gc.collect()  # what is garbage by now is not to stay
+            gc.collect()  # do not keep what is garbage already
             gc.freeze()
         self._libc = ctypes.CDLL(None) if keeps_memory and platform.libc_ver()[0] == "glibc" else None
         if not self._keep(_ARENA_BYTES, _KEPT_BYTES, _ARENA_BYTES):
             self._keep(_OLD_MAX_BYTES, _KEPT_BYTES, _ARENA_BYTES)
 
     def close(self) -> None:
-        """End that, and give back what is free."""
+        """Undo the changes, and give free memory back."""
         if self._froze:
             gc.unfreeze()
-        # What glibc comes to by itself where something large is freed, and its own pad.
+        # The thresholds that glibc sets by itself once something large is freed, and its default pad.
         if self._libc is not None and self._keep(_OLD_MAX_BYTES, 2 * _OLD_MAX_BYTES, 128 << 10):
             self._libc.malloc_trim(0)
 
-    def _keep(self, own: int, at_top: int, pad: int) -> bool:
-        """Say what glibc keeps; whether it takes that.
+    def _keep(self, mmap_bytes: int, trim_bytes: int, pad_bytes: int) -> bool:
+        """Set glibc's thresholds, and return whether it accepts them.
 
-        Args:
-            own: Blocks from so many bytes on have memory of their own, which is given back when they are freed.
-            at_top: So many bytes may be free at the end of the main heap.
-            pad: So many are asked for beyond what is needed; a thread's piece stays while less than that would be left.
+        A block of `mmap_bytes` or more gets memory of its own, which is given back when the block is freed.
+        `trim_bytes` may be free at the end of the main heap. `pad_bytes` are requested beyond what is needed, and a
+        thread's piece of memory stays while less than that would be left.
         """
-        # This one first: it is the one that may be refused, and any of them ends what glibc would find by itself.
-        if self._libc is None or not self._libc.mallopt(_MMAP_THRESHOLD, own):
+        # The mmap threshold first: only this one may be refused, and setting any of them ends glibc's own adjustment.
+        if self._libc is None or not self._libc.mallopt(_MMAP_THRESHOLD, mmap_bytes):
             return False
-        self._libc.mallopt(_TRIM_THRESHOLD, at_top)
-        self._libc.mallopt(_TOP_PAD, pad)
+        self._libc.mallopt(_TRIM_THRESHOLD, trim_bytes)
+        self._libc.mallopt(_TOP_PAD, pad_bytes)
         return True

@@ -12,7 +12,8 @@ _T = TypeVar("_T")
 class TaskOwner:
     """A TaskGroup that lives between `start` and `close`, for objects that live longer than one call.
 
-    A task that raises (a bug: expected failures are handled inside the tasks) ends all others; `close` raises it.
+    A task that raises ends all others, and `close` raises its error: expected failures are handled inside the tasks, so
+    this is a bug.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class TaskOwner:
         return task
 
     async def close(self) -> None:
-        """Cancel what still runs and wait for it. Raises what a task raised."""
+        """Cancel and await all tasks; raise what a task raised."""
         self._stop.set()
         if self._root is not None:
             root, self._root = self._root, None
@@ -65,10 +66,10 @@ class TaskOwner:
 
 
 async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Run all at once; results in order. The first failure cancels the rest and is raised.
+    """Run all at once and return the results in order. The first failure cancels the rest and is raised.
 
-    It is no TaskGroup, for in one a failure wins over a cancellation: who was cancelled while the rest of a failure was
-    cleared away would go on with the failure, perhaps for ever.
+    This is no TaskGroup because there a failure wins over a cancellation: a caller that is cancelled while the other
+    tasks are being cancelled would go on with the failure, perhaps for ever.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -81,25 +82,25 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel what still runs, and wait for it. What was raised meanwhile is of no interest any more."""
+    """Cancel and await all tasks. Whatever they raise is dropped."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
     interrupted: asyncio.CancelledError | None = None
-    while left := [task for task in tasks if not task.done()]:
+    while running := [task for task in tasks if not task.done()]:
         try:
-            await asyncio.wait(left)
-        except asyncio.CancelledError as error:  # they have to end all the same
+            await asyncio.wait(running)
+        except asyncio.CancelledError as error:  # the tasks have to end all the same
             interrupted = error
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not complain
+            task.exception()  # retrieved, so that asyncio does not complain
     if interrupted is not None:
         raise interrupted
 
 
 async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
-    """Wait for one of several things to happen, at most `timeout` seconds. A failure of one is raised."""
+    """Wait at most `timeout` seconds for one of several things to happen. A failure of one is raised."""
     tasks = {asyncio.ensure_future(one) for one in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -110,32 +111,29 @@ async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 async def gather_bounded(works: Sequence[Coroutine[Any, Any, _T]], limit: int, *, turns_apart: int = 0) -> list[_T]:
-    """`gather` with at most `limit` under way at once, begun in order.
+    """Do as `gather`, with at most `limit` running at once, started in order and `turns_apart` turns of the loop apart.
 
-    Args:
-        works: What to run.
-        limit: See above.
-        turns_apart: Turns of the loop from one's begin to the next one's. With some, what the first sends has left
-            before the last sends anything; with none, all is sent together.
+    With some turns between them, the first one's messages have left before the last one sends anything; with none, all
+    is sent together.
     """
     slots = asyncio.Semaphore(limit)
     turns = [asyncio.Event() for _ in works]
 
-    async def begin() -> None:
+    async def start_all() -> None:
         for turn in turns:
             turn.set()
             for _ in range(turns_apart):
                 await asyncio.sleep(0)
 
-    async def one(turn: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T:
+    async def run_one(turn: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T:
         await turn.wait()
         async with slots:
             return await work
 
-    beginning = asyncio.ensure_future(begin())
+    starting = asyncio.ensure_future(start_all())
     try:
-        return await gather(map(one, turns, works))
+        return await gather(map(run_one, turns, works))
     finally:
         for work in works:
-            work.close()  # those that a failure of another kept from beginning
-        await ended([beginning])
+            work.close()  # a failure of another one may have kept it from starting
+        await ended([starting])

@@ -261,7 +261,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     """A peer on a real network, with its loop and its compute in threads of their own."""
     from lightning_swarm.network import hivemind  # starts nothing, but costs a second that tests can do without
 
-    runtime = ThreadRuntime(housekeeping=ProcessSettings(keeps_memory=not tunes_malloc()))
+    runtime = ThreadRuntime(settings=ProcessSettings(keeps_memory=not tunes_malloc()))
     try:
         transport, directory = runtime.run(
             hivemind.start(

@@ -53,16 +53,16 @@ def test_closing_twice_is_fine(runtime: Runtime) -> None:
     runtime.close()
 
 
-def test_the_housekeeping_ends_with_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_settings_end_with_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[ProcessSettings] = []
     monkeypatch.setattr(ProcessSettings, "close", lambda self: ended.append(self))
-    housekeeping = ProcessSettings(keeps_memory=False)
-    runtime = ThreadRuntime(housekeeping=housekeeping)
+    settings = ProcessSettings(keeps_memory=False)
+    runtime = ThreadRuntime(settings=settings)
     assert runtime.run(answer()) == 42
     assert not ended
     runtime.close()
     runtime.close()
-    assert ended == [housekeeping]
+    assert ended == [settings]
 
 
 def test_an_inline_runtime_leaves_the_loop_to_others(loop: VirtualLoop) -> None:

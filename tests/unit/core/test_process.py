@@ -28,9 +28,9 @@ def _nothing_frozen() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_nothing_frozen")
 def test_garbage_is_not_sought_in_what_was_there_before() -> None:
-    housekeeping = ProcessSettings(keeps_memory=False)
+    settings = ProcessSettings(keeps_memory=False)
     assert gc.get_freeze_count() > 10_000
-    housekeeping.close()
+    settings.close()
     assert gc.get_freeze_count() == 0
 
 
@@ -113,7 +113,7 @@ def test_freed_memory_is_kept_for_what_comes_next_and_given_back_at_the_end() ->
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
 def test_whoever_tunes_malloc_keeps_what_they_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Made(Exception):
-        """A peer's housekeeping."""
+        """A peer's process settings."""
 
     def make(*, keeps_memory: bool) -> ProcessSettings:
         raise Made(keeps_memory)
