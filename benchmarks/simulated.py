@@ -21,7 +21,7 @@ from benchmarks.report import picture, table, write
 from benchmarks.runs import train
 from benchmarks.waiting import PACES
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Direction, SimulatedLink
+from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work, simulate
 

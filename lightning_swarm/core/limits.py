@@ -23,8 +23,8 @@ class Limits:
             that the lead validates and each file that it saves restarts the wait. If the lead's process has been silent
             for as long and no peer can take the run over, the run ends for all.
         start_timeout: Seconds that the starter waits for its peers, imports included.
-        stage_timeout: Seconds that the swarm waits for a stage that has lost all its servers, if there is no snapshot to
-            roll back to; then the run ends.
+        stage_timeout: Seconds that the swarm waits for a stage that has lost all its servers, with no snapshot to roll
+            back to; then the run ends.
         join_timeout: Seconds that a joining server may take to download a stage.
         join_bytes: Bytes of records that a server keeps for peers that download from it. Beyond this the slowest of
             them begin again.

@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from lightning_swarm.core.errors import DeadlineExceeded, SwarmError
 from lightning_swarm.network import Transport
-from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.addresses import Address, HostPort
 from lightning_swarm.protocol import handshake
 from lightning_swarm.protocol.handshake import HandshakeResult, installed_version
 
@@ -454,7 +454,8 @@ def try_daemon(host: str, port: int) -> tuple[str | None, float]:
         from lightning_swarm.network import hivemind
 
         with contextlib.closing(ThreadRuntime("doctor")) as runtime:
-            transport, directory = runtime.run(hivemind.start(host=host, port=port, startup_timeout=_START_TIMEOUT_S))
+            listen = HostPort(host, port)
+            transport, directory = runtime.run(hivemind.start(listen=listen, startup_timeout=_START_TIMEOUT_S))
             took_s = time.monotonic() - begin_s
             runtime.run(directory.close())
             runtime.run(transport.close())

@@ -1,4 +1,4 @@
-"""Where a peer can be reached, as people write it and as libp2p does."""
+"""Addresses of peers, as people write them and as libp2p writes them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,14 @@ _PEER_ID: Final = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,64}")  # a hash in base58
 
 @dataclass(frozen=True)
 class HostPort:
-    """Where a peer listens, or where others find it.
+    """A host and TCP port where a peer listens, or where others find it."""
 
-    Args:
-        host: An IP address; for others also a name.
-        port: TCP; 0 lets the system choose.
-    """
-
-    host: str
-    port: int
+    host: str  # an IP address, or a name if others are to resolve it
+    port: int  # 0 lets the system choose
 
     @classmethod
     def to_listen(cls, text: str) -> HostPort:
-        """Read an IP address, or ``address:port``.
-
-        Raises:
-            ConfigError: It is neither.
-        """
+        """Read an IP address, or ``address:port``."""
         found = _PLACE.fullmatch(text)
         host, port = (found["ip6"] or found["host"], int(found["port"])) if found else (text.strip("[]"), 0)
         if _ip_version(host) is None or port >= 1 << 16:
@@ -47,11 +38,7 @@ class HostPort:
 
     @classmethod
     def to_announce(cls, text: str) -> HostPort:
-        """Read ``host:port``.
-
-        Raises:
-            ConfigError: It is none, or has no port.
-        """
+        """Read ``host:port``."""
         found = _PLACE.fullmatch(text)
         if found is None or not 0 < int(found["port"]) < 1 << 16:
             raise ConfigError(
@@ -61,19 +48,19 @@ class HostPort:
         return cls(found["ip6"] or found["host"], int(found["port"]))
 
     def further(self, rank: int) -> HostPort:
-        """For the machine's peer number `rank`: so many ports further on."""
+        """Return the address of the machine's peer number `rank`, which is as many ports further on."""
         return HostPort(self.host, self.port + rank if self.port else 0)
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other machine can use it."""
+        """Whether no other machine can use this address."""
         return self.host == "localhost" or (
             _ip_version(self.host) is not None and ipaddress.ip_address(self.host).is_loopback
         )
 
     @property
     def maddr(self) -> str:
-        """As libp2p writes it."""
+        """The multiaddress that libp2p uses."""
         version = _ip_version(self.host)
         return f"/{f'ip{version}' if version else 'dns'}/{self.host}/tcp/{self.port}"
 
@@ -83,25 +70,15 @@ class HostPort:
 
 @dataclass(frozen=True)
 class Address:
-    """One peer at one place.
+    """A full address: host, TCP port, and the id of the peer that must answer there."""
 
-    Args:
-        host: An IP address or a name.
-        port: TCP.
-        peer_id: Who is to answer there.
-    """
-
-    host: str
+    host: str  # an IP address or a name
     port: int
     peer_id: PeerId
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read ``host:port/id``, or libp2p's ``/ip4/…/tcp/…/p2p/<id>``.
-
-        Raises:
-            ConfigError: It is neither.
-        """
+        """Read ``host:port/id``, or libp2p's ``/ip4/…/tcp/…/p2p/<id>``."""
         found = _SHORT.fullmatch(text) or _LONG.fullmatch(text)
         if found is None or not 0 < int(found["port"]) < 1 << 16 or _PEER_ID.fullmatch(found["peer"]) is None:
             raise ConfigError(
@@ -116,22 +93,22 @@ class Address:
 
     @property
     def place(self) -> HostPort:
-        """Host and port."""
+        """The host and port."""
         return HostPort(self.host, self.port)
 
     @property
     def maddr(self) -> str:
-        """As libp2p writes it."""
+        """The multiaddress that libp2p uses."""
         return f"{self.place.maddr}/p2p/{self.peer_id}"
 
 
 def widest(addresses: Sequence[Address]) -> Address:
-    """Of one peer's addresses, one that other machines can use, if there is any."""
+    """Choose one of a peer's addresses, one that other machines can use if there is any."""
     return min(addresses, key=lambda address: address.place.is_loopback)
 
 
 def host_of(maddrs: Sequence[str]) -> str:
-    """The machine that a peer's full addresses lead to, as other machines know it if they do; "" if that is unknown."""
+    """Return the host of a peer's full addresses, one that other machines know if possible; "" if there is none."""
     hosts = [parts[2] for parts in (maddr.split("/") for maddr in maddrs) if len(parts) > 2]
     return min(hosts, key=lambda host: HostPort(host, 0).is_loopback, default="")
 

@@ -1,4 +1,4 @@
-"""The one encoding of a `Message`, and of an error as an answer.
+"""The encoding of a `Message`, and of an error as an answer, for every transport.
 
 ::
 
@@ -7,8 +7,8 @@
     payload        the tensors' raw bytes, one after the other, little endian, without padding
     end            marker, checksum of the payload
 
-Lengths are checked before memory is allocated, and a tensor reaches the caller only after the end
-marker, so a malformed or broken message changes nothing. Nothing here is ever pickled.
+Lengths are checked before memory is allocated, and a tensor reaches the caller only after the end marker, so a
+malformed or broken message changes nothing. Nothing here is ever pickled.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from zlib_ng.zlib_ng import crc32  # of the standard library's, but ten times as fast
+from zlib_ng.zlib_ng import crc32  # the same checksum as the standard library's, ten times as fast
 
 from lightning_swarm.core.errors import Damaged, ProtocolError, SwarmError, from_wire, to_wire
 from lightning_swarm.network import MAX_CALL_BYTES, SMALL_BYTES, Message
 from lightning_swarm.network.tensors import TensorSpec, check_tensor, from_bytes, parse_spec, spec_of, to_bytes
 
 _HUGE_BYTES: Final = 4 << 20
-_ALIGNMENT: Final = 64  # torch's own: some libraries round otherwise where memory lies otherwise
+_ALIGNMENT: Final = 64  # torch's own: some libraries round differently if memory is aligned differently
 
 
 def new_bytes(n: int) -> Tensor:
-    """``[n]`` of uint8 on the CPU, uninitialised, aligned as torch aligns.
+    """Make an uninitialised uint8 tensor ``[n]`` on the CPU, aligned as torch aligns.
 
-    Large ones come from numpy, which asks Linux for huge pages: to touch 40 MB of fresh memory for the first time then
+    Large ones come from numpy, which asks Linux for huge pages: touching 40 MB of fresh memory for the first time then
     takes a quarter of the time.
     """
     if n < _HUGE_BYTES:
@@ -50,27 +50,24 @@ def new_bytes(n: int) -> Tensor:
 
 
 class BufferPool:
-    """Memory that is wanted again and again, in the same sizes: what nobody refers to any more is given out anew.
+    """Reuses memory that is needed again and again, in the same sizes, once nothing refers to it any more.
 
     Linux clears each page that it hands out. In a process whose memory has been in use for a while that takes as long
     as ten passes over it: 0.15 s for 50 MB were measured.
-
-    Args:
-        num_spare: Pieces to keep while nobody uses them, the newest.
-        max_bytes: Of a piece that is kept.
     """
 
     def __init__(self, num_spare: int, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._spare = deque[npt.NDArray[np.uint8]](maxlen=num_spare)  # for any thread: what is called of it is atomic
+        self._max_bytes = max_bytes  # of an unused piece that is kept
+        # The newest unused pieces. Any thread may use this: `deque`'s methods are atomic.
+        self._spare = deque[npt.NDArray[np.uint8]](maxlen=num_spare)
 
     def new_bytes(self, n: int) -> Tensor:
-        """As the function of that name."""
+        """Do as the function `new_bytes`."""
         if n < _HUGE_BYTES:
             return torch.empty(n, dtype=torch.uint8)
         raw = self._take(n)
         lent = _aligned(raw, n)
-        # A tensor refers to the array that it is made of, and so do its views, wherever they are sent.
+        # A tensor refers to the array that it is made from, and so do all its views.
         weakref.finalize(lent, self._keep, raw).atexit = False
         return torch.from_numpy(lent)
 
@@ -107,10 +104,8 @@ MAX_ERROR_CHARS: Final = 32_768
 CHUNK_BYTES: Final = 1 << 20
 """Most payload bytes per write."""
 
-# A spec takes a few dozen bytes, with 64 long dimensions a few hundred.
-_MAX_CONTROL_BYTES: Final = MAX_CALL_BYTES + (1 << 20)
-# Below this size one copy is cheaper than more writes.
-_JOIN_BYTES: Final = 1 << 16
+_MAX_CONTROL_BYTES: Final = MAX_CALL_BYTES + (1 << 20)  # a spec has a few dozen bytes, or hundreds with 64 dimensions
+_JOIN_BYTES: Final = 1 << 16  # below this size one copy is cheaper than more writes
 _MAGIC: Final = b"LSWM"
 _VERSION: Final = 1
 _END: Final = b"LEND"
@@ -123,32 +118,31 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
     CALL = 1
     STREAM = 2
     ANSWER = 3
     ERROR = 4
-    CANCEL = 5
-    """Nobody waits for the answer to this exchange any more."""
+    CANCEL = 5  # the caller does not wait for the answer any more
 
 
 _KINDS: Final = frozenset(Kind)
 
 
 class Reader(Protocol):
-    """Where bytes come from: what is needed of an `asyncio.StreamReader`, and `fill`."""
+    """A source of bytes: the part of `asyncio.StreamReader` that is used here, and `fill`."""
 
     async def readexactly(self, n: int, /) -> bytes:
-        """Exactly `n` bytes, or `asyncio.IncompleteReadError`."""
+        """Read exactly `n` bytes, or raise `asyncio.IncompleteReadError`."""
         ...
 
     async def read(self, n: int, /) -> bytes:
-        """At least one and at most `n` bytes; none at the end."""
+        """Read at least one and at most `n` bytes; none at the end."""
         ...
 
     async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
-        """Fill all of `view`, and show each piece to `seen` as it comes; or `asyncio.IncompleteReadError`."""
+        """Fill all of `view`, and show each piece to `seen` as it comes, or raise `asyncio.IncompleteReadError`."""
         ...
 
 
@@ -164,47 +158,30 @@ _decoder = msgspec.msgpack.Decoder(_Control)
 
 @dataclass(frozen=True)
 class Fixed:
-    """What a message's fixed header says.
-
-    Args:
-        kind: What it is.
-        exchange_id: Chosen by the caller, repeated by the answer.
-        control_bytes: Of the control part.
-        payload_bytes: Of all tensors.
-        control_checksum: Of the control part.
-    """
+    """The fixed header of a message."""
 
     kind: Kind
-    exchange_id: int
+    exchange_id: int  # chosen by the caller, repeated by the answer
     control_bytes: int
-    payload_bytes: int
+    payload_bytes: int  # of all tensors
     control_checksum: int
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole message."""
+        """Bytes of the whole message."""
         return HEADER_BYTES + self.control_bytes + self.payload_bytes + TRAILER_BYTES
 
 
 @dataclass(frozen=True)
 class Head:
-    """All of a message but its tensors, whose memory is not allocated yet.
-
-    Args:
-        kind: What it is.
-        exchange_id: Chosen by the caller, repeated by the answer.
-        method: The method; of an error, its name.
-        body: The body; of an error, its text.
-        specs: Dtype and shape of each tensor.
-        payload_bytes: Bytes of all tensors.
-    """
+    """A message without its tensors, whose memory is not allocated yet."""
 
     kind: Kind
-    exchange_id: int
-    method: str
-    body: bytes
-    specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-    payload_bytes: int
+    exchange_id: int  # chosen by the caller, repeated by the answer
+    method: str  # for an error: its name
+    body: bytes  # for an error: its text
+    specs: tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each tensor
+    payload_bytes: int  # of all tensors
 
     def check_size(self, max_bytes: int) -> None:
         """Refuse more than `max_bytes` of tensors, before any memory is allocated for them."""
@@ -215,18 +192,15 @@ class Head:
             )
 
     def error(self) -> SwarmError:
-        """The error that this message carries."""
+        """Make the error that this message carries."""
         return from_wire(self.method, self.body.decode(errors="replace"))
 
 
 def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Iterator[Buffer]:
-    """The buffers that make up a message, to be written in order.
+    """Return the buffers that make up a message, to be written in order.
 
-    The checks are made at once; the payload is read chunk by chunk, as the buffers are taken, without
-    being copied, but for the first and the last 64 KiB (and tensors that are not contiguous).
-
-    Raises:
-        ProtocolError: A tensor cannot travel, or the body, the method or the number of tensors is too large.
+    A message that cannot travel is refused at once. The payload is read chunk by chunk, as the buffers are taken,
+    without a copy, except for the first and the last 64 KiB (and tensors that are not contiguous).
     """
     check_outgoing(method, message)
     views = [to_bytes(tensor) for tensor in message.tensors]
@@ -246,27 +220,23 @@ def encode(kind: Kind, exchange_id: int, method: str, message: Message) -> Itera
 
 
 def encode_error(exchange_id: int, error: BaseException) -> Iterator[Buffer]:
-    """An error as an answer."""
+    """Encode an error as an answer."""
     name, text = to_wire(error)
     return encode(Kind.ERROR, exchange_id, name, Message(text[:MAX_ERROR_CHARS].encode(errors="replace")))
 
 
 def encode_cancel(exchange_id: int) -> bytes:
-    """Take a request back."""
+    """Encode the message that cancels a request."""
     return b"".join(encode(Kind.CANCEL, exchange_id, "", Message()))
 
 
 def exchange_id_of(data: bytes) -> int:
-    """Of a whole message; 0 if it has not even a header."""
+    """Return the exchange id of a whole message; 0 if it is shorter than a header."""
     return int(_FIXED.unpack_from(data)[4]) if len(data) >= HEADER_BYTES else 0
 
 
 def decode(data: bytes) -> Head:
-    """Read a whole message from `data`, all but its tensors, which `take_tensors` takes.
-
-    Raises:
-        ProtocolError: Malformed, too short, too long, or with more than `SMALL_BYTES` of tensors.
-    """
+    """Read a whole small message, except its tensors, which `take_tensors` reads. Refuse more than `SMALL_BYTES`."""
     if len(data) < HEADER_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is shorter than its header ({HEADER_BYTES}).")
     fixed = parse_small(data)
@@ -279,23 +249,23 @@ def decode(data: bytes) -> Head:
 
 
 def take_tensors(data: bytes, head: Head) -> tuple[Tensor, ...]:
-    """The tensors of a whole message whose head `decode` has read from `data`, in new memory."""
-    at = len(data) - TRAILER_BYTES - head.payload_bytes
+    """Read the tensors of a whole message, whose head `decode` has read, into new memory."""
+    offset = len(data) - TRAILER_BYTES - head.payload_bytes
     tensors = []
     for dtype, shape in head.specs:
         num_bytes = math.prod(shape) * dtype.itemsize
         raw = torch.empty(num_bytes, dtype=torch.uint8)
-        raw.numpy().data[:] = memoryview(data)[at : at + num_bytes]
+        raw.numpy().data[:] = memoryview(data)[offset : offset + num_bytes]
         tensors.append(from_bytes(raw, dtype, shape))
-        at += num_bytes
+        offset += num_bytes
     return tuple(tensors)
 
 
 async def read_head(reader: Reader) -> Head:
-    """Read all of a message but its tensors. `read_tensors` must follow.
+    """Read a message, except its tensors: `read_tensors` must follow.
 
     Raises:
-        ProtocolError: Malformed; what follows in the stream is meaningless.
+        ProtocolError: The message is malformed, and the rest of the stream is meaningless.
         asyncio.IncompleteReadError: The stream ended; with ``partial == b""`` if it ended between messages.
     """
     fixed = _parse_fixed(await reader.readexactly(HEADER_BYTES))
@@ -303,17 +273,12 @@ async def read_head(reader: Reader) -> Head:
 
 
 async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | None = None) -> tuple[Tensor, ...]:
-    """Read the tensors that `head` announces into new memory.
-
-    Args:
-        reader: Where `head` came from.
-        head: Its size must have been checked by `Head.check_size`.
-        stall_timeout: Seconds without a byte; `None` where a deadline is on the whole.
+    """Read the tensors that `head` announces into new memory. `Head.check_size` must have checked their size.
 
     Raises:
-        ProtocolError: Malformed, or damaged on the way.
+        ProtocolError: The tensors are malformed, or were damaged on the way.
         asyncio.IncompleteReadError: The stream ended too early.
-        TimeoutError: Nothing came for `stall_timeout` seconds.
+        TimeoutError: No byte came for `stall_timeout` seconds.
     """
     raw = [new_bytes(math.prod(shape) * dtype.itemsize) for dtype, shape in head.specs]
     loop = asyncio.get_running_loop()
@@ -323,7 +288,7 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
         def take(piece: memoryview) -> None:
             nonlocal checksum
             checksum = crc32(piece, checksum)
-            if stall_timeout is not None and not stall.expired():  # too late, once it is
+            if stall_timeout is not None and not stall.expired():  # an expired timeout cannot be moved
                 stall.reschedule(loop.time() + stall_timeout)
 
         for buffer in raw:
@@ -333,8 +298,11 @@ async def read_tensors(reader: Reader, head: Head, *, stall_timeout: float | Non
 
 
 def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
-    """Of a larger payload. Head and trailer share a write with parts of it: the daemon makes a packet of each."""
-    chunks = [view[at : at + CHUNK_BYTES] for view in views for at in range(0, view.nbytes, CHUNK_BYTES)]
+    """Cut a large payload into writes, the first with the head, the last with the trailer.
+
+    The daemon makes a packet of each write, so head and trailer must not be writes of their own.
+    """
+    chunks = [view[begin : begin + CHUNK_BYTES] for view in views for begin in range(0, view.nbytes, CHUNK_BYTES)]
     chunks[:1] = chunks[0][:_JOIN_BYTES], chunks[0][_JOIN_BYTES:]
     chunks[-1:] = chunks[-1][:-_JOIN_BYTES], chunks[-1][-_JOIN_BYTES:]
     first, *middle, last = filter(len, chunks)
@@ -347,7 +315,7 @@ def _buffers(head: bytes, views: Sequence[memoryview]) -> Iterator[Buffer]:
 
 
 def check_outgoing(method: str, message: Message) -> None:
-    """Raise `ProtocolError` if `message` cannot travel."""
+    """Refuse a message that cannot travel."""
     if len(method) > MAX_METHOD_CHARS:
         raise ProtocolError(f"A method's name has at most {MAX_METHOD_CHARS} characters, got {len(method)}.")
     if len(message.body) > MAX_CALL_BYTES:
@@ -364,11 +332,7 @@ def check_outgoing(method: str, message: Message) -> None:
 
 
 def parse_small(data: bytes | bytearray) -> Fixed:
-    """Read the fixed header that `data` begins with.
-
-    Raises:
-        ProtocolError: It is none, or one of a message with more than `SMALL_BYTES` of tensors.
-    """
+    """Read the fixed header that `data` begins with; refuse more than `SMALL_BYTES` of tensors."""
     fixed = _parse_fixed(bytes(data[:HEADER_BYTES]))
     if fixed.payload_bytes > SMALL_BYTES:
         raise ProtocolError(

@@ -1,7 +1,7 @@
-"""Whether a peer that owes an answer is alive: pings beside the exchange, one series for each peer.
+"""Pings to peers that owe an answer, to find out whether they are alive: one series of pings for each peer.
 
-A dead peer breaks its connections. A frozen one, or one behind a dead link, breaks nothing: it is silent. A busy one
-answers pings. So an exchange may wait for long and still end soon after its peer fell silent.
+A dead peer breaks its connections. A frozen peer, or one behind a dead link, breaks nothing and is silent. A busy peer
+answers pings. So an exchange may take long and still end soon after its peer fell silent.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning_swarm.core.errors import SwarmError
@@ -17,29 +18,24 @@ from lightning_swarm.network import PeerId, Transport
 from lightning_swarm.network.rpc import Channel
 
 PINGS_PER_SILENCE: Final = 4
-"""A peer is silent when so many pings in a row were not answered; a lost one does no harm."""
+"""Pings in a row that go unanswered before a peer counts as silent, so that one lost ping does no harm."""
 
-_ROUND_TRIPS: Final = 4
-_LONGEST: Final = 6
+_ROUND_TRIPS: Final = 4  # a peer may be silent for so many of its round trips, even if that exceeds the limit
+_LONGEST: Final = 6  # but never for more than so many times the limit
 _FADING: Final = 0.9
-_MAX_KNOWN: Final = 256
-"""Beyond so many peers, those with whom nothing is under way are forgotten, and how slow they were."""
+_MAX_KNOWN: Final = 256  # beyond so many peers, those without an exchange are forgotten, with their round trips
 
 
+@dataclass(eq=False)
 class Exchange:
-    """One exchange under way, as far as liveness goes.
+    """One exchange with a peer, and its deadline, which is moved to now when the peer is silent."""
 
-    Args:
-        limit: Its deadline, which is moved to now when the peer is silent.
-    """
-
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self.limit = limit
-        self.silent_s: float | None = None  # for how long the peer had been, when that ended the exchange
+    limit: asyncio.Timeout
+    silent_s: float | None = None  # how long the peer had been silent, if that ended the exchange
 
 
-class _Watched:
-    """A peer that owes somebody an answer."""
+class _WatchedPeer:
+    """A peer that owes an answer to at least one exchange."""
 
     def __init__(self) -> None:
         self.exchanges: dict[Exchange, None] = {}  # ordered, so that a run repeats exactly
@@ -47,30 +43,24 @@ class _Watched:
         self.pings: set[asyncio.Task[None]] = set()
         self.num_moved_bytes = 0
         self.heard_s = 0.0
-        self.round_trip_s = 0.0  # of late; the slowest ones fade
+        self.round_trip_s = 0.0  # the slowest of late; old ones fade
         self.due_s = 0.0
         self.tick: asyncio.TimerHandle | None = None
 
     @property
     def in_use(self) -> bool:
-        """Whether something is under way, or was a moment ago."""
+        """Whether an exchange with the peer is going on, or ended a moment ago."""
         return bool(self.exchanges or self.channels or self.tick is not None)
 
-    def look_at_channels(self, now_s: float) -> None:
-        """Bytes that move are a sign of life, too."""
+    def check_channels(self, now_s: float) -> None:
+        """Count moving bytes as a sign of life."""
         num_moved_bytes = sum(channel.num_moved_bytes for channel in self.channels)
         if num_moved_bytes != self.num_moved_bytes:
             self.num_moved_bytes, self.heard_s = num_moved_bytes, now_s
 
 
 class Liveness:
-    """Watches the peers with which exchanges are under way.
-
-    Args:
-        silence_s: A peer that gave no sign of life for so long is silent; raised where round trips are slow.
-        ping: Returns when the peer has answered anything at all, and raises otherwise.
-        spawn: Runs a ping in a task that has an owner.
-    """
+    """Watches the peers of current exchanges, and ends the exchanges of a peer that falls silent."""
 
     def __init__(
         self,
@@ -78,20 +68,20 @@ class Liveness:
         ping: Callable[[PeerId], Coroutine[Any, Any, None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self.silence_s = silence_s
-        self._ping = ping
-        self._spawn = spawn
-        self._watched: dict[PeerId, _Watched] = {}
+        self.silence_s = silence_s  # how long a peer may be silent, at least: longer where round trips are slow
+        self._ping = ping  # returns when the peer has answered anything at all, and raises otherwise
+        self._spawn = spawn  # runs a ping in a task that has an owner
+        self._watched: dict[PeerId, _WatchedPeer] = {}
 
     def patience_s(self, peer: PeerId) -> float:
-        """How long `peer` may be silent."""
+        """Seconds that `peer` may be silent."""
         watched = self._watched.get(peer)
         slow_s = 0.0 if watched is None else _ROUND_TRIPS * watched.round_trip_s
         return min(max(self.silence_s, slow_s), _LONGEST * self.silence_s)
 
     @contextmanager
     def watching(self, peer: PeerId, exchange: Exchange) -> Iterator[None]:
-        """Meanwhile, end `exchange` if `peer` falls silent."""
+        """End `exchange` if `peer` falls silent within this context."""
         loop = asyncio.get_running_loop()
         watched = self._known(peer)
         if not watched.exchanges:
@@ -109,7 +99,7 @@ class Liveness:
 
     @contextmanager
     def moving(self, peer: PeerId, channel: Channel) -> Iterator[None]:
-        """Meanwhile, what moves over `channel` is a sign of life of `peer`."""
+        """Count bytes that move over `channel` as signs of life of `peer` within this context."""
         watched = self._known(peer)
         watched.channels.add(channel)
         try:
@@ -118,45 +108,45 @@ class Liveness:
             watched.channels.discard(channel)
 
     def heard(self, peer: PeerId) -> None:
-        """`peer` answered something."""
+        """Note that `peer` has answered something."""
         if (watched := self._watched.get(peer)) is not None:
             watched.heard_s = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching."""
         for watched in self._watched.values():
             if watched.tick is not None:
                 watched.tick.cancel()
                 watched.tick = None
 
-    def _known(self, peer: PeerId) -> _Watched:
+    def _known(self, peer: PeerId) -> _WatchedPeer:
         if peer not in self._watched:
             if len(self._watched) >= _MAX_KNOWN:
-                self._watched = {one: watched for one, watched in self._watched.items() if watched.in_use}
-            self._watched[peer] = _Watched()
+                self._watched = {other: watched for other, watched in self._watched.items() if watched.in_use}
+            self._watched[peer] = _WatchedPeer()
         return self._watched[peer]
 
-    def _arm(self, peer: PeerId, watched: _Watched) -> None:
+    def _arm(self, peer: PeerId, watched: _WatchedPeer) -> None:
         loop = asyncio.get_running_loop()
         watched.due_s = loop.time() + self.patience_s(peer) / PINGS_PER_SILENCE
         watched.tick = loop.call_at(watched.due_s, self._on_tick, peer, watched)
 
-    def _on_tick(self, peer: PeerId, watched: _Watched) -> None:
+    def _on_tick(self, peer: PeerId, watched: _WatchedPeer) -> None:
         watched.tick = None
         if not watched.exchanges:
             return  # the timer outlives exchanges, so that short ones cost none
         now_s = asyncio.get_running_loop().time()
         interval_s = self.patience_s(peer) / PINGS_PER_SILENCE
         if (late_s := now_s - watched.due_s) > interval_s:
-            watched.heard_s += late_s  # this process slept, and did not listen
-        watched.look_at_channels(now_s)
+            watched.heard_s += late_s  # this process was suspended or blocked, and could hear nothing
+        watched.check_channels(now_s)
         silent_s = now_s - watched.heard_s
         if silent_s >= self.patience_s(peer):
             for exchange in watched.exchanges:
                 if not exchange.limit.expired():
                     exchange.silent_s = silent_s
                     exchange.limit.reschedule(now_s)
-            watched.heard_s = now_s  # whoever tries again is as patient
+            watched.heard_s = now_s  # the next exchange is as patient
             return
         if silent_s >= interval_s / 2:
             ping = self._spawn(self._ping_once(peer, watched))
@@ -164,21 +154,21 @@ class Liveness:
             ping.add_done_callback(watched.pings.discard)
         self._arm(peer, watched)
 
-    async def _ping_once(self, peer: PeerId, watched: _Watched) -> None:
+    async def _ping_once(self, peer: PeerId, watched: _WatchedPeer) -> None:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
             async with asyncio.timeout(_LONGEST * self.silence_s):
                 await self._ping(peer)
         except (SwarmError, TimeoutError):
-            return  # what comes of it is for the next tick to say
+            return  # the next tick decides
         now_s = loop.time()
         watched.heard_s = max(watched.heard_s, now_s)
         watched.round_trip_s = max(now_s - began_s, _FADING * watched.round_trip_s)
 
 
 async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout: float | None = None) -> set[PeerId]:
-    """Those that answer, within `timeout` seconds or what the transport gives them."""
+    """Ping some peers, and return those that answer within `timeout` seconds, or as long as the transport waits."""
 
     async def answers(peer: PeerId) -> bool:
         try:
@@ -189,4 +179,4 @@ async def alive_among(transport: Transport, peers: Iterable[PeerId], *, timeout:
         return True
 
     asked = list(peers)
-    return {peer for peer, there in zip(asked, await gather(map(answers, asked)), strict=True) if there}
+    return {peer for peer, is_alive in zip(asked, await gather(map(answers, asked)), strict=True) if is_alive}

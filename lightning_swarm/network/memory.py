@@ -1,128 +1,46 @@
-"""The network in one process: the twin of `network/hivemind/`, for tests, on any loop.
+"""A network within one process: the twin of `network/hivemind/`, for tests, on any loop.
 
-It sends through the real framing with checksums, so a message is copied, counted and checked as on a
-real network. On a `VirtualLoop` a run repeats exactly.
+It sends through the real framing with checksums, so a message is copied, counted and checked as on a real network. On a
+`VirtualLoop` a run repeats exactly.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Final, Protocol
 
 from lightning_swarm.core.clock import now_s
-from lightning_swarm.core.errors import ProtocolError, SwarmError, Unreachable
-from lightning_swarm.network import Directory, Message, PeerId
+from lightning_swarm.core.errors import SwarmError, Unreachable
+from lightning_swarm.network import Directory, Message, PeerId, check_record
 from lightning_swarm.network.framing import Buffer, Kind, decode
 from lightning_swarm.network.rpc import Channel, Feed, ask, serve
+from lightning_swarm.network.simulated_link import SimulatedLink, cross
 from lightning_swarm.network.transport import SILENCE_S, BaseTransport, Tap
-
-MAX_RECORD_BYTES: Final = 64 << 10
-"""Longest value of an announcement."""
-
-MAX_RECORD_TTL_S: Final = 86_400.0
-"""Longest life of an announcement: what claims to live longer is malformed."""
-
-
-def check_record(key: str, value: bytes, ttl_s: float) -> None:
-    """Refuse an announcement that others would leave out."""
-    if len(value) > MAX_RECORD_BYTES:
-        raise ProtocolError(f"An announcement has at most {MAX_RECORD_BYTES} bytes, got {len(value)} for {key!r}.")
-    if not 0 < ttl_s <= MAX_RECORD_TTL_S:
-        raise ProtocolError(f"An announcement lives up to {MAX_RECORD_TTL_S:g} s, got {ttl_s:g} for {key!r}.")
-
-
-PIECE_BYTES: Final = 1 << 16
-"""Goes over a line at once."""
-
-FIRST_WINDOW_BYTES: Final = 1 << 18
-"""Of a stream."""
-
-
-@dataclass
-class Direction:
-    """One of a line's two. Who comes later waits.
-
-    Args:
-        bytes_per_s: What it carries.
-    """
-
-    bytes_per_s: float = math.inf
-    _free_s: float = 0.0
-
-    def transmit(self, num_bytes: int, now_s: float) -> float:
-        """Send some bytes after all that are there already. Returns when they are through."""
-        self._free_s = max(self._free_s, now_s) + num_bytes / self.bytes_per_s
-        return self._free_s
-
-
-@dataclass
-class FlowWindow:
-    """What a stream lets be under way before the reader gives way for more; then twice as much, and so on.
-
-    Args:
-        round_trip_s: Until the reader's word on what was sent first is there.
-
-    Source: yamux's specification, and the doubling of go-yamux, which libp2p's daemon has.
-    """
-
-    round_trip_s: float
-    _size_bytes: int = FIRST_WINDOW_BYTES
-    _left_bytes: int = FIRST_WINDOW_BYTES
-    _began_s: float | None = None
-
-    def send(self, num_bytes: int, now_s: float) -> float:
-        """Send a piece after the one before. Returns when it may leave."""
-        if self._began_s is None:
-            self._began_s = now_s
-        if self._left_bytes <= 0:
-            now_s = max(now_s, self._began_s + self.round_trip_s)
-            self._size_bytes *= 2
-            self._left_bytes, self._began_s = self._size_bytes, now_s
-        self._left_bytes -= num_bytes
-        return now_s
-
-
-@dataclass(frozen=True)
-class SimulatedLink:
-    """Both directions.
-
-    Args:
-        up: What the peer sends.
-        down: What it gets.
-        latency_s: From the peer to where all lines meet, or back.
-    """
-
-    up: Direction = field(default_factory=Direction)
-    down: Direction = field(default_factory=Direction)
-    latency_s: float = 0.0
-
 
 _PIPE_BYTES: Final = 1 << 20
 
 
 class WireTap(Tap, Protocol):
-    """A tap that sees the wires, too."""
+    """A tap that can also damage messages on the wire."""
 
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, /, *, answer: bytes | None, is_answer: bool
     ) -> bool:
-        """Whether this message shall arrive with a bit turned over. `answer` is known where a call is answered."""
+        """Whether this message arrives with one bit flipped. `answer` is known only for the answer to a call."""
         ...
 
 
 class MemoryNetwork:
-    """All the wires between some peers, and what can happen to them.
+    """Wires between peers of one process, and the faults that can happen to them.
 
     Args:
-        latency_s: How long each request and each answer is on its way.
-        silence_s: How long a peer may be silent in the eyes of the others.
-        lines: Of single peers, beside that latency.
+        latency_s: Seconds that each request and each answer is on its way.
+        silence_s: Seconds without a sign of life after which peers count another one as gone.
+        lines: Links of single peers, whose latency comes on top.
     """
 
     def __init__(
@@ -145,17 +63,17 @@ class MemoryNetwork:
 
     @property
     def tapped(self) -> WireTap | None:
-        """What sits on all wires, if there is something."""
+        """The tap on all wires, if there is one."""
         return self._tap
 
     def be_tapped(self, tap: WireTap) -> None:
-        """Have `tap` sit on all wires, and at all peers' exchanges."""
+        """Put a tap on all wires and on all peers' exchanges."""
         self._tap = tap
         for transport in self._peers.values():
             transport.tap = tap
 
     def transport(self, name: str | None = None) -> MemoryTransport:
-        """A new peer. Its `peer_id` is `name`; one that was killed or closed may return under its name."""
+        """Add a peer with the id `name`. A peer that was killed or closed may return under its name."""
         number = next(self._numbers)
         peer_id = PeerId(name or f"peer-{number}")
         if peer_id in self._peers:
@@ -165,88 +83,67 @@ class MemoryNetwork:
         return transport
 
     def directory(self, transport: MemoryTransport) -> MemoryDirectory:
-        """The directory as this peer sees it."""
+        """Make the directory as this peer sees it."""
         return MemoryDirectory(self, transport)
 
     def kill(self, peer: PeerId) -> None:
-        """End a peer as `kill -9` does: all that it does and all that is done with it breaks off."""
+        """End a peer as `kill -9` does: its own exchanges and those with it break."""
         self._peers[peer].die()
 
     def freeze(self, peer: PeerId) -> None:
-        """Let nothing reach or leave a peer until `thaw`; nothing breaks either."""
+        """Hold back all bytes to and from a peer until `thaw`, without breaking anything."""
         self._frozen.setdefault(peer, asyncio.Event())
 
     def thaw(self, peer: PeerId) -> None:
-        """Let a frozen peer go on. What was sent to it arrives."""
+        """Release a frozen peer. The bytes that were held back arrive."""
         if thawed := self._frozen.pop(peer, None):
             thawed.set()
 
     def is_frozen(self, peer: PeerId) -> bool:
-        """Whether `freeze` holds."""
+        """Whether the peer is frozen."""
         return peer in self._frozen
 
     def is_live(self, peer: PeerId) -> bool:
-        """Whether there is a peer of this name that was neither killed nor closed."""
+        """Whether a peer of this name exists and was neither killed nor closed."""
         return peer in self._peers
 
     def cut(self, one: PeerId, other: PeerId) -> None:
-        """Let nothing pass between two peers until `mend`; nothing breaks either."""
+        """Hold back all bytes between two peers until `mend`, without breaking anything."""
         self._cuts.setdefault(frozenset((one, other)), asyncio.Event())
 
     def mend(self, one: PeerId, other: PeerId) -> None:
-        """Let two peers reach each other again. What was sent arrives."""
+        """Let two peers reach each other again. The bytes that were held back arrive."""
         if mended := self._cuts.pop(frozenset((one, other)), None):
             mended.set()
 
     def find(self, peer: PeerId) -> MemoryTransport:
-        """A live peer.
-
-        Raises:
-            Unreachable: There is none of this name.
-        """
+        """Return the live peer of this name, or raise `Unreachable`."""
         if peer not in self._peers:
             raise Unreachable(f"No connection to {peer}: there is no such peer.")
         return self._peers[peer]
 
     async def depart(self, sender: PeerId, receiver: PeerId) -> None:
-        """Hold a message back for as long as it takes to get from one peer to the other."""
+        """Wait for the latency between two peers."""
         lines = [self._lines[peer] for peer in {sender, receiver} & self._lines.keys()]
         await asyncio.sleep(self._latency_s + sum(line.latency_s for line in lines))
 
     async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
-        """Take one buffer across. All bytes between peers come through here: the place for faults.
+        """Carry one buffer across, or raise `ConnectionError` if either peer is gone.
 
-        Raises:
-            ConnectionError: Either of the two is gone.
+        All bytes between peers come through here, so this is the place for faults.
         """
-        while held := self._held(sender, receiver):
-            await held.wait()
-        await self._cross(sender, receiver, len(buffer))
+        while obstacle := self._obstacle(sender, receiver):
+            await obstacle.wait()
+        one, other = self._lines.get(sender), self._lines.get(receiver)
+        if sender != receiver and not (one is None and other is None):
+            await cross(one, other, len(buffer))
         for peer in (sender, receiver):
             if peer not in self._peers:
                 raise ConnectionResetError(f"{peer} is gone")
         return bytes(buffer)
 
-    async def _cross(self, sender: PeerId, receiver: PeerId, num_bytes: int) -> None:
-        """Let some bytes pass both lines, a piece after the other: others' pieces come in between."""
-        one, other = self._lines.get(sender), self._lines.get(receiver)
-        if (one is None and other is None) or sender == receiver:
-            return
-        # Each message as over a stream of its own, though some streams have grown a larger window before.
-        window = FlowWindow(2 * sum(line.latency_s for line in (one, other) if line is not None))
-        for at in range(0, num_bytes, PIECE_BYTES):
-            piece, at_s = min(PIECE_BYTES, num_bytes - at), now_s()
-            if (leaves_s := window.send(piece, at_s)) > at_s:
-                await asyncio.sleep(leaves_s - at_s)
-                at_s = leaves_s
-            until_s = max(
-                at_s if one is None else one.up.transmit(piece, at_s),
-                at_s if other is None else other.down.transmit(piece, at_s),
-            )
-            await asyncio.sleep(until_s - at_s)
-
-    def _held(self, sender: PeerId, receiver: PeerId) -> asyncio.Event | None:
-        """What must happen before anything gets from one to the other."""
+    def _obstacle(self, sender: PeerId, receiver: PeerId) -> asyncio.Event | None:
+        """Return the event that must happen before any byte gets from one peer to the other."""
         return (
             self._frozen.get(sender)
             or self._frozen.get(receiver)
@@ -254,11 +151,11 @@ class MemoryNetwork:
         )
 
     def records(self, key: str) -> dict[PeerId, tuple[bytes, float]]:
-        """Who announced what under `key`, and until when."""
+        """Return each peer's announcement under `key`, and when it expires."""
         return self._records.setdefault(key, {})
 
     def connect_wire(self, sender: PeerId, receiver: PeerId) -> _MemoryStream:
-        """A new wire in one direction. It breaks if either end goes."""
+        """Make a wire in one direction. It breaks if either end is removed."""
         wire = _MemoryStream(self, sender, receiver)
         self._wires[wire] = None
         return wire
@@ -268,7 +165,7 @@ class MemoryNetwork:
         self._wires.pop(wire, None)
 
     def remove(self, peer: PeerId) -> None:
-        """Take a peer off the network: wires to it break, in both directions."""
+        """Take a peer off the network, and break its wires in both directions."""
         self._peers.pop(peer, None)
         self.thaw(peer)
         for one, other in [tuple(cut) for cut in self._cuts if peer in cut]:
@@ -279,7 +176,7 @@ class MemoryNetwork:
 
 
 class _MemoryStream(asyncio.ReadTransport):
-    """Bytes in one direction, with bounded room."""
+    """A wire that carries bytes in one direction, through a bounded buffer."""
 
     def __init__(self, network: MemoryNetwork, sender: PeerId, receiver: PeerId) -> None:
         super().__init__()
@@ -291,18 +188,18 @@ class _MemoryStream(asyncio.ReadTransport):
         self._room.set()
         self._broken = False
         self._departed = False
-        self.damaged = False  # the next buffer will arrive with a bit turned over
+        self.damaged = False  # the next buffer will arrive with one bit flipped
 
     def pause_reading(self) -> None:
-        """The reader is full."""
+        """Stop: the reader is full."""
         self._room.clear()
 
     def resume_reading(self) -> None:
-        """The reader has room again."""
+        """Go on: the reader has room again."""
         self._room.set()
 
     async def write(self, buffer: Buffer) -> None:
-        """Bring one buffer to the other end, and wait for room for the next."""
+        """Carry one buffer to the other end, and wait for room for the next."""
         if not self._departed:
             self._departed = True
             await self._network.depart(self.sender, self.receiver)
@@ -318,7 +215,7 @@ class _MemoryStream(asyncio.ReadTransport):
             raise ConnectionResetError("the wire broke")
 
     def hang_up(self) -> None:
-        """End it in order: what is underway arrives, then the reader sees the end."""
+        """End the wire in order: bytes on their way arrive, then the reader sees the end."""
         if not self._broken:
             self._broken = True
             self.reader.feed_eof()
@@ -326,7 +223,7 @@ class _MemoryStream(asyncio.ReadTransport):
         self._network.drop_wire(self)
 
     def break_off(self) -> None:
-        """End it as a dying peer does."""
+        """End the wire as a dying peer does."""
         self._broken = True
         self.reader.set_exception(ConnectionResetError("the peer is gone"))
         self._room.set()
@@ -334,7 +231,7 @@ class _MemoryStream(asyncio.ReadTransport):
 
 
 class MemoryTransport(BaseTransport):
-    """A peer of a `MemoryNetwork`, which makes it."""
+    """A peer's transport in a `MemoryNetwork`, which makes it."""
 
     def __init__(self, network: MemoryNetwork, peer_id: PeerId, number: int) -> None:
         super().__init__(peer_id, silence_s=network.silence_s)
@@ -356,7 +253,7 @@ class MemoryTransport(BaseTransport):
         await self._wait_until_served()
 
     def die(self) -> None:
-        """Stop at once, without waiting for anything."""
+        """Close without waiting for anything."""
         if not self._closed:
             self._network.remove(self._peer_id)
             self._break_off()
@@ -379,11 +276,7 @@ class MemoryTransport(BaseTransport):
             raise Unreachable(f"The connection broke during `{method}`: {error}.") from error
 
     async def answer_call(self, caller: PeerId, request: bytes) -> bytes:
-        """Answer an encoded call in a task of this peer, so that it ends with this peer.
-
-        Raises:
-            ConnectionError: This peer died or closed.
-        """
+        """Answer an encoded call in a task that ends with this peer; then `ConnectionError` is raised."""
         serving = self._spawn(self._serve_call(caller, request))
         try:
             await asyncio.wait({serving})
@@ -399,9 +292,9 @@ class MemoryTransport(BaseTransport):
         request = self._network.connect_wire(self._peer_id, peer)
         answer = self._network.connect_wire(peer, self._peer_id)
         if tap := self._network.tapped:
-            seen = (self._peer_id, peer, method, message.body)
-            request.damaged = tap.damages(*seen, answer=None, is_answer=False)
-            answer.damaged = tap.damages(*seen, answer=None, is_answer=True)
+            exchange = (self._peer_id, peer, method, message.body)
+            request.damaged = tap.damages(*exchange, answer=None, is_answer=False)
+            answer.damaged = tap.damages(*exchange, answer=None, is_answer=True)
         channel = Channel(answer.reader, request.write)
         remote.accept(self._peer_id, request, answer)
         try:
@@ -412,7 +305,7 @@ class MemoryTransport(BaseTransport):
             self._count(peer, method, channel)
 
     def accept(self, caller: PeerId, request: _MemoryStream, answer: _MemoryStream) -> None:
-        """Serve what comes over a new pair of wires."""
+        """Serve the requests that come over a new pair of wires."""
 
         async def serve_wires() -> None:
             channel = Channel(request.reader, answer.write)
@@ -427,13 +320,13 @@ class MemoryTransport(BaseTransport):
 
 
 def _damage(data: bytes) -> bytes:
-    """With a bit turned over, near the end."""
-    place = max(0, len(data) - 9)
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    """Flip one bit, near the end."""
+    index = max(0, len(data) - 9)
+    return data[:index] + bytes([data[index] ^ 1]) + data[index + 1 :]
 
 
 def _body(answer: bytes) -> bytes:
-    """Of an encoded answer; nothing if it is an error."""
+    """Return the body of an encoded answer; empty if it is an error."""
     try:
         head = decode(answer)
     except SwarmError:
@@ -447,7 +340,7 @@ def _hang_up(*wires: _MemoryStream) -> None:
 
 
 class MemoryDirectory(Directory):
-    """A directory that is up to date at once. A frozen peer sees what it announced itself."""
+    """A directory where every announcement is visible at once. A frozen peer sees only its own."""
 
     def __init__(self, network: MemoryNetwork, transport: MemoryTransport) -> None:
         self._network = network
@@ -470,11 +363,11 @@ class MemoryDirectory(Directory):
         records, at_s = self._network.records(key), now_s()
         for peer in [peer for peer, (_, expires_at) in records.items() if expires_at <= at_s]:
             del records[peer]
-        alone = self._network.is_frozen(self._peer_id)
-        return {peer: value for peer, (value, _) in records.items() if not alone or peer == self._peer_id}
+        sees_only_itself = self._network.is_frozen(self._peer_id)
+        return {peer: value for peer, (value, _) in records.items() if not sees_only_itself or peer == self._peer_id}
 
     async def close(self) -> None:
-        """See `Directory`. What was announced stays until it expires."""
+        """See `Directory`. Announcements stay until they expire."""
         self._closed = True
 
     def _check_open(self) -> None:

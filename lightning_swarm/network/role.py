@@ -1,4 +1,4 @@
-"""The calls of a role that goes from peer to peer: a transport whose handlers come and go with it."""
+"""`Role`: a transport whose handlers come and go with a role of its peer, such as that of the coordinator."""
 
 from __future__ import annotations
 
@@ -10,26 +10,20 @@ from lightning_swarm.network import MAX_STREAM_BYTES, CallHandler, Message, Peer
 
 
 class Role(Transport):
-    """A peer's transport, as its role sees it. While nobody plays the role, its calls are refused.
-
-    Args:
-        transport: The peer's.
-        calls: Methods that belong to the role, so that they are refused in words before it is played first.
-        streams: Likewise, with the most bytes of a request's tensors.
-        idle: What is true of a peer that does not play it.
-    """
+    """A peer's transport for the time that the peer plays a role. At other times the role's methods are refused."""
 
     def __init__(
         self,
         transport: Transport,
         calls: Iterable[str],
-        streams: Mapping[str, int],
+        streams: Mapping[str, int],  # each with the most tensor bytes of a request
         *,
         idle: str = "does not coordinate",
     ) -> None:
-        self._idle = idle
+        self._idle = idle  # says in the error what a peer that does not play the role does not do
         self.traffic = transport.traffic
         self._transport = transport
+        # The role's methods are registered now, so that they are refused with a clear error before it is first played.
         self._calls: dict[str, CallHandler | None] = {}
         self._streams: dict[str, StreamHandler | None] = {}
         for method in calls:
@@ -38,7 +32,7 @@ class Role(Transport):
             self._add_stream(method, max_bytes)
 
     def retire(self) -> None:
-        """Nobody plays the role now."""
+        """End the role: refuse its methods from now on."""
         self._calls = dict.fromkeys(self._calls)
         self._streams = dict.fromkeys(self._streams)
 
@@ -59,7 +53,7 @@ class Role(Transport):
         self._calls[method] = handler
 
     def handle_stream(self, method: str, handler: StreamHandler, *, max_bytes: int = MAX_STREAM_BYTES) -> None:
-        """Likewise."""
+        """Answer until the role ends."""
         if method not in self._streams:
             self._add_stream(method, max_bytes)
         self._streams[method] = handler
@@ -87,7 +81,7 @@ class Role(Transport):
         return await self._transport.addresses()
 
     async def close(self) -> None:
-        """The role ends; the peer goes on."""
+        """End the role, and leave the peer's transport open."""
         self.retire()
 
     def _add_call(self, method: str) -> None:

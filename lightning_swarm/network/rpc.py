@@ -1,4 +1,4 @@
-"""One request and one answer over a two-way channel of bytes: both sides of it, for every transport."""
+"""Request and answer over a two-way channel of bytes: both sides of it, for every transport."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S: Final = 60.0
-"""How long a server waits for the next chunk of a request, or for room to write the next one of an answer."""
+"""Seconds that a server waits for the next chunk of a request, or for room to write the next chunk of an answer."""
 
 _LINGER_S: Final = 10.0
 
 
 class Feed(asyncio.StreamReader):
-    """A `Reader` of what is fed to it."""
+    """A `Reader` of bytes that are fed to it."""
 
     async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
-        """Fill all of `view`, and show each piece to `seen` as it comes."""
+        """See `Reader`."""
         while view:
             if not (data := await self.read(len(view))):
                 raise asyncio.IncompleteReadError(b"", len(view))
@@ -36,33 +36,28 @@ class Feed(asyncio.StreamReader):
 
 
 class Channel:
-    """Bytes both ways between two peers, counted. What breaks raises an `OSError` or an `EOFError`.
-
-    Args:
-        reader: Where the other side's bytes arrive.
-        write: Sends one buffer and waits for room. It may keep the buffer only until it returns.
-    """
+    """A two-way channel of bytes between two peers, which counts them. It breaks with an `OSError` or an `EOFError`."""
 
     def __init__(self, reader: Reader, write: Callable[[Buffer], Awaitable[None]]) -> None:
         self._reader = reader
-        self._write = write
+        self._write = write  # sends one buffer, and waits for room. It may keep the buffer only until it returns
         self._sent_bytes = 0
         self._received_bytes = 0
 
     async def readexactly(self, n: int, /) -> bytes:
-        """Exactly `n` bytes."""
+        """See `Reader`."""
         data = await self._reader.readexactly(n)
         self._received_bytes += n
         return data
 
     async def read(self, n: int, /) -> bytes:
-        """At least one and at most `n` bytes; none at the end."""
+        """See `Reader`."""
         data = await self._reader.read(n)
         self._received_bytes += len(data)
         return data
 
     async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
-        """Fill all of `view`, and show each piece to `seen` as it comes."""
+        """See `Reader`."""
 
         def count(piece: memoryview) -> None:
             self._received_bytes += len(piece)
@@ -71,7 +66,7 @@ class Channel:
         await self._reader.fill(view, count)
 
     async def send(self, buffers: Iterable[Buffer], *, stall_timeout: float | None = None) -> None:
-        """Write all buffers, waiting at most `stall_timeout` seconds for each."""
+        """Write all buffers, and wait at most `stall_timeout` seconds for each."""
         for buffer in buffers:
             self._sent_bytes += len(buffer)
             async with asyncio.timeout(stall_timeout):
@@ -79,11 +74,11 @@ class Channel:
 
     @property
     def num_moved_bytes(self) -> int:
-        """Sent and received since `take_counts`."""
+        """Bytes sent and received since `take_counts`."""
         return self._sent_bytes + self._received_bytes
 
     def take_counts(self) -> tuple[int, int]:
-        """Bytes sent and received since the last time."""
+        """Return the bytes sent and received since the last time."""
         counts = self._sent_bytes, self._received_bytes
         self._sent_bytes = self._received_bytes = 0
         return counts
@@ -91,16 +86,13 @@ class Channel:
 
 Responder = Callable[[Message], Awaitable[Message]]
 Endpoint = tuple[int, Responder]
-"""Most tensor bytes that a request may bring, and what answers it."""
+"""Most tensor bytes that a request may bring, and the function that answers it."""
 
 
 async def ask(
     channel: Channel, kind: Kind, exchange_id: int, method: str, message: Message, max_bytes: int
 ) -> tuple[Message, bool]:
-    """Send a request, read the answer.
-
-    Returns:
-        The answer, and whether the channel may be used again. After any exception it may not.
+    """Send a request; return the answer, and whether the channel may be used again. After an exception it may not.
 
     Raises:
         Unreachable: The channel broke.
@@ -117,12 +109,12 @@ async def ask(
             answer = Message(head.body, await read_tensors(channel, head))
         except (OSError, EOFError) as error:
             raise Unreachable(f"The connection broke during `{method}`: {_say(error)}.") from error
-        # A server answers after it has read everything, so what is still to be sent here is a formality.
+        # A server answers after it has read everything, so the request has gone out, even if the task has not ended.
         return answer, sending.done() and not sending.cancelled() and sending.exception() is None
 
 
 def check_answer(head: Head, exchange_id: int, method: str) -> None:
-    """Raise what the answer carries if it is an error; refuse what is no answer to this request."""
+    """Raise the error that an answer carries; refuse a message that is no answer to this request."""
     if head.kind is Kind.ERROR and head.exchange_id in (exchange_id, 0):
         raise head.error()
     if head.kind is not Kind.ANSWER or head.exchange_id != exchange_id:
@@ -136,15 +128,10 @@ async def serve(
     *,
     idle_timeout: float,
 ) -> None:
-    """Answer the requests that come over a channel, one after the other, until it ends or misbehaves.
+    """Answer the requests that come over a channel, one after the other, until it ends or breaks the protocol.
 
+    `find` returns the function that answers a request, or raises `ProtocolError`; `count` is called after each request.
     A handler whose caller hangs up is cancelled.
-
-    Args:
-        channel: Where the requests come from and the answers go to.
-        find: Who answers a request; raises `ProtocolError` if nobody does.
-        count: Told the method after each request.
-        idle_timeout: Seconds to wait for the next request.
     """
     fit = True
     while fit:
@@ -164,7 +151,7 @@ async def serve(
 
 
 async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoint]) -> bool:
-    """Answer one request. Returns whether the channel is fit for another."""
+    """Answer one request, and return whether the channel is fit for another."""
     try:
         max_bytes, respond = find(head)
         head.check_size(max_bytes)
@@ -180,7 +167,7 @@ async def _serve_one(channel: Channel, head: Head, find: Callable[[Head], Endpoi
 async def answer_to(
     head: Head, respond: Responder, message: Message, *, max_bytes: int | None = None
 ) -> Iterable[Buffer]:
-    """What comes of a request, as it goes over the wire: an answer or an error, but no exception."""
+    """Run a handler, and encode its answer or its error. This raises nothing."""
     try:
         answer = await respond(message)
         if max_bytes is not None and answer.num_tensor_bytes > max_bytes:
@@ -192,15 +179,15 @@ async def answer_to(
     except SwarmError as error:
         return encode_error(head.exchange_id, error)
     except Exception as error:  # noqa: BLE001
-        # A bug over here must not take the server down, nor leave the caller waiting.
+        # A bug in a handler must not take the server down, nor leave the caller waiting.
         _log.exception("The handler of `%s` failed.", head.method)
         return encode_error(head.exchange_id, error)
 
 
 async def _refuse(channel: Channel, exchange_id: int, error: ProtocolError) -> None:
-    """Answer a request that has not been read to its end.
+    """Answer a request that has not been read to its end, and wait for the caller to hang up.
 
-    To close now, with unread bytes, could destroy the answer on its way; so wait for the caller to hang up.
+    Closing at once, with unread bytes, could destroy the answer on its way.
     """
     try:
         async with asyncio.timeout(_LINGER_S):
@@ -212,7 +199,7 @@ async def _refuse(channel: Channel, exchange_id: int, error: ProtocolError) -> N
 
 
 async def _while_connected(channel: Channel, working: Coroutine[Any, Any, _T]) -> _T:
-    """Await `working`, but cancel it if the caller hangs up: nobody waits for its result any more."""
+    """Await `working`, but cancel it if the caller hangs up and so wants no result any more."""
     async with _in_background(working) as work, _in_background(channel.read(1)) as hangup:
         await asyncio.wait({work, hangup}, return_when=asyncio.FIRST_COMPLETED)
         if hangup.done():
@@ -226,7 +213,7 @@ def _say(error: Exception) -> str:
 
 @asynccontextmanager
 async def _in_background(coroutine: Coroutine[Any, Any, _T]) -> AsyncIterator[asyncio.Task[_T]]:
-    """Run something meanwhile; when the block ends it has ended too, cancelled if need be."""
+    """Run a coroutine during the block. At the block's end it is cancelled, if necessary, and awaited."""
     task = asyncio.create_task(coroutine)
     try:
         yield task

@@ -1,4 +1,4 @@
-"""Which tensors can travel, and as which bytes. Nothing here is ever pickled."""
+"""Tensors as bytes: which ones can travel, and how. Nothing here is ever pickled."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DTYPES: Final = {
         torch.complex128,
     )
 }
-"""Those that can, by their names on the wire."""
+"""Dtypes that can travel, by their names on the wire."""
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorSpec(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """A tensor but for its bytes, as it is written on the wire."""
+    """Dtype and shape of a tensor, as they are written on the wire."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -61,16 +61,12 @@ def check_tensor(tensor: Tensor) -> None:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """What is written of a tensor that can travel."""
+    """Describe a tensor that can travel."""
     return TensorSpec(_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 def parse_spec(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What was read of one.
-
-    Raises:
-        ProtocolError: There is no such tensor.
-    """
+    """Return the dtype and shape that a description stands for; refuse one that no tensor can have."""
     dtype = DTYPES.get(spec.dtype)
     if dtype is None:
         raise ProtocolError(f"The dtype of a tensor is one of {', '.join(DTYPES)}, got {spec.dtype[:32]!r}.")
@@ -81,18 +77,14 @@ def parse_spec(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def to_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes, without a copy if it is contiguous."""
+    """Return a tensor's bytes, without a copy if it is contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # Not `reshape`: a single row of a column is contiguous and keeps the column's stride, which no byte view allows.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def from_bytes(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor whose bytes `buffer` holds, without a copy.
-
-    Raises:
-        ProtocolError: They are none of this dtype.
-    """
+    """Make the tensor whose bytes `buffer` holds, without a copy; refuse bytes that are not of this dtype."""
     # torch computes nonsense with a bool that is neither 0 nor 1.
     if dtype is torch.bool and buffer.numel() and int(buffer.max()) > 1:
         raise ProtocolError("A bool tensor holds a byte that is neither 0 nor 1.")

@@ -1,4 +1,4 @@
-"""What all transports have in common: registered methods, deadlines, self-calls, counting, closing."""
+"""`BaseTransport`, the common part of all transports: registered methods, deadlines, self-calls, counting, closing."""
 
 from __future__ import annotations
 
@@ -50,30 +50,26 @@ PING: Final = "transport.ping"
 """The method that every transport answers by itself."""
 
 SILENCE_S: Final = 10.0
-"""A peer that gave no sign of life for so long has its exchanges ended."""
+"""Seconds without a sign of life after which the exchanges with a peer are ended."""
 
 
 class Tap(Protocol):
-    """Sits at a peer's exchanges and does to messages and peers what it likes: how tests plan their faults.
+    """Sees and changes a peer's exchanges: this is how tests plan their faults.
 
-    The control bodies tell it which exchange it has before it. It sees what a peer asks of itself, too.
+    The control bodies identify an exchange. The tap also sees the exchanges of a peer with itself.
     """
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder, /) -> Responder:
-        """What answers in place of `respond` when a request of `caller` has come to `peer`."""
+        """Return the function that answers in place of `respond` when a request of `caller` has come to `peer`."""
         ...
 
     def arrived(self, caller: PeerId, peer: PeerId, method: str, request: bytes, answer: bytes, /) -> Awaitable[None]:
-        """The answer to a call has come back to `caller`."""
+        """Note that the answer to a call has come back to `caller`."""
         ...
 
 
 class BaseTransport(Transport):
-    """A transport but for the wire, which is `_send_call` and `_send_stream`.
-
-    Attributes:
-        tap: Sits at its exchanges, if there is one.
-    """
+    """A transport without the wire, which subclasses add by `_send_call` and `_send_stream`."""
 
     def __init__(self, peer_id: PeerId, *, silence_s: float) -> None:
         self.traffic = Traffic()
@@ -93,12 +89,12 @@ class BaseTransport(Transport):
 
     @property
     def peer_id(self) -> PeerId:
-        """This peer."""
+        """See `Transport`."""
         return self._peer_id
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """See `Transport`."""
         return self._closed
 
     def handle_call(self, method: str, handler: CallHandler) -> None:
@@ -139,7 +135,7 @@ class BaseTransport(Transport):
             return answer
 
     async def _ask_small(self, peer: PeerId, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
-        """An exchange of messages that may travel beside others."""
+        """Exchange messages that are small enough for the stream of the calls."""
         exchange_id = next(self._exchange_ids)
         request = b"".join(encode(kind, exchange_id, method, message))
         self.traffic.sent_bytes[peer, method] += len(request)
@@ -161,14 +157,14 @@ class BaseTransport(Transport):
         began_s = now_s()
         patience_s = self._liveness.patience_s(peer)
         try:
-            with suppress(Busy):  # it lives
+            with suppress(Busy):  # a busy peer is alive
                 await self.call(peer, PING, b"", timeout=patience_s)
         except DeadlineExceeded as error:
             raise Unreachable(f"{peer} gave no sign of life for {patience_s:g} s.") from error
         return now_s() - began_s
 
     async def _ping(self, peer: PeerId) -> None:
-        """Beside an exchange. Whatever comes back, an error even, is a sign of life."""
+        """Ping a peer during an exchange. Any answer, even an error, is a sign of life."""
         request = b"".join(encode(Kind.CALL, next(self._exchange_ids), PING, Message()))
         self.traffic.sent_bytes[peer, PING] += len(request)
         answer = await self._send_call(peer, PING, request)
@@ -176,14 +172,14 @@ class BaseTransport(Transport):
 
     @abstractmethod
     async def _send_call(self, peer: PeerId, method: str, request: bytes) -> bytes:
-        """Carry an encoded call to `peer` and its encoded answer back. Breaks with `Unreachable`."""
+        """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
 
     @abstractmethod
     async def _send_stream(self, peer: PeerId, method: str, message: Message, max_bytes: int) -> Message:
-        """Carry a message with tensors to `peer` and the answer back. Breaks with `Unreachable`."""
+        """Carry a message with tensors to `peer` and the answer back, or raise `Unreachable`."""
 
     async def _serve_call(self, caller: PeerId, request: bytes) -> bytes:
-        """The answer to an encoded call."""
+        """Make the encoded answer to an encoded call."""
         method = ""
         try:
             head = decode(request)
@@ -199,7 +195,7 @@ class BaseTransport(Transport):
         return answer
 
     def _find(self, caller: PeerId, head: Head) -> Endpoint:
-        """Who answers a request."""
+        """Find the function that answers a request."""
         max_bytes, respond = self._handler(caller, head)
         return max_bytes, respond if self.tap is None else self.tap.answer(caller, self._peer_id, head, respond)
 
@@ -216,7 +212,7 @@ class BaseTransport(Transport):
         raise ProtocolError(f"Peer {self._peer_id} has no {head.kind.name.lower()} method `{head.method}`.")
 
     async def _ask_self(self, kind: Kind, method: str, message: Message, max_bytes: int) -> Message:
-        """Run the handler here, under the limits that hold for others."""
+        """Run this peer's own handler, under the limits that hold for other callers."""
         head = _describe(kind, method, message)
         max_request_bytes, respond = self._find(self._peer_id, head)
         head.check_size(max_request_bytes)
@@ -230,7 +226,7 @@ class BaseTransport(Transport):
         return answer
 
     def _count(self, peer: PeerId, method: str, channel: Channel) -> None:
-        """Book what went over a channel since the last time."""
+        """Count the bytes that went over a channel since the last time."""
         sent_bytes, received_bytes = channel.take_counts()
         if sent_bytes:
             self.traffic.sent_bytes[peer, method] += sent_bytes
@@ -238,13 +234,13 @@ class BaseTransport(Transport):
             self.traffic.received_bytes[peer, method] += received_bytes
 
     def _count_served(self, caller: PeerId, method: str, channel: Channel) -> None:
-        # Names that strangers make up share one entry, or they could fill the memory.
+        # Unknown method names share one entry, or strangers could fill the memory by making up names.
         known = method in self._call_handlers or method in self._stream_handlers
         self._count(caller, method if known else "", channel)
 
     @asynccontextmanager
     async def _deadline(self, peer: PeerId, method: str, timeout: float) -> AsyncIterator[None]:
-        """Bound an exchange in time; also what ends it if this transport closes."""
+        """End an exchange after `timeout` seconds, when the peer falls silent, or when this transport closes."""
         if self._closed:
             raise Unreachable(f"This peer has closed its transport, so `{method}` cannot reach {peer}.")
         self._loop = asyncio.get_running_loop()
@@ -270,7 +266,7 @@ class BaseTransport(Transport):
             self._deadlines.pop(limit, None)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Serve in a task that `close` ends."""
+        """Start a task that `close` ends."""
         task = asyncio.create_task(coroutine)
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
@@ -278,7 +274,7 @@ class BaseTransport(Transport):
 
     @contextmanager
     def _owning(self) -> Iterator[None]:
-        """Make the running task one that `close` ends."""
+        """Make `close` end the running task."""
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -288,13 +284,13 @@ class BaseTransport(Transport):
             self._serving.discard(task)
 
     def _break_off(self) -> None:
-        """End all exchanges under way, on both sides, and allow no new ones."""
+        """End all exchanges, those of this peer and those that it answers, and allow no new ones."""
         self._closed = True
         self._liveness.close()
         for task in self._serving:
             task.cancel()
         if self._loop is not None and not self._loop.is_closed():
-            # A test may kill a peer while no loop runs, but deadlines can be moved by a running one only.
+            # A test may kill a peer while no loop runs, but only a running loop can move deadlines.
             self._loop.call_soon(self._end_deadlines)
 
     def _end_deadlines(self) -> None:
@@ -304,10 +300,10 @@ class BaseTransport(Transport):
                 limit.reschedule(at_s)
 
     async def _wait_until_served(self) -> None:
-        """Await the tasks that `_break_off` cancelled. A handler may be the one that closes its transport."""
-        others = self._serving - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others)
+        """Await the tasks that `_break_off` cancelled, except a handler that closes its own transport."""
+        cancelled = self._serving - {asyncio.current_task()}
+        if cancelled:
+            await asyncio.wait(cancelled)
 
 
 async def _answer_ping(_caller: PeerId, body: bytes) -> bytes:
@@ -322,6 +318,6 @@ def _check_unregistered(method: str, handlers: Mapping[str, object]) -> None:
 
 
 def _describe(kind: Kind, method: str, message: Message) -> Head:
-    """The head that `message` would have on the wire."""
+    """Make the head that `message` would have on the wire."""
     check_outgoing(method, message)
     return Head(kind, 0, method, message.body, (), message.num_tensor_bytes)

@@ -265,8 +265,7 @@ def hivemind_peer(config: SwarmConfig) -> Peer:
     try:
         transport, directory = runtime.run(
             hivemind.start(
-                host=config.listen.host,
-                port=config.listen.port,
+                listen=config.listen,
                 announce=[place.maddr for place in config.announce],
                 identity_path=config.identity_path,
                 initial_peers=[address.maddr for address in config.initial_peers],

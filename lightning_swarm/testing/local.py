@@ -23,7 +23,8 @@ from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import MemoryNetwork, SimulatedLink
+from lightning_swarm.network.memory import MemoryNetwork
+from lightning_swarm.network.simulated_link import SimulatedLink
 from lightning_swarm.peer.peer import Peer
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.executor import InlineExecutor, PacedExecutor

@@ -16,9 +16,9 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import HEADER_BYTES, Kind, encode, encode_cancel
 
 pytest.importorskip("lightning_swarm.network.hivemind")
-from lightning_swarm.network.hivemind import transport
+from lightning_swarm.network.hivemind import calls
+from lightning_swarm.network.hivemind.calls import OutgoingCalls, answer_calls
 from lightning_swarm.network.hivemind.streams import Stream
-from lightning_swarm.network.hivemind.transport import OutgoingCalls, answer_calls
 
 LONG_S = 30.0
 SHORT_S = 0.05
@@ -95,7 +95,7 @@ def test_a_transport_that_closes_cancels_nobody_who_waits_for_a_stream() -> None
 
 
 def test_an_opening_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_OPENING_S", SHORT_S)
+    monkeypatch.setattr(calls, "_OPENING_S", SHORT_S)
     num_opened = 0
 
     async def never(peer: PeerId) -> Stream:
@@ -110,7 +110,7 @@ def test_an_opening_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(Unreachable, match="within"):
                 await caller.exchange(PEER, request(number))
             assert num_opened == number, "the next call tries anew"
-        assert not caller._lines
+        assert not caller._streams
 
     run(go)
 
@@ -154,7 +154,7 @@ def test_calls_to_a_peer_that_does_not_read_break_its_stream_and_do_not_fill_the
                     break
                 largest = ours.num_unsent_bytes
             assert ours.ended
-            assert 0 < largest <= transport._MAX_UNSENT_BYTES
+            assert 0 < largest <= calls._MAX_UNSENT_BYTES
 
     run(go, fast=fast)
 
@@ -215,7 +215,7 @@ def test_calls_to_a_peer_that_is_silent_for_too_long_go_over_another_stream() ->
 
 
 def test_an_answer_that_stops_half_way_breaks_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "STALL_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(calls, "STALL_TIMEOUT_S", SHORT_S)
 
     async def go(tasks: Tasks) -> None:
         async with connected() as (ours, theirs):
@@ -229,15 +229,15 @@ def test_an_answer_that_stops_half_way_breaks_the_stream(monkeypatch: pytest.Mon
             with pytest.raises(Unreachable, match="half way"):
                 await asking
             await asyncio.sleep(SHORT_S)
-            assert not caller._lines
+            assert not caller._streams
 
     run(go)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["asyncio", "uvloop"])
 def test_who_reads_no_answers_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
-    monkeypatch.setattr(transport, "STALL_TIMEOUT_S", SHORT_S)
-    monkeypatch.setattr(transport, "_PATIENCE_S", SHORT_S)
+    monkeypatch.setattr(calls, "STALL_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(calls, "_PATIENCE_S", SHORT_S)
 
     async def large(request: bytes) -> bytes:
         return bytes(8 << 20)

@@ -14,8 +14,9 @@ from lightning_swarm.network.liveness import alive_among
 from tests.contract.world import HivemindWorld
 
 pytest.importorskip("lightning_swarm.network.hivemind")
-from lightning_swarm.network.hivemind import transport
+from lightning_swarm.network.hivemind import calls
 from lightning_swarm.network.hivemind.streams import Stream
+from lightning_swarm.network.hivemind.transport import _CALL
 
 LONG_S = 60.0
 
@@ -43,14 +44,14 @@ async def ask(world: HivemindWorld, method: str = "echo", body: bytes = b"") -> 
     return await world.a.transport.call(world.b.id, method, body, timeout=LONG_S)
 
 
-async def line(world: HivemindWorld) -> transport._PeerStream:
+async def line(world: HivemindWorld) -> calls._PeerStream:
     """The stream that `a` calls `b` over."""
-    return await world.a.transport._calls._lines[world.b.id]  # type: ignore[attr-defined]
+    return await world.a.transport._calls._streams[world.b.id]  # type: ignore[attr-defined]
 
 
 async def open_stream(world: HivemindWorld) -> Stream:
     """Another one, to misuse."""
-    stream: Stream = await world.a.transport._daemon.open_stream(world.b.id, transport._CALL)  # type: ignore[attr-defined]
+    stream: Stream = await world.a.transport._daemon.open_stream(world.b.id, _CALL)  # type: ignore[attr-defined]
     return stream
 
 
@@ -95,7 +96,7 @@ def test_a_stream_that_breaks_ends_its_calls_and_the_next_one_opens_another(worl
 
 
 def test_a_stream_that_nobody_uses_is_closed(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_IDLE_S", 0.05)
+    monkeypatch.setattr(calls, "_IDLE_S", 0.05)
 
     async def go() -> None:
         async with asyncio.timeout(LONG_S):
@@ -112,7 +113,7 @@ def test_a_stream_that_nobody_uses_is_closed(world: HivemindWorld, monkeypatch: 
 def test_a_server_closes_a_stream_over_which_nothing_comes(
     world: HivemindWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(calls, "_PATIENCE_S", 0.05)
 
     async def go() -> None:
         stream = await open_stream(world)
@@ -151,7 +152,7 @@ def test_who_misuses_a_stream_is_hung_up_on_and_nobody_else(world: HivemindWorld
 def test_who_calls_very_often_at_once_is_told_so_and_may_take_calls_back(
     world: HivemindWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "MAX_CALLS", 3)
+    monkeypatch.setattr(calls, "MAX_CALLS", 3)
 
     async def go() -> None:
         async with asyncio.timeout(LONG_S):
@@ -173,7 +174,7 @@ def test_who_calls_very_often_at_once_is_told_so_and_may_take_calls_back(
 
 
 def test_who_is_too_busy_to_answer_is_alive(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_CALLS", 0)
+    monkeypatch.setattr(calls, "MAX_CALLS", 0)
 
     async def go() -> None:
         with pytest.raises(Busy):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from lightning_swarm.core.errors import ProtocolError, Unreachable
-from lightning_swarm.network.memory import MAX_RECORD_BYTES
+from lightning_swarm.network import MAX_RECORD_BYTES
 from tests.contract.world import World
 
 LONG_S = 60.0

@@ -17,7 +17,7 @@ import torch
 from lightning_swarm.core.errors import ConfigError, DeadlineExceeded, ProtocolError, Unreachable
 from lightning_swarm.monitor import doctor
 from lightning_swarm.network import Message, PeerId
-from lightning_swarm.network.addresses import Address
+from lightning_swarm.network.addresses import Address, HostPort
 from tests.contract.world import HivemindWorld, Peer
 
 hivemind = pytest.importorskip("lightning_swarm.network.hivemind")
@@ -221,13 +221,13 @@ def test_an_import_leaves_the_process_as_it_was() -> None:
 
 def test_what_cannot_be_listened_on(world: HivemindWorld) -> None:
     with pytest.raises(ConfigError, match="IP address"):
-        world.run(hivemind.start(host="localhost"))
+        world.run(hivemind.start(listen=HostPort("localhost", 0)))
     (address,) = world.run(world.a.transport.addresses())
     port = Address.parse(address).port
     with pytest.raises(ConfigError, match=rf"`listen` must be .* got 127.0.0.1 and {port}: .* in use.*another port"):
-        world.run(hivemind.start(port=port))
+        world.run(hivemind.start(listen=HostPort("127.0.0.1", port)))
     with pytest.raises(ConfigError, match=r"`listen` must be an address of this machine .* got 192.0.2.1 and 0"):
-        world.run(hivemind.start(host="192.0.2.1"))
+        world.run(hivemind.start(listen=HostPort("192.0.2.1", 0)))
 
 
 def test_initial_peers_that_are_not_there(world: HivemindWorld, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ def test_a_client_that_reads_no_more_closes_its_transport() -> None:
 
 def test_nobody_complains_of_a_way_that_nobody_waits_for_any_more() -> None:
     """A call that was given up while its stream was opened, to a peer that turned out to be dead."""
-    calls = pytest.importorskip("lightning_swarm.network.hivemind.transport")
+    calls = pytest.importorskip("lightning_swarm.network.hivemind.calls")
 
     async def main() -> list[dict[str, Any]]:
         complaints: list[dict[str, Any]] = []
@@ -359,7 +359,8 @@ def test_nobody_complains_of_a_way_that_nobody_waits_for_any_more() -> None:
             await gate.wait()
             raise Unreachable(f"{peer} is dead")
 
-        call = asyncio.create_task(calls.Calls(open_stream, asyncio.create_task, lambda _: 10.0).ask(PeerId("b"), b""))
+        outgoing = calls.OutgoingCalls(open_stream, asyncio.create_task, lambda _: 10.0)
+        call = asyncio.create_task(outgoing.exchange(PeerId("b"), b""))
         await begun.wait()
         call.cancel()
         gate.set()

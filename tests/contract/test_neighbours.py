@@ -239,7 +239,7 @@ def test_a_name_that_is_taken_leaves_the_daemon(caplog: Any) -> None:
         async def nothing(*_: Any) -> Any:
             raise AssertionError
 
-        first, second = (neighbours.Neighbours(PeerId("one"), nothing, nothing, greeting_s=1.0) for _ in range(2))
+        first, second = (neighbours.LocalPeers(PeerId("one"), nothing, nothing, greeting_s=1.0) for _ in range(2))
         await first.listen()
         with caplog.at_level(logging.WARNING):
             await second.listen()

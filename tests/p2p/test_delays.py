@@ -14,6 +14,7 @@ import uvloop
 from benchmarks.hosts import SEND_SIZES, Hosts
 from benchmarks.latency import ask, measure
 from lightning_swarm.network import Transport, hivemind
+from lightning_swarm.network.addresses import HostPort
 
 
 def _why_not() -> str:
@@ -95,7 +96,7 @@ async def _started(hosts: Hosts, number: int, stack: AsyncExitStack) -> Transpor
     start = loop.subprocess_exec
     loop.subprocess_exec = lambda protocol, *command, **options: start(protocol, *hosts.on(number), *command, **options)
     try:
-        transport, directory = await hivemind.start(host=hosts.address(number), neighbours=False)
+        transport, directory = await hivemind.start(listen=HostPort(hosts.address(number), 0), neighbours=False)
     finally:
         loop.subprocess_exec = start
     stack.push_async_callback(transport.close)

@@ -1,8 +1,7 @@
 """Transport and directory over libp2p and a Kademlia DHT: the only place that imports hivemind.
 
-hivemind's `P2P` and `DHTNode` run on the loop that calls `start`. Nothing forks; the only child
-process is libp2p's daemon, which dies with this one. Between peers of one machine it carries only
-how they get to know each other.
+hivemind's `P2P` and `DHTNode` run on the loop that calls `start`. Nothing forks; the only child process is libp2p's
+daemon, which dies with this one. Between peers of one machine it carries only their introduction to each other.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from lightning_swarm.core.errors import ConfigError, Unreachable
+from lightning_swarm.network.addresses import HostPort
 from lightning_swarm.network.hivemind._engine import P2P, P2PDaemonError
 from lightning_swarm.network.hivemind.daemon import on_its_own
 from lightning_swarm.network.hivemind.directory import HivemindDirectory
@@ -27,14 +27,13 @@ _log = logging.getLogger(__name__)
 
 _NUM_ATTEMPTS: Final = 3
 _PAUSE_S: Final = 0.5
-_BOOTSTRAP: Final = "bootstrap peers"
-"""In the daemon's last words, when it is not the daemon that failed."""
+_BOOTSTRAP: Final = "bootstrap peers"  # stands in the daemon's last words when the initial peers failed, not the daemon
+_LOOPBACK: Final = HostPort("127.0.0.1", 0)
 
 
 async def start(
     *,
-    host: str = "127.0.0.1",
-    port: int = 0,
+    listen: HostPort = _LOOPBACK,
     announce: Sequence[str] = (),
     identity_path: str | None = None,
     initial_peers: Sequence[str] = (),
@@ -45,30 +44,28 @@ async def start(
     """Start this process's peer on the running loop.
 
     Args:
-        host: The address to listen on; ``0.0.0.0`` for all.
-        port: The TCP port; 0 lets the system choose.
-        announce: Multiaddresses under which others find it; without any, those that it listens on.
-        identity_path: File of its private key, made if it is not there; None makes a new identity.
-        initial_peers: Full addresses of peers to join; without any, a new network begins.
+        listen: The IP address and TCP port to listen on; ``0.0.0.0`` for all addresses, port 0 lets the system choose.
+        announce: Multiaddresses under which others find this peer. Empty announces the addresses it listens on.
+        identity_path: File of the private key, made if it is not there. None makes a new identity.
+        initial_peers: Full addresses of peers to join. Empty begins a new network.
         startup_timeout: Seconds for each attempt to start the daemon.
-        silence_timeout: Seconds without a sign of life after which another peer's exchanges are ended.
-        neighbours: Whether peers of this machine are talked to past the daemons. For measuring and for networks that
-            are emulated on one machine: False.
+        silence_timeout: Seconds without a sign of life after which exchanges with another peer are ended.
+        neighbours: Whether to reach peers of this machine past the daemons. False for measurements, and for networks
+            that are emulated on one machine.
 
     Returns:
         The transport, which the caller closes last, and the directory, which it closes first.
 
     Raises:
-        ConfigError: `host` is no IP address, or `port` is in use.
+        ConfigError: The host is no IP address, or the port is in use.
         Unreachable: The daemon does not start, or no initial peer answers. Says what to check.
     """
     try:
-        version = ipaddress.ip_address(host).version
+        ipaddress.ip_address(listen.host)
     except ValueError as error:
-        raise ConfigError(f"`host` must be an IP address, got {host!r}. 0.0.0.0 listens on all.") from error
-    _check_free(host, port)
-    listen = f"/ip{version}/{host}/tcp/{port}"
-    p2p = await _start_daemon(listen, announce, identity_path, initial_peers, startup_timeout)
+        raise ConfigError(f"`host` must be an IP address, got {listen.host!r}. 0.0.0.0 listens on all.") from error
+    _check_free(listen)
+    p2p = await _start_daemon(listen.maddr, announce, identity_path, initial_peers, startup_timeout)
     transport = HivemindTransport(p2p, silence_s=silence_timeout, neighbours=neighbours)
     try:
         await transport.open()
@@ -78,16 +75,16 @@ async def start(
         raise
 
 
-def _check_free(host: str, port: int) -> None:
-    """Two daemons would share a port, and each would get some of the other's connections."""
+def _check_free(listen: HostPort) -> None:
+    """Refuse a port that is in use: two daemons would share it, and each would get some of the other's connections."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        with socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended connections may linger
-            probe.bind((host, port))
+            probe.bind((listen.host, listen.port))
     except OSError as error:
         raise ConfigError(
-            f"`listen` must be an address of this machine and a free port, got {host} and {port}: {error.strerror}. "
-            "End what listens there, name another port, or none: then the system finds one."
+            f"`listen` must be an address of this machine and a free port, got {listen.host} and {listen.port}: "
+            f"{error.strerror}. End what listens there, name another port, or none: then the system finds one."
         ) from error
 
 
@@ -101,7 +98,7 @@ async def _start_daemon(
     problem: Exception | None = None
     for attempt in range(1, _NUM_ATTEMPTS + 1):
         try:
-            # No relaying, no hole punching, no mapping of ports: peers are reached at the address they give.
+            # No relaying, no hole punching, no mapping of ports: peers are reached at the addresses that they announce.
             with on_its_own():
                 return await P2P.create(
                     initial_peers=list(initial_peers) or None,
@@ -122,7 +119,7 @@ async def _start_daemon(
 
 
 def _advice(problem: str, listen: str, initial_peers: Sequence[str]) -> str:
-    """What to check when the daemon did not start."""
+    """Say what to check when the daemon did not start."""
     if _BOOTSTRAP in problem:
         return (
             f"`initial_peers` must run and be reachable from here, and none of {', '.join(initial_peers)} answered. "

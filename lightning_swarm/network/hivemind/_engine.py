@@ -1,7 +1,7 @@
-"""What is used of hivemind, imported without what the import does to the process.
+"""The used parts of hivemind, imported without the import's side effects on the process.
 
-The import sets the start method of multiprocessing to fork, torch's sharing strategy to files, and
-the name of a log level, all for parts of hivemind that are not used here.
+The import sets the start method of multiprocessing to fork, torch's sharing strategy to files, and the name of a log
+level, all for parts of hivemind that are not used here.
 """
 
 from __future__ import annotations

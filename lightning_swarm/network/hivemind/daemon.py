@@ -1,14 +1,14 @@
-"""The daemon's process: out of the terminal's reach, dialing from ports of their own, and awaited without SIGCHLD.
+"""The libp2p daemon's process: it is in no terminal's group, dials from any port, and is awaited without SIGCHLD.
 
 A Ctrl-C at a terminal goes to its whole foreground group. A daemon in that group would be gone before its peer could
-take leave over it, or fetch what was trained.
+say goodbye through it, or fetch the trained weights.
 
-libp2p dials from the port that it listens on. Two peers that dial each other while the other's first packet is under
-way, which between distant ones is likely when a run begins, would then share one connection that both have opened. They
-cannot agree on its keys, and dial again in step after the same pauses, so they never meet.
+By default libp2p dials from the port that it listens on. If two peers dial each other and their first packets cross,
+which is likely between distant peers when a run begins, they share one connection that both have opened. They cannot
+agree on its keys, and dial again after the same pauses, so they never meet.
 
-Event loops learn of a child's end from SIGCHLD, and torch's DataLoader takes the signal's handler for itself as soon
-as it starts workers: from then on they would wait for ever.
+Event loops learn of a child's end from SIGCHLD, and torch's DataLoader takes over the signal's handler as soon as it
+starts workers: from then on a loop would wait for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_swarm.network.hivemind._engine import P2P
 # task runs again. If the answer is read between the two, the client sets the result of a cancelled future. That raises
 # in the task that reads for all calls, and from then on no call of this process is ever answered.
 class _Answer(asyncio.Future[Any]):
-    """A future that takes an answer which nobody waits for any more."""
+    """A future that ignores an answer once it is done or cancelled."""
 
     @override
     def set_result(self, result: Any, /) -> None:
@@ -50,13 +50,9 @@ class _PendingCalls(dict[UUID, asyncio.Future[Any]]):
 
 
 def steady(p2p: P2P) -> asyncio.Task[None]:
-    """Have the client take late answers.
+    """Make a connected client ignore late answers, and return the task that reads for all calls.
 
-    Args:
-        p2p: Connected to its daemon.
-
-    Returns:
-        What reads for all calls: when it ends, none is answered any more.
+    When this task ends, no call is answered any more.
     """
     control = p2p._client.control
     control._pending_calls = _PendingCalls(control._pending_calls)
@@ -66,16 +62,15 @@ def steady(p2p: P2P) -> asyncio.Task[None]:
 
 _POLL_S: Final = 0.2
 
-
+# Without hole punching there is no reason to dial from the port that the daemon listens on.
 _DIALING: Final = {"LIBP2P_TCP_REUSEPORT": "false"}
-"""Nobody is behind a port that has to be kept open: there is no hole punching."""
 
 
 @contextmanager
 def on_its_own() -> Iterator[None]:
-    """The daemon that the running loop starts meanwhile is in no terminal's group, and dials from any port."""
+    """Put a daemon that the running loop starts within this context in no terminal's group; it dials from any port."""
     loop: Any = asyncio.get_running_loop()
-    # hivemind starts the daemon itself and passes no options on.
+    # hivemind starts the daemon itself and lets nobody pass options.
     start = loop.subprocess_exec
 
     def start_alone(*command: Any, env: Mapping[str, str], **options: Any) -> Any:
@@ -91,7 +86,7 @@ def on_its_own() -> Iterator[None]:
 async def exited(pid: int) -> None:
     """Return when the child process `pid` has ended.
 
-    It is not reaped here: hivemind may still signal the pid, which must not be another's by then.
+    The process is not reaped here: hivemind may still signal the pid, which must not be another process's by then.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -118,5 +113,5 @@ async def _polled(pid: int) -> None:
 def _has_ended(pid: int) -> bool:
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else reaped it
+    except ChildProcessError:  # other code has reaped it
         return True

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 
 from lightning_swarm.core.errors import DeadlineExceeded, ProtocolError, Unreachable
-from lightning_swarm.network import Directory, PeerId
+from lightning_swarm.network import MAX_RECORD_BYTES, MAX_RECORD_TTL_S, Directory, PeerId, check_record
 from lightning_swarm.network.hivemind._engine import (
     DHTID,
     P2P,
@@ -26,16 +26,13 @@ from lightning_swarm.network.hivemind._engine import (
     RecordValidatorBase,
     ValidationError,
 )
-from lightning_swarm.network.memory import MAX_RECORD_BYTES, MAX_RECORD_TTL_S, check_record
 from lightning_swarm.network.transport import BaseTransport
 
-# A dictionary of records nests five deep.
-_MAX_DEPTH: Final = 8
-# hivemind's extensions for tuples and for dictionaries, whose bytes it decodes in turn.
-_NESTING_EXTENSIONS: Final = (0x40, 0x50)
+_MAX_DEPTH: Final = 8  # a dictionary of records nests five deep
+_NESTING_EXTENSIONS: Final = (0x40, 0x50)  # hivemind's extensions for tuples and dictionaries: it decodes their bytes
 _MAX_PEER_ID_BYTES: Final = 128
 _CLOCK_SKEW_S: Final = 60.0
-# msgpack's first bytes: how wide the count is that follows, and what it counts.
+# First bytes of msgpack objects: the width of the count that follows, and what it counts.
 _SIZED: Final = {
     **{
         first: (width, "bytes")
@@ -50,15 +47,11 @@ _MAX_PACKED_BYTES: Final = MAX_RECORD_BYTES + 64
 
 
 class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """What a peer announces.
-
-    Args:
-        value: Its bytes.
-        expires_at: Unix time. The DHT's own expiry may be later: it keeps whatever lives longest, so one
-            that replaces a longer-lived one has to claim to live longer still.
-    """
+    """A peer's announcement, as it is stored in the DHT."""
 
     value: Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+    # Unix time. The DHT's own expiry may be later: the DHT keeps the record that lives longest, so a record that
+    # replaces a longer-lived one has to claim to live longer still.
     expires_at: float
 
 
@@ -67,12 +60,12 @@ _decoder = msgspec.msgpack.Decoder(Announcement)
 
 
 def pack(announcement: Announcement) -> bytes:
-    """The bytes under which an announcement is stored."""
+    """Encode an announcement for the DHT."""
     return _encoder.encode(announcement)
 
 
 def unpack(data: object, now_s: float) -> bytes | None:
-    """The value of an announcement, or None if it is malformed or has expired."""
+    """Return the value of an encoded announcement, or None if it is malformed or has expired."""
     if not isinstance(data, bytes):
         return None
     try:
@@ -83,11 +76,11 @@ def unpack(data: object, now_s: float) -> bytes | None:
 
 
 class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is untyped
-    """hivemind's serializer, but what nests deeply is refused: 1 KB of it ends the process that decodes it."""
+    """hivemind's serializer without deep nesting: 1 KB of nested msgpack would end the process that decodes it."""
 
     @classmethod
     def loads(cls, buf: bytes) -> object:
-        """Decode what came from a stranger."""
+        """Decode bytes that came from a stranger."""
         check_nesting(buf)
         value = super().loads(buf)
         # hivemind computes with these two, outside of any `try`.
@@ -99,7 +92,7 @@ class GuardedSerializer(MSGPackSerializer):  # type: ignore[misc]  # hivemind is
 
 
 class PlainRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind is untyped
-    """Lets nothing into the DHT, or out of it, but short bytes under a peer's name for a bounded time."""
+    """Lets only short bytes, under a peer's name and for a bounded time, into the DHT and out of it."""
 
     def validate(self, record: DHTRecord) -> bool:
         """Whether hivemind may store or return a record."""
@@ -127,31 +120,30 @@ def _is_short_bytes(packed: Any) -> bool:
 
 
 def check_nesting(data: bytes) -> None:
-    """Walk over msgpack without decoding it, and without recursion.
+    """Refuse msgpack that nests deeper than any record does, or ends too early.
 
-    Raises:
-        ProtocolError: It nests deeper than any record does, or ends too early.
+    The bytes are walked over without decoding them, and without recursion.
     """
     regions = [(0, len(data), 0)]
     while regions:
-        at, end, depth = regions.pop()
+        offset, end, depth = regions.pop()
         missing = [math.inf]
-        while at < end:
+        while offset < end:
             missing[-1] -= 1
-            header = _read_header(data, at)
-            at = header.end + header.num_bytes
+            header = _read_header(data, offset)
+            offset = header.end + header.num_bytes
             if header.num_items:
                 missing.append(header.num_items)
             if header.extension in _NESTING_EXTENSIONS:
-                regions.append((header.end, at, depth + len(missing)))
-            if depth + len(missing) > _MAX_DEPTH or at > end:
+                regions.append((header.end, offset, depth + len(missing)))
+            if depth + len(missing) > _MAX_DEPTH or offset > end:
                 raise ProtocolError("A record nests too deeply, or is cut off.")
             while missing[-1] == 0:
                 missing.pop()
 
 
 class _Header(NamedTuple):
-    """Of one msgpack object: where its header ends, and what it says will follow."""
+    """The header of one msgpack object: where it ends, and what it says will follow."""
 
     end: int
     num_bytes: int = 0
@@ -159,37 +151,37 @@ class _Header(NamedTuple):
     extension: int | None = None
 
 
-def _read_header(data: bytes, at: int) -> _Header:
-    first = data[at]
-    at += 1
+def _read_header(data: bytes, offset: int) -> _Header:
+    first = data[offset]
+    offset += 1
     if first in _SIZED:
         width, what = _SIZED[first]
-        count = int.from_bytes(data[at : at + width], "big")
-        at += width
+        count = int.from_bytes(data[offset : offset + width], "big")
+        offset += width
         if what == "items":
-            return _Header(at, num_items=count)
+            return _Header(offset, num_items=count)
         if what == "pairs":
-            return _Header(at, num_items=2 * count)
+            return _Header(offset, num_items=2 * count)
         if what == "bytes":
-            return _Header(at, num_bytes=count)
-        return _Header(at + 1, num_bytes=count, extension=int.from_bytes(data[at : at + 1], "big"))
+            return _Header(offset, num_bytes=count)
+        return _Header(offset + 1, num_bytes=count, extension=int.from_bytes(data[offset : offset + 1], "big"))
     if 0x80 <= first <= 0x8F:
-        return _Header(at, num_items=2 * (first & 0x0F))
+        return _Header(offset, num_items=2 * (first & 0x0F))
     if 0x90 <= first <= 0x9F:
-        return _Header(at, num_items=first & 0x0F)
+        return _Header(offset, num_items=first & 0x0F)
     if 0xA0 <= first <= 0xBF:
-        return _Header(at, num_bytes=first & 0x1F)
+        return _Header(offset, num_bytes=first & 0x1F)
     if 0xD4 <= first <= 0xD8:
-        return _Header(at + 1, num_bytes=1 << (first - 0xD4), extension=int.from_bytes(data[at : at + 1], "big"))
-    return _Header(at, num_bytes=_FIXED_BYTES.get(first, 0))
+        extension = int.from_bytes(data[offset : offset + 1], "big")
+        return _Header(offset + 1, num_bytes=1 << (first - 0xD4), extension=extension)
+    return _Header(offset, num_bytes=_FIXED_BYTES.get(first, 0))
 
 
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S: Final = 15.0
 _LEAVE_TIMEOUT_S: Final = 1.0
-# hivemind tells records apart by their expiry; this much later is a newer one.
-_NEWER_S: Final = 0.001
+_NEWER_S: Final = 0.001  # hivemind tells records apart by their expiry: a record that ends so much later is newer
 _NODE_ID_BITS: Final = 160
 
 # For the class, not for one node: a node serves others before its creation returns.
@@ -197,12 +189,7 @@ DHTProtocol.serializer = GuardedSerializer
 
 
 class HivemindDirectory(Directory):
-    """The directory of one peer. `lightning_swarm.network.hivemind.start` makes it.
-
-    Args:
-        transport: Whose announcements these are.
-        node: This peer's part of the DHT.
-    """
+    """A peer's directory in a Kademlia DHT, made by `lightning_swarm.network.hivemind.start`."""
 
     def __init__(self, transport: BaseTransport, node: DHTNode) -> None:
         self._transport = transport
@@ -212,16 +199,12 @@ class HivemindDirectory(Directory):
 
     @classmethod
     async def join(cls, transport: BaseTransport, p2p: P2P, initial_peers: Sequence[str]) -> HivemindDirectory:
-        """Become part of the DHT of `initial_peers`, or begin a new one.
-
-        Raises:
-            Unreachable: None of them answers.
-        """
+        """Become part of the DHT of `initial_peers`, or begin a new one without any."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 node = await DHTNode.create(
                     p2p,
-                    # hivemind would draw it from `random`, which `seed_everything` makes equal in all peers.
+                    # hivemind would draw the id from `random`, which `seed_everything` makes equal in all peers.
                     node_id=DHTID(secrets.randbits(_NODE_ID_BITS)),
                     initial_peers=list(initial_peers) or None,
                     record_validator=PlainRecordsOnly(),
@@ -244,7 +227,7 @@ class HivemindDirectory(Directory):
         check_record(key, value, ttl_s)
         self._check_open()
         expires_at = time.time() + ttl_s
-        # hivemind keeps the record that lives longest, so a new one must; its real end is inside.
+        # hivemind keeps the record that lives longest, so a new one must live longest; its real end is inside.
         stored_until = max(expires_at, self._stored_until.get(key, 0.0) + _NEWER_S)
         self._stored_until[key] = stored_until
         record = pack(Announcement(value, expires_at))
@@ -253,13 +236,13 @@ class HivemindDirectory(Directory):
                 key, record, stored_until, subkey=self._transport.peer_id, exclude_self=True
             ):
                 raise Unreachable(f"No other peer stored what {self._transport.peer_id} announced under {key!r}.")
-        # Others may leave, or not have come yet; who joins is given what is stored here.
+        # Also here, for other peers may leave or not have come yet: a joining peer is given what is stored here.
         self._node.protocol.storage.store(
             DHTID.generate(source=key), GuardedSerializer.dumps(record), stored_until, subkey=self._transport.peer_id
         )
 
     async def read(self, key: str) -> Mapping[PeerId, bytes]:
-        """See `Directory`. Of others' records, those that the nearest peers have now."""
+        """See `Directory`. The nearest peers answer with the records that they have now."""
         self._check_open()
         async with self._deadline(f"read {key!r}"):
             found = await self._node.get(key, latest=True)
@@ -270,14 +253,14 @@ class HivemindDirectory(Directory):
         return {PeerId(peer): value for peer, value in values.items() if isinstance(peer, str) and value is not None}
 
     async def close(self) -> None:
-        """See `Directory`. What was announced stays until it expires."""
+        """See `Directory`. Announcements stay until they expire."""
         if self._closed:
             return
         self._closed = True
         self._node.is_alive = False
         if (refreshing := self._node.cache_refresh_task) is not None:
             refreshing.cancel()
-        # hivemind tells the daemon, and would wait for ever if that is dead.
+        # hivemind's shutdown asks the daemon, and would wait for ever if it is dead.
         if not self._transport.closed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LEAVE_TIMEOUT_S):

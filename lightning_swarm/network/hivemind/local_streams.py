@@ -1,14 +1,15 @@
 """Streams between peers of one machine, past their daemons.
 
-What goes through two daemons is copied, encrypted and decrypted: milliseconds of processor time for every MiB, which
-peers of one machine take from each other's computing. They talk over a Unix socket instead.
+Bytes that go through two daemons are copied, encrypted and decrypted. That costs milliseconds of processor time for
+every MiB, which peers of one machine would take from each other's computing. They use a Unix socket instead.
 
-Who is at the other end is still known from libp2p. Whoever finds a socket in a peer's name asks that peer over the
-daemon for two secrets: one to show there, and one to be shown. So another user of the machine can feign neither, unless
-he has processes in the network namespaces of both.
+libp2p still proves the identity of the other end. A peer that finds a socket with another peer's name asks that peer,
+over the daemon, for two secrets: one that it sends over the socket, and one that it must receive there. So another user
+of the machine can impersonate neither of them, except with processes in the network namespaces of both.
 
-The sockets have names of Linux's abstract kind: they end with their process, and they are seen in one network namespace
-only, so peers in containers with networks of their own talk over these. Elsewhere there are no neighbours.
+The sockets have names of Linux's abstract kind: they end with their process, and they are visible in one network
+namespace only, so peers in containers with networks of their own use those. Other systems have no such sockets, and
+there peers always use the daemons.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lightning_swarm.network.hivemind.streams import Stream
 _log = logging.getLogger(__name__)
 
 INTRODUCE: Final = "transport.introduce"
-"""The method that tells a caller its two secrets."""
+"""The method by which a peer tells a caller the two secrets."""
 
 _CALLER: Final = b"caller"
 _LISTENER: Final = b"listener"
@@ -38,21 +39,16 @@ _SECRET_BYTES: Final = 32  # of SHA-256
 # magic, the caller's secret, lengths of the protocol's name and of the caller's id; these follow.
 _GREETING: Final = struct.Struct(f"<4s{_SECRET_BYTES}sBB")
 _MAGIC: Final = b"LSWN"
-_MAX_GREETING: Final = 64  # connections that have not said yet whose they are
+_MAX_GREETING: Final = 64  # connections whose peers are not known yet
 
 Serve = Callable[[str, PeerId, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""``(protocol, caller, reader, writer)``: answer what comes over a stream that a neighbour opened."""
+"""``(protocol, caller, reader, writer)``: answer the requests that come over a neighbour's stream.
+
+The protocol's name is whatever the neighbour sent."""
 
 
 class LocalPeers:
-    """Opens and takes streams to and from other peers of this machine.
-
-    Args:
-        peer: This one.
-        introduce: Asks a peer, over its daemon, for `INTRODUCE`.
-        serve: Answers a neighbour. The protocol's name is whatever that neighbour said.
-        greeting_s: Seconds within which the two know each other; then the daemon is tried.
-    """
+    """Opens streams to other peers of this machine, and accepts theirs."""
 
     def __init__(
         self,
@@ -62,30 +58,30 @@ class LocalPeers:
         *,
         greeting_s: float,
     ) -> None:
-        self._peer = peer
-        self._introduce = introduce
+        self._peer = peer  # this one
+        self._introduce = introduce  # asks a peer for the secrets of `INTRODUCE`, over its daemon
         self._serve = serve
-        self._greeting_s = greeting_s
+        self._greeting_s = greeting_s  # after so many seconds without a greeting the daemon is tried
         self._key = secrets.token_bytes(_SECRET_BYTES)
         self._introductions: dict[PeerId, bytes] = {}
-        self._greeting: set[asyncio.Task[Any]] = set()  # with those that have not said yet whose they are
+        self._greeting: set[asyncio.Task[Any]] = set()  # tasks of connections whose peers are not known yet
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> None:
-        """Be found by others. Where that cannot be, they come through the daemon."""
+        """Accept connections of neighbours. Where this is impossible, they come through the daemon."""
         if sys.platform != "linux":
             return
         listening = socket.socket(socket.AF_UNIX)
         try:
             listening.setblocking(False)
             listening.bind(_name(self._peer))
-            self._server = await asyncio.start_unix_server(self._greeted, sock=listening)
+            self._server = await asyncio.start_unix_server(self._accept, sock=listening)
         except OSError as error:
             listening.close()
             _log.warning("Peers of this machine reach this one through its daemon only: %s", error)
 
     def close(self) -> None:
-        """Be found no more. The streams are their owners'."""
+        """Accept no more connections. Open streams belong to their owners."""
         for task in self._greeting:
             task.cancel()
         if self._server is not None:
@@ -93,13 +89,13 @@ class LocalPeers:
             self._server = None
 
     async def answer(self, caller: PeerId, body: bytes) -> bytes:
-        """`INTRODUCE`: what `caller` has to show, and what it is shown."""
+        """Answer `INTRODUCE`: the secret that `caller` has to send, and the one that it will receive."""
         if body:
             raise ProtocolError(f"{INTRODUCE} takes no arguments, got {len(body)} bytes")
         return self._secret(_CALLER, caller) + self._secret(_LISTENER, caller)
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream | None:
-        """A stream to `peer`; None if it is not to be found on this machine, or does not answer."""
+        """Open a stream to `peer`; return None if it is not on this machine, or does not answer."""
         if self._server is None or (connected := _connect(peer)) is None:
             return None
         reader, writer = await asyncio.open_unix_connection(sock=connected)
@@ -108,7 +104,7 @@ class LocalPeers:
                 await self._greet(peer, protocol, reader, writer)
         except BaseException as error:
             writer.transport.abort()
-            self._introductions.pop(peer, None)  # perhaps it began anew
+            self._introductions.pop(peer, None)  # the peer may have restarted, with another key
             if not isinstance(error, OSError | EOFError | SwarmError):
                 raise
             _log.debug("%s is not reached past its daemon: %s", peer, error)
@@ -118,33 +114,33 @@ class LocalPeers:
     async def _greet(
         self, peer: PeerId, protocol: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Show who this is, and be shown who that is."""
+        """Prove this peer's identity, and check the other one's."""
         if peer not in self._introductions:
             self._introductions[peer] = await self._introduce(peer)
-        shown, expected = self._introductions[peer][:_SECRET_BYTES], self._introductions[peer][_SECRET_BYTES:]
+        own, expected = self._introductions[peer][:_SECRET_BYTES], self._introductions[peer][_SECRET_BYTES:]
         if len(expected) != _SECRET_BYTES:
             raise ProtocolError(f"{peer} answered `{INTRODUCE}` by something else than two secrets.")
         names = protocol.encode(), self._peer.encode()
-        writer.write(_GREETING.pack(_MAGIC, shown, *map(len, names)) + b"".join(names))
+        writer.write(_GREETING.pack(_MAGIC, own, *map(len, names)) + b"".join(names))
         if not hmac.compare_digest(await reader.readexactly(_SECRET_BYTES), expected):
             raise ProtocolError(f"Somebody else than {peer} listens in its name.")
 
-    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Somebody of this machine has connected."""
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Check the identity of a neighbour that has connected, and serve it."""
         try:
-            protocol, caller = await self._know(reader)
+            protocol, caller = await self._identify(reader)
             writer.write(self._secret(_LISTENER, caller))
         except (OSError, EOFError, ProtocolError) as error:
             writer.transport.abort()
             _log.debug("A connection past the daemon was refused: %s", error)
             return
-        except asyncio.CancelledError:  # this peer's loop ends; asyncio would log it as a failure of its own
+        except asyncio.CancelledError:  # this peer's loop ends, and asyncio would log the cancellation as a failure
             writer.transport.abort()
             return
         await self._serve(protocol, caller, reader, writer)
 
-    async def _know(self, reader: asyncio.StreamReader) -> tuple[str, PeerId]:
-        """What a stream is for, and whose it is."""
+    async def _identify(self, reader: asyncio.StreamReader) -> tuple[str, PeerId]:
+        """Read the protocol and the caller of a new stream, and check the caller's secret."""
         if len(self._greeting) >= _MAX_GREETING:
             raise ProtocolError(f"{_MAX_GREETING} connections have not said yet whose they are")
         task = asyncio.current_task()
@@ -152,17 +148,17 @@ class LocalPeers:
         self._greeting.add(task)
         try:
             async with asyncio.timeout(self._greeting_s):
-                magic, shown, *lengths = _GREETING.unpack(await reader.readexactly(_GREETING.size))
+                magic, secret, *lengths = _GREETING.unpack(await reader.readexactly(_GREETING.size))
                 protocol, name = [(await reader.readexactly(n)).decode(errors="replace") for n in lengths]
         finally:
             self._greeting.discard(task)
         caller = PeerId(name)
-        if magic != _MAGIC or not hmac.compare_digest(shown, self._secret(_CALLER, caller)):
+        if magic != _MAGIC or not hmac.compare_digest(secret, self._secret(_CALLER, caller)):
             raise ProtocolError("it does not show the secret of a caller")
         return protocol, caller
 
-    def _secret(self, of: bytes, caller: PeerId) -> bytes:
-        return hmac.digest(self._key, of + caller.encode(), "sha256")
+    def _secret(self, end: bytes, caller: PeerId) -> bytes:
+        return hmac.digest(self._key, end + caller.encode(), "sha256")
 
 
 def _name(peer: PeerId) -> str:
@@ -170,7 +166,7 @@ def _name(peer: PeerId) -> str:
 
 
 def _connect(peer: PeerId) -> socket.socket | None:
-    """A connection to whoever listens in this peer's name. It is there at once, or there is none."""
+    """Connect to the socket with this peer's name, which succeeds at once or never."""
     connecting = socket.socket(socket.AF_UNIX)
     try:
         connecting.setblocking(False)

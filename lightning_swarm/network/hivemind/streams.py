@@ -15,19 +15,17 @@ from lightning_swarm.network.framing import Buffer
 from lightning_swarm.network.hivemind._engine import P2P, Multiaddr, PeerID, p2pd_pb2, read_pbmsg_safe, write_pbmsg
 from lightning_swarm.network.rpc import Channel
 
+# Room for bytes that are small, or that no reader waits for yet. While it is full, the socket is not read.
 _STAGING_BYTES: Final = 64 << 10
-"""Room for what nobody waits for yet, and for what is small. When it is full, the socket is not read."""
 
 
-# Bytes go from the socket straight into the memory that they are for. asyncio's `StreamReader` copies each byte three
+# Bytes go from the socket straight into the memory that needs them. asyncio's `StreamReader` copies each byte three
 # times on its way there, and wakes its reader for every piece.
 class Inbox(asyncio.BufferedProtocol):
-    """A `Reader` of a connected socket, and whether its other direction has room.
+    """A `Reader` of a connected socket, which also knows whether the other direction has room.
 
-    Args:
-        transport: The socket. It calls this as its protocol from now on.
-        arrived: What had been read from it before.
-        ended: Whether that was all.
+    The socket calls it as its protocol from now on. `arrived` has been read from the socket before, and `ended` says
+    whether that was all.
     """
 
     def __init__(self, transport: asyncio.Transport, arrived: bytes, *, ended: bool) -> None:
@@ -35,7 +33,7 @@ class Inbox(asyncio.BufferedProtocol):
         self._staging = memoryview(bytearray(max(_STAGING_BYTES, 2 * len(arrived))))
         self._start, self._stop = 0, len(arrived)
         self._staging[: self._stop] = arrived
-        self._target: memoryview | None = None  # where it goes instead: what is left to fill
+        self._target: memoryview | None = None  # the rest of the memory to fill instead of the staging memory
         self._seen: Callable[[memoryview], None] = _ignore
         self._ended = ended
         self._problem: Exception | None = None
@@ -46,18 +44,18 @@ class Inbox(asyncio.BufferedProtocol):
         transport.pause_reading()  # the kind of protocol decides how a socket is read, from when that begins
         transport.set_protocol(self)
         transport.resume_reading()
-        # Then `drain` waits until nothing is buffered, and what has been written may change again.
+        # So `drain` waits until nothing is buffered, and buffers that have been written may change again.
         if not transport.is_closing():  # uvloop would raise what is no OSError
             transport.set_write_buffer_limits(high=0)
 
-    # ------------------------------------------------------------------ for who reads
+    # ------------------------------------------------------------------ for the reader
 
     def at_eof(self) -> bool:
-        """Whether the other side has hung up, and all that it sent was read."""
+        """Whether the other side has hung up, and all its bytes were read."""
         return (self._ended or self._problem is not None) and self._start == self._stop
 
     async def readexactly(self, n: int, /) -> bytes:
-        """Exactly `n` bytes, or `asyncio.IncompleteReadError`. Cancelled, it has read nothing if `n` is small."""
+        """See `Reader`. If this is cancelled and `n` is small, nothing has been read."""
         if n > len(self._staging) // 2:
             data = bytearray(n)
             await self.fill(memoryview(data), _ignore)
@@ -72,22 +70,22 @@ class Inbox(asyncio.BufferedProtocol):
         return self._take(n)
 
     async def read(self, n: int, /) -> bytes:
-        """At least one and at most `n` bytes; none at the end."""
+        """See `Reader`."""
         while self._stop == self._start and not self._ended:
             await self._wait()
         self._check()
         return self._take(min(n, self._stop - self._start))
 
     async def fill(self, view: memoryview, seen: Callable[[memoryview], None], /) -> None:
-        """Fill all of `view`, and show each piece to `seen` as it comes; or `asyncio.IncompleteReadError`."""
+        """See `Reader`."""
         self._check()
-        if num_here := min(len(view), self._stop - self._start):
-            view[:num_here] = self._staging[self._start : self._start + num_here]
-            self._skip(num_here)
-            seen(view[:num_here])
-        if num_here == len(view):
+        if num_staged := min(len(view), self._stop - self._start):
+            view[:num_staged] = self._staging[self._start : self._start + num_staged]
+            self._skip(num_staged)
+            seen(view[:num_staged])
+        if num_staged == len(view):
             return
-        self._target, self._seen = view[num_here:], seen
+        self._target, self._seen = view[num_staged:], seen
         try:
             while self._target is not None:
                 if self._ended:
@@ -97,7 +95,7 @@ class Inbox(asyncio.BufferedProtocol):
             self._target, self._seen = None, _ignore
 
     async def drain(self) -> None:
-        """Wait until all that was written to the socket is sent."""
+        """Wait until all bytes that were written to the socket are sent."""
         self._check()
         await self._room.wait()
         if self._problem is not None or self._transport.is_closing():
@@ -118,8 +116,8 @@ class Inbox(asyncio.BufferedProtocol):
                 self._transport.pause_reading()
             self._wake()
             return
-        piece, left = self._target[:nbytes], self._target[nbytes:]
-        self._target = left if len(left) else None
+        piece, rest = self._target[:nbytes], self._target[nbytes:]
+        self._target = rest if len(rest) else None
         self._seen(piece)
         if self._target is None:
             self._wake()
@@ -148,7 +146,7 @@ class Inbox(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------
 
     async def _wait(self) -> None:
-        """Until something comes that concerns who reads."""
+        """Wait until bytes have come for the reader, or the end."""
         self._check()
         if self._waiting is not None:
             raise RuntimeError("a stream is read by one at a time")
@@ -180,44 +178,39 @@ class Inbox(asyncio.BufferedProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Move what is here to the front, and read on."""
-        num_here = self._stop - self._start
-        self._staging[:num_here] = bytes(self._staging[self._start : self._stop])
-        self._start, self._stop = 0, num_here
+        """Move the staged bytes to the front, and go on reading."""
+        num_staged = self._stop - self._start
+        self._staging[:num_staged] = bytes(self._staging[self._start : self._stop])
+        self._start, self._stop = 0, num_staged
         if self._full and self._stop < len(self._staging):
             self._full = False
             self._transport.resume_reading()
 
 
 def _ignore(_: memoryview) -> None:
-    """Nobody wants to see it."""
+    pass
 
 
-_MAX_OPEN: Final = 64  # streams at once, busy or idle; who wants one more waits
+_MAX_OPEN: Final = 64  # streams at once, busy or idle; a request for one more waits
 _MAX_IDLE: Final = 32  # to one peer: as many as a batch of 32 large microbatches uses at once, step after step
 _IDLE_S: Final = 30.0  # until an idle stream is closed; less than the other side's patience
 
 
 class Stream:
-    """A two-way stream to a peer, as a `Channel`.
-
-    Args:
-        reader: Its read end, from which nobody else reads any more.
-        writer: Its write end, which must be kept for as long.
-    """
+    """A two-way stream to a peer, as a `Channel`. Nothing else may read from `reader` any more."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
+        self._writer = writer  # kept, for a writer closes its transport when it is collected
         self._transport = cast(asyncio.Transport, writer.transport)
-        # `asyncio.StreamReader` tells nobody what it has read, and whether that was all.
+        # `asyncio.StreamReader` has no public way to take over the bytes that it has read.
         arrived, ended = bytes(reader._buffer), reader._eof  # type: ignore[attr-defined]
         self._inbox = Inbox(self._transport, arrived, ended=ended or self._transport.is_closing())
         self.channel = Channel(self._inbox, self.write)
         self.expiry: asyncio.TimerHandle | None = None
 
     def gather_writes(self) -> None:
-        """Send at once what is written in one turn of the loop. For buffers that do not change any more."""
-        if not self._transport.is_closing():  # as below
+        """Let written buffers be sent together, so that they may not change any more after a write."""
+        if not self._transport.is_closing():  # see `write_soon`
             self._transport.set_write_buffer_limits()
 
     async def write(self, buffer: Buffer) -> None:
@@ -242,7 +235,7 @@ class Stream:
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Buffered here, because the other side does not read as fast."""
+        """Bytes that are buffered here because the other side reads more slowly."""
         return self._transport.get_write_buffer_size()
 
     @property
@@ -251,24 +244,20 @@ class Stream:
         return self._inbox.at_eof() or self._transport.is_closing()
 
     def close(self) -> None:
-        """Hang up. What has not been sent is dropped."""
+        """Hang up, and drop what has not been sent."""
         if self.expiry is not None:
             self.expiry.cancel()
         self._transport.abort()
 
 
 class Daemon:
-    """Requests to the libp2p daemon that hivemind's client leaves half-open when they fail or are cancelled."""
+    """Requests to the libp2p daemon. hivemind's own client leaves them half-open when they fail or are cancelled."""
 
     def __init__(self, p2p: P2P) -> None:
         self._path: str = p2p.daemon_listen_maddr["unix"]
 
     async def open_stream(self, peer: PeerId, protocol: str) -> Stream:
-        """A stream to `peer`.
-
-        Raises:
-            Unreachable: The peer cannot be dialed, or does not speak `protocol`.
-        """
+        """Open a stream to `peer`; raise `Unreachable` if it cannot be dialed, or does not speak `protocol`."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=_to_peer_id(peer).to_bytes(), proto=[protocol]),
@@ -276,12 +265,7 @@ class Daemon:
         return await self._request(request, f"open a stream to {peer}")
 
     async def connect(self, peer: PeerId, addresses: list[str]) -> None:
-        """Dial `peer` at these addresses, and remember them.
-
-        Raises:
-            Unreachable: It does not answer there.
-            ProtocolError: These are no addresses.
-        """
+        """Dial `peer` at these addresses, and remember them."""
         try:
             encoded = [Multiaddr(address).to_bytes() for address in addresses]
         except ValueError as error:
@@ -293,7 +277,7 @@ class Daemon:
         (await self._request(request, f"connect to {peer}")).close()
 
     async def _request(self, request: Any, purpose: str) -> Stream:
-        """Ask the daemon. What follows its answer on the same socket is the stream, if one was asked for."""
+        """Send a request to the daemon. If it asked for a stream, the stream follows the answer on the same socket."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._path)
         except OSError as error:
@@ -315,7 +299,7 @@ class Daemon:
 
 
 def _to_peer_id(peer: PeerId) -> PeerID:
-    """Form of a peer's identity that hivemind takes."""
+    """Convert a peer's id to hivemind's form."""
     try:
         return PeerID.from_base58(peer)
     except ValueError as error:
@@ -323,22 +307,17 @@ def _to_peer_id(peer: PeerId) -> PeerID:
 
 
 class StreamPool:
-    """Streams to other peers: a bounded number at once, and idle ones kept for a while.
-
-    Args:
-        open_stream: Opens a new one.
-    """
+    """Keeps a bounded number of streams to other peers, idle ones only for a while."""
 
     def __init__(self, open_stream: Callable[[PeerId], Awaitable[Stream]]) -> None:
         self._open_stream = open_stream
         self._room = asyncio.Semaphore(_MAX_OPEN)
         self._num_busy = 0
-        # In the order in which they became idle.
-        self._idle: dict[Stream, PeerId] = {}
+        self._idle: dict[Stream, PeerId] = {}  # in the order in which they became idle
 
     @asynccontextmanager
     async def lease(self, peer: PeerId) -> AsyncIterator[Stream]:
-        """A stream to `peer` for one exchange. It is closed afterwards unless it was given to `keep`."""
+        """Lend a stream to `peer` for one exchange. It is closed afterwards unless it was given to `keep`."""
         async with self._room:
             self._num_busy += 1
             try:
@@ -352,13 +331,13 @@ class StreamPool:
                 self._num_busy -= 1
 
     def keep(self, peer: PeerId, stream: Stream) -> None:
-        """Keep a leased stream, on which nothing is under way, for the next exchange."""
+        """Keep a leased stream, whose exchange is complete, for the next exchange."""
         if sum(other == peer for other in self._idle.values()) < _MAX_IDLE:
             self._idle[stream] = peer
             stream.expiry = asyncio.get_running_loop().call_later(_IDLE_S, self._drop, stream)
 
     def close(self) -> None:
-        """Close the idle streams; who leased one closes it."""
+        """Close the idle streams. A leased stream is closed at the end of its lease."""
         for stream in tuple(self._idle):
             self._drop(stream)
 
@@ -368,7 +347,7 @@ class StreamPool:
         return await self._open_stream(peer)
 
     def _take_idle(self, peer: PeerId) -> Stream | None:
-        # The newest first: it is the least likely to have ended.
+        # The newest stream first: it is the least likely to have ended.
         for stream in [stream for stream, other in self._idle.items() if other == peer][::-1]:
             del self._idle[stream]
             if stream.expiry is not None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import SimulatedLink
+from lightning_swarm.network.simulated_link import SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span, best_of
 from lightning_swarm.testing import InMemoryStrategy
 

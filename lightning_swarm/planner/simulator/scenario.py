@@ -14,7 +14,7 @@ import yaml
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Direction, SimulatedLink
+from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
 from lightning_swarm.protocol.settings import Rebalancing

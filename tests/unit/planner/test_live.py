@@ -23,7 +23,7 @@ from lightning_swarm.monitor.survey import Sighting
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.addresses import Address
 from lightning_swarm.network.bandwidth import LinkEstimate, LinkEstimates, TransferSample
-from lightning_swarm.network.memory import Direction, SimulatedLink
+from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
 from lightning_swarm.planner.machine_files import TransferCost
 from lightning_swarm.planner.plan import make_plan, predict

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_swarm.network import PeerId
-from lightning_swarm.network.memory import Direction, FlowWindow, SimulatedLink
+from lightning_swarm.network.simulated_link import Direction, FlowWindow, SimulatedLink
 from lightning_swarm.planner.simulator import fluid
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span
 from lightning_swarm.planner.simulator.microbatches import Work, simulate

@@ -1,0 +1,273 @@
+"""Calls between peers: all calls to one peer share a stream that stays open, and are answered in any order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+from lightning_swarm.core.clock import now_s
+from lightning_swarm.core.errors import Busy, ProtocolError, Unreachable
+from lightning_swarm.core.tasks import ended
+from lightning_swarm.network import PeerId
+from lightning_swarm.network.framing import (
+    HEADER_BYTES,
+    Fixed,
+    Kind,
+    encode_cancel,
+    encode_error,
+    exchange_id_of,
+    parse_small,
+)
+from lightning_swarm.network.hivemind.streams import Stream
+from lightning_swarm.network.rpc import STALL_TIMEOUT_S, Channel
+
+MAX_CALLS: Final = 4096
+"""Calls of one stream that are answered at once; for more, this peer is busy. A trainer may wait for as many results as
+a server holds calls (`Limits.max_pending_calls`), and ask for other things meanwhile."""
+
+_IDLE_S: Final = 30.0  # until a stream without calls is closed; less than the other side's patience
+_PATIENCE_S: Final = 60.0
+_MAX_OPENING: Final = 32  # the daemon fails when very many streams are opened at once
+_OPENING_S: Final = 15.0  # longer than a peer may be silent; the daemon's own minute would keep others waiting for room
+_READ_BYTES: Final = 1 << 18
+_MAX_UNSENT_BYTES: Final = 8 << 20  # left by calls that were given up, to a peer that does not read
+
+Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+
+
+# libp2p's own unary calls cost the daemon two to three times the work, and open a stream each time.
+class OutgoingCalls:
+    """Sends calls to other peers, over one stream to each."""
+
+    def __init__(
+        self,
+        open_stream: Callable[[PeerId], Awaitable[Stream]],
+        spawn: Spawn,
+        patience_s: Callable[[PeerId], float],
+    ) -> None:
+        self._open_stream = open_stream
+        self._spawn = spawn  # runs a task for as long as the transport is open
+        self._patience_s = patience_s  # how long a peer may be silent
+        self._openings = asyncio.Semaphore(_MAX_OPENING)
+        self._streams: dict[PeerId, asyncio.Task[_PeerStream]] = {}
+
+    async def exchange(self, peer: PeerId, request: bytes) -> bytes:
+        """Carry an encoded call to `peer` and its encoded answer back, or raise `Unreachable`."""
+        opening = self._streams.get(peer)
+        if opening is None or _has_ended(opening):
+            opening = self._streams[peer] = self._spawn(self._open(peer))
+            opening.add_done_callback(partial(self._forget_failed, peer))
+        if not opening.done():
+            # Not awaited itself, for a cancelled call must not end it: other calls may need the same stream.
+            await asyncio.wait({opening})
+        if opening.cancelled():
+            raise Unreachable(f"The transport was closed before a stream to {peer} was open.")
+        if isinstance(error := opening.exception(), Unreachable):
+            raise Unreachable(str(error)) from error
+        return await opening.result().exchange(request)
+
+    async def _open(self, peer: PeerId) -> _PeerStream:
+        async with self._openings:
+            try:
+                async with asyncio.timeout(_OPENING_S):
+                    stream = await self._open_stream(peer)
+            except TimeoutError as error:
+                raise Unreachable(f"Cannot open a stream to {peer} within {_OPENING_S:g} s.") from error
+        opened = _PeerStream(peer, stream, self._patience_s)
+        self._spawn(opened.read()).add_done_callback(lambda _: self._forget_ended(peer))
+        return opened
+
+    def _forget_failed(self, peer: PeerId, opening: asyncio.Task[_PeerStream]) -> None:
+        # `exception()` also marks the failure as retrieved: perhaps no call waits for it any more.
+        if (opening.cancelled() or opening.exception() is not None) and self._streams.get(peer) is opening:
+            del self._streams[peer]
+
+    def _forget_ended(self, peer: PeerId) -> None:
+        opening = self._streams.get(peer)
+        if opening is not None and _has_ended(opening):
+            del self._streams[peer]
+
+
+def _has_ended(opening: asyncio.Task[_PeerStream]) -> bool:
+    if not opening.done():
+        return False
+    return opening.cancelled() or opening.exception() is not None or opening.result().ended
+
+
+class _PeerStream:
+    """The stream to one peer, and the calls that wait for answers on it."""
+
+    def __init__(self, peer: PeerId, stream: Stream, patience_s: Callable[[PeerId], float]) -> None:
+        self._peer = peer
+        self._stream = stream
+        stream.gather_writes()
+        self._patience_s = patience_s
+        self._silent_since_s: float | None = None  # the first call after the last answer; None: no call waits
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._used_s = now_s()
+        self._closed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the stream is of no more use: it broke, or was idle for so long that the other side may close it."""
+        return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
+
+    async def exchange(self, request: bytes) -> bytes:
+        exchange_id = exchange_id_of(request)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answers[exchange_id] = answer
+        try:
+            # No waiting until the request is sent: other calls may keep the stream full, and the answer proves it.
+            self._stream.write_soon(request)
+            self._silent_since_s = now_s() if self._silent_since_s is None else self._silent_since_s
+            return await answer
+        except OSError as error:
+            raise Unreachable(f"The connection to {self._peer} broke: {error}.") from error
+        except asyncio.CancelledError:
+            self._cancel(exchange_id)
+            raise
+        finally:
+            del self._answers[exchange_id]
+            self._used_s = now_s()
+
+    def _cancel(self, exchange_id: int) -> None:
+        with suppress(OSError):
+            self._stream.write_soon(encode_cancel(exchange_id))
+        since_s = self._silent_since_s
+        is_silent = since_s is not None and now_s() - since_s >= self._patience_s(self._peer)
+        # The connection may be dead without an error, and the peer reachable by a new one.
+        if is_silent or self._stream.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            self._stream.close()
+
+    async def read(self) -> None:
+        """Hand out answers until the stream ends, or has been idle for too long."""
+        problem, incoming = "it hung up", _IncomingMessages(self._stream.channel)
+        try:
+            while True:
+                try:
+                    head, data = await incoming.next(_IDLE_S)
+                except TimeoutError:
+                    if incoming.is_partial:
+                        raise
+                    if self.ended:
+                        return
+                    continue
+                self._silent_since_s = None
+                answer = self._answers.get(head.exchange_id)
+                if answer is not None and not answer.done():  # else the call was given up
+                    answer.set_result(data)
+        except TimeoutError:
+            problem = f"an answer stopped half way for {STALL_TIMEOUT_S:g} s"
+        except (OSError, EOFError, ProtocolError) as error:
+            problem = str(error) or problem
+        finally:
+            self._closed = True
+            self._stream.close()
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(Unreachable(f"The connection to {self._peer} broke: {problem}."))
+
+
+class _IncomingMessages:
+    """Reads whole messages off a stream, as many bytes at a time as are there: each read costs a timer."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._data = bytearray()
+        self._head: Fixed | None = None  # of the message that `_data` begins with, once its header is here
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a part of a message has come."""
+        return bool(self._data)
+
+    async def next(self, idle_timeout: float) -> tuple[Fixed, bytes]:
+        """Read the next message.
+
+        Raises:
+            TimeoutError: No message has begun for `idle_timeout` seconds, or the rest of one did not come.
+            ProtocolError: The message is malformed or too long.
+            EOFError: The stream has ended, or it broke, which may also be an `OSError`.
+        """
+        while (message := self._split()) is None:
+            async with asyncio.timeout(STALL_TIMEOUT_S if self.is_partial else idle_timeout):
+                data = await self._channel.read(_READ_BYTES)
+            if not data:
+                raise EOFError
+            self._data += data
+        return message
+
+    def _split(self) -> tuple[Fixed, bytes] | None:
+        """Take a message off the bytes that have come, if it is complete."""
+        if self._head is None and len(self._data) >= HEADER_BYTES:
+            self._head = parse_small(self._data)
+        if self._head is None or len(self._data) < self._head.num_bytes:
+            return None
+        head, self._head = self._head, None
+        message = bytes(self._data[: head.num_bytes])
+        del self._data[: head.num_bytes]
+        return head, message
+
+
+async def answer_calls(stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+    """Answer the calls that come over a stream, all at once, until the stream ends or breaks the protocol.
+
+    `serve` makes the encoded answer to an encoded call. A handler whose caller gave up, or hung up, is cancelled.
+    """
+    incoming = _IncomingMessages(stream.channel)
+    answers = _Answers(stream, serve, spawn)
+    stream.gather_writes()
+    try:
+        while True:
+            try:
+                head, request = await incoming.next(_PATIENCE_S)
+            except TimeoutError:
+                if answers.tasks and not incoming.is_partial:
+                    continue
+                return
+            await answers.accept(head, request)
+    except (OSError, EOFError, ProtocolError):
+        return
+    finally:
+        stream.close()
+        await ended(list(answers.tasks.values()))
+
+
+class _Answers:
+    """Answers the calls of one stream, each in a task of its own."""
+
+    def __init__(self, stream: Stream, serve: Callable[[bytes], Awaitable[bytes]], spawn: Spawn) -> None:
+        self._stream = stream
+        self._serve = serve
+        self._spawn = spawn
+        self.tasks: dict[int, asyncio.Task[None]] = {}  # by exchange id
+
+    async def accept(self, head: Fixed, request: bytes) -> None:
+        """Start to answer a call, or cancel one."""
+        exchange_id = head.exchange_id
+        if head.kind is Kind.CANCEL:
+            if exchange_id in self.tasks:
+                self.tasks[exchange_id].cancel()
+        elif exchange_id in self.tasks:
+            raise ProtocolError(f"call {exchange_id} came twice")
+        elif len(self.tasks) >= MAX_CALLS:  # waiting here would delay cancellations
+            busy = Busy(f"{MAX_CALLS} calls of one peer are answered at once, and so many are under way")
+            await self._send(b"".join(encode_error(exchange_id, busy)))
+        else:
+            self.tasks[exchange_id] = task = self._spawn(self._answer(request))
+            task.add_done_callback(lambda _: self.tasks.pop(exchange_id))
+
+    async def _answer(self, request: bytes) -> None:
+        await self._send(await self._serve(request))
+
+    async def _send(self, data: bytes) -> None:
+        try:
+            self._stream.write_soon(data)
+            if self._stream.is_full:
+                async with asyncio.timeout(STALL_TIMEOUT_S):
+                    await self._stream.drain()
+        except OSError:  # the caller hung up, or does not read its answers
+            self._stream.close()
