@@ -32,7 +32,7 @@ class TaskOwner:
 
     @property
     def is_running(self) -> bool:
-        """Whether it accepts tasks."""
+        """Return whether it accepts tasks."""
         return self._group is not None
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -75,7 +75,7 @@ async def gather(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     try:
         if tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failures = [one for one in tasks if one.done() and not one.cancelled() and one.exception() is not None]
+        failures = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
     finally:
         await ended(tasks)
     return [task.result() for task in failures or tasks]
@@ -101,7 +101,7 @@ async def ended(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 async def first_of(*waits: Coroutine[Any, Any, Any], timeout: float | None = None) -> None:
     """Wait at most `timeout` seconds for one of several things to happen. A failure of one is raised."""
-    tasks = {asyncio.ensure_future(one) for one in waits}
+    tasks = {asyncio.ensure_future(wait) for wait in waits}
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -84,7 +84,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Whether this peer can send nothing any more."""
+        """Return whether this peer can send nothing any more."""
 
     @abstractmethod
     def handle_call(self, method: str, handler: CallHandler) -> None:

@@ -53,7 +53,7 @@ class HostPort:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether no other machine can use this address."""
+        """Return whether no other machine can use this address."""
         return self.host == "localhost" or (
             _ip_version(self.host) is not None and ipaddress.ip_address(self.host).is_loopback
         )

@@ -49,7 +49,7 @@ class _WatchedPeer:
 
     @property
     def in_use(self) -> bool:
-        """Whether an exchange with the peer is going on, or ended a moment ago."""
+        """Return whether an exchange with the peer is going on, or ended a moment ago."""
         return bool(self.exchanges or self.channels or self.tick is not None)
 
     def check_channels(self, now_s: float) -> None:

@@ -30,7 +30,7 @@ class WireTap(Tap, Protocol):
     def damages(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, /, *, answer: bytes | None, is_answer: bool
     ) -> bool:
-        """Whether this message arrives with one bit flipped. `answer` is known only for the answer to a call."""
+        """Return whether this message arrives with one bit flipped. `answer` is known only for the answer to a call."""
         ...
 
 
@@ -100,11 +100,11 @@ class MemoryNetwork:
             thawed.set()
 
     def is_frozen(self, peer: PeerId) -> bool:
-        """Whether the peer is frozen."""
+        """Return whether the peer is frozen."""
         return peer in self._frozen
 
     def is_live(self, peer: PeerId) -> bool:
-        """Whether a peer of this name exists and was neither killed nor closed."""
+        """Return whether a peer of this name exists and was neither killed nor closed."""
         return peer in self._peers
 
     def cut(self, one: PeerId, other: PeerId) -> None:

@@ -1,4 +1,4 @@
-"""What a user sets, as frozen records. Everything below the strategy sees these, never its arguments."""
+"""The arguments of `SwarmStrategy` as a checked, frozen record, which is all that the rest of the package sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.network.addresses import Address, HostPort
-from lightning_swarm.protocol.settings import Compression, RunSettings, check_whole_or_none
+from lightning_swarm.protocol.settings import Compression, RunSettings, check_choice, check_whole_or_none
 
 # `Compression` is public by the name of `lightning_swarm.config.Compression`, too.
 __all__ = ["Compression", "Preemption", "Role", "StateDictType", "SwarmConfig"]
@@ -49,11 +49,27 @@ class SwarmConfig:
 
     def __post_init__(self) -> None:
         check_whole_or_none("num_stages", self.num_stages)
-        if self.role not in get_args(Role):
-            raise ConfigError(
-                "`role` must be 'auto' (who starts the run trains and serves, who joins it serves), 'both' (trains and "
-                f"serves), 'trainer' (holds no stage) or 'server', got {self.role!r}. Choose one of them."
-            )
+        check_choice(
+            "role",
+            self.role,
+            get_args(Role),
+            "'auto' (the peer that starts the run trains and serves, a peer that joins it serves), 'both' (trains and "
+            "serves), 'trainer' (holds no stage) or 'server'",
+        )
+        check_choice(
+            "state_dict_type",
+            self.state_dict_type,
+            get_args(StateDictType),
+            "'full' (a checkpoint is one file, written by the lead) or 'sharded' (a folder, to which each server "
+            "writes its stages)",
+        )
+        check_choice(
+            "preemption",
+            self.preemption,
+            (None, *get_args(Preemption)),
+            "'aws', 'gcp', 'azure', 'auto' (the one of these clouds that this machine belongs to) or None (notices are "
+            "not looked for)",
+        )
         if isinstance(self.split, str) and self.split not in ("parameters", "time"):
             raise ConfigError(
                 f"`split` must be 'parameters', 'time' or a list of the names of the blocks where stages begin, "
@@ -64,16 +80,6 @@ class SwarmConfig:
                 "`boundary` must be a `Bottleneck`, a `Maxout` or None (all features travel), got "
                 f"{self.boundary!r}. Write `boundary=Bottleneck(ratio=4)`, say."
             )
-        if self.state_dict_type not in get_args(StateDictType):
-            raise ConfigError(
-                "`state_dict_type` must be 'full' (a checkpoint is one file, written by the lead) or 'sharded' (a "
-                f"folder, to which each server writes its stages), got {self.state_dict_type!r}. Choose one of them."
-            )
-        if self.preemption is not None and self.preemption not in get_args(Preemption):
-            raise ConfigError(
-                "`preemption` must be 'aws', 'gcp', 'azure', 'auto' (whichever of them this machine is of) or None "
-                f"(notices are not looked for), got {self.preemption!r}. Choose one of them."
-            )
         if not self.run_id or not self.run_id.isprintable() or len(self.run_id) > 100:
             raise ConfigError(
                 f"`run_id` must be 1..100 printable characters, got {self.run_id!r}. Choose another name."
@@ -82,11 +88,11 @@ class SwarmConfig:
             self._check_deterministic()
 
     def _check_deterministic(self) -> None:
-        """Refuse what makes the weights depend on who takes part, or on how long something takes."""
+        """Refuse what makes the weights depend on which peers take part, or on how long something takes."""
         if self.role == "both":
             raise ConfigError(
-                "with `deterministic=True` one process must train, for which trainer's batch comes into which step is "
-                "a matter of time: got role 'both'. Use role 'auto', with servers only beside it."
+                "with `deterministic=True` one process must train, because it depends on timing which trainer's "
+                "batch comes into which step: got role 'both'. Use role 'auto', with only servers beside it."
             )
         if self.split == "time":
             raise ConfigError(
@@ -96,5 +102,5 @@ class SwarmConfig:
 
     @property
     def only_serves(self) -> bool:
-        """Whether this process trains nothing: it needs no data and never enters a loop."""
+        """Return whether this process trains nothing: it needs no data and never enters a loop."""
         return self.role == "server" or (self.role == "auto" and bool(self.initial_peers))

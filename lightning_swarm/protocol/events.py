@@ -1,7 +1,4 @@
-"""Events of a peer, noted and counted; and the wait for a stage that nobody serves, with what is said meanwhile.
-
-The wait is told the time with each call, so it asks no clock.
-"""
+"""Log of a peer's faults and recoveries, deduplicated and counted; and the wait for a stage without servers."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from lightning_swarm.core.errors import StageLost, SwarmError
@@ -22,25 +19,25 @@ _log = logging.getLogger("lightning_swarm.events")  # users filter by this name
 _outage_log = logging.getLogger(__name__)
 
 _WARNED: Final = frozenset({"strike", "round_repeated", "gone", "takeover", "pause", "went_back"})
-_FATES: Final = frozenset({"gone", "left", "joined"})  # of a peer: each ends another
+_MEMBERSHIP: Final = frozenset({"gone", "left", "joined"})  # each of these kinds ends another one's effect for a peer
 _MAX_KEPT: Final = 256
+# Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come.
 _MAX_LOGS: Final = 4096
-"""Peers whose counts are kept, those heard of last: far more than a run has at a time, but in weeks others come."""
 
 
 # Each peer has one `EventLog`. The code that handles a fault notes it, and decides nothing by it. Peers tell the
-# coordinator how often they noted what; the coordinator tells the lead, whose loggers get the sum.
+# coordinator their counts; the coordinator tells the lead, whose loggers get the sum.
 @dataclass(frozen=True)
 class Event:
-    """One of them.
+    """A fault or a recovery.
 
     Args:
         kind: What happened.
-        peer: To whom, if it is about one.
-        stage: Where, if it is about one.
-        step: Of the run, if it belongs to one.
-        reason: Why, in words.
-        unix_time_s: When it was noted; two are equal without it.
+        peer: The peer concerned, if there is one.
+        stage: The stage concerned, if there is one.
+        step: The step of the run, if the event belongs to one.
+        reason: The reason, as text.
+        unix_time_s: When the event was noted. It does not count in comparisons.
     """
 
     kind: EventKind
@@ -51,7 +48,7 @@ class Event:
     unix_time_s: float = field(default_factory=time.time, compare=False)
 
     def is_like(self, other: Event) -> bool:
-        """Whether the same happened to the same, for whatever reason."""
+        """Return whether both are of one kind, at the same peer, stage and step, for whatever reason."""
         return (self.kind, self.peer, self.stage, self.step) == (other.kind, other.peer, other.stage, other.step)
 
     def __str__(self) -> str:
@@ -63,25 +60,28 @@ class Event:
 
 
 class EventLog:
-    """What one peer saw, and how often others did. The swarm's loop and a trainer's own thread both note and read."""
+    """A peer's log of events, with the counts of other peers.
+
+    The swarm's loop and a trainer's own thread may both use it.
+    """
 
     def __init__(self) -> None:
         self._id = secrets.randbits(62)
         self._counts: Counter[EventKind] = Counter()
-        self._others: dict[PeerId, EventCounts] = {}  # what they counted, as far as they told it
-        self._taken: dict[int, Counter[EventKind]] = {}  # by log: what `drain` has given so far
+        self._others: dict[PeerId, EventCounts] = {}  # the counts that other peers reported
+        self._taken: dict[int, Counter[EventKind]] = {}  # by log: the counts that `drain` has returned so far
         self._kept: deque[Event] = deque(maxlen=_MAX_KEPT)
         self._lock = threading.Lock()
 
     @property
     def counts(self) -> Counter[EventKind]:
-        """How often each kind was noted so far: a copy, to see later what is new."""
+        """How often each kind was noted so far, as a copy."""
         with self._lock:
             return self._counts.copy()
 
     @property
     def newest(self) -> tuple[Event, ...]:
-        """The last few hundred, oldest first; what was noted several times in a step is there once."""
+        """The last few hundred events, oldest first. An event that was noted several times in a step is there once."""
         with self._lock:
             return tuple(self._kept)
 
@@ -94,7 +94,7 @@ class EventLog:
         step: int | None = None,
         reason: str = "",
     ) -> None:
-        """Count it; say and keep it unless the same happened to the same before: one word about a thousand retries."""
+        """Count an event. Log and keep it unless it is like an earlier one: a thousand retries make one line."""
         with self._lock:
             self._counts[kind] += 1
         self._keep(Event(kind, peer, stage, step, reason))
@@ -102,57 +102,57 @@ class EventLog:
     def hear(
         self, kind: EventKind, *, peer: str | None = None, stage: int | None = None, step: int, reason: str = ""
     ) -> None:
-        """Say and keep what others noted too, unless it was noted here: it is theirs to count."""
+        """Log and keep another peer's event unless it was noted here. The other peer counts it."""
         with self._lock:
-            known = next((one.kind for one in reversed(self._kept) if one.peer == peer and one.kind in _FATES), None)
+            known = next((e.kind for e in reversed(self._kept) if e.peer == peer and e.kind in _MEMBERSHIP), None)
         if known is not None and (kind == "joined") == (known == "joined"):
             return
         self._keep(Event(kind, peer, stage, step, reason))
 
     def _keep(self, event: Event) -> None:
         with self._lock:
-            if any(one.is_like(event) for one in self._kept):
+            if any(other.is_like(event) for other in self._kept):
                 return
             self._kept.append(event)
         _log.log(logging.WARNING if event.kind in _WARNED else logging.INFO, "%s", event)
 
-    # ------------------------------------------------------------------ what all peers counted
+    # ------------------------------------------------------------------ counts of all peers
 
     def report(self) -> EventCounts:
-        """What this peer counted so far."""
+        """Return this peer's counts so far."""
         return EventCounts(log=self._id, counts=dict(self.counts))
 
     def learn(self, reports: Mapping[PeerId, EventCounts]) -> None:
-        """What other peers counted so far; of two reports of one log each kind's higher count is the newer one."""
+        """Take in other peers' counts. Of two reports of one log, the higher count of each kind is the newer one."""
         with self._lock:
             for peer, report in reports.items():
-                known = self._others.pop(peer, None)  # who was heard of last comes last
+                known = self._others.pop(peer, None)  # so that the peers heard of last come last
                 before = known.counts if known is not None and known.log == report.log else {}
                 self._others[peer] = EventCounts(log=report.log, counts=dict(Counter(before) | Counter(report.counts)))
             while len(self._others) > _MAX_LOGS:
                 del self._others[next(iter(self._others))]
 
     def learnt(self, own: PeerId) -> dict[PeerId, EventCounts]:
-        """What is known of all peers, this one (`own`) among them."""
+        """Return the known counts of all peers, including this one (`own`)."""
         report = self.report()
         with self._lock:
             return {**self._others, own: report}
 
     def keep_only(self, members: Collection[PeerId]) -> None:
-        """Forget what was learnt of other peers than these."""
+        """Forget the counts of all other peers than these."""
         with self._lock:
             self._others = {peer: report for peer, report in self._others.items() if peer in members}
 
     def drain(self) -> Counter[EventKind]:
-        """What was noted since this was asked last, here or by others that were learnt of."""
+        """Return the events that were noted here, or learnt from other peers, since the last call."""
         new: Counter[EventKind] = Counter()
         with self._lock:
             for log, counts in [*((one.log, one.counts) for one in self._others.values()), (self._id, self._counts)]:
-                taken = self._taken.pop(log, Counter())  # as in `learn`
+                taken = self._taken.pop(log, Counter())  # so that the logs used last come last
                 fresh = Counter(counts) - taken
                 self._taken[log] = taken + fresh
                 new.update(fresh)
-            # What was taken of a log is known for longer: who was away that long goes on counting where it stood.
+            # Kept for longer than the reports: a peer that was away for long goes on counting from its old counts.
             while len(self._taken) > 2 * _MAX_LOGS:
                 del self._taken[next(iter(self._taken))]
         return new
@@ -162,68 +162,57 @@ _INTERVAL_S: Final = 60.0
 
 
 @dataclass
-class _Wait:
+class _Outage:
     since_s: float
-    told_s: float = float("-inf")
-    lost_s: dict[PeerId, float] = field(default_factory=dict)  # when each was found to be gone
+    logged_s: float = float("-inf")
+    lost_s: dict[PeerId, float] = field(default_factory=dict)  # when each server was found to be gone
 
 
+@dataclass
 class OutageWait:
-    """One peer's, over all stages.
+    """A peer's waiting for stages without servers. Each call brings the time, so this needs no clock."""
 
-    Args:
-        events: Of the peer.
-        stage_timeout: Seconds that a stage may have nobody.
-    """
-
-    def __init__(self, events: EventLog, *, stage_timeout: float) -> None:
-        self._events = events
-        self._stage_timeout = stage_timeout
-        self._waits: dict[int, _Wait] = {}
+    events: EventLog
+    _: KW_ONLY
+    stage_timeout: float  # seconds that a stage may have no server
+    _outages: dict[int, _Outage] = field(default_factory=dict)
 
     def keep(self, stage: int, gone: Mapping[PeerId, SwarmError], *, step: int, address: str, now_s: float) -> None:
-        """Nobody of a stage is there (still); say so once a minute.
+        """Go on waiting for a stage, and log a warning once a minute; after `stage_timeout` raise `StageLost`.
 
-        Args:
-            stage: Its index.
-            gone: All of its peers, and how each was found to be gone.
-            step: What waits.
-            address: Under which others reach this peer.
-            now_s: On the loop's clock.
-
-        Raises:
-            StageLost: That lasts for too long.
+        `gone` has all servers of the stage, and how each was found to be gone. Other peers reach this one at `address`.
         """
-        wait = self._waits.get(stage)
-        if wait is None:
-            wait = self._waits[stage] = _Wait(now_s)
-            self._events.note("pause", stage=stage, step=step, reason="; ".join(map(str, gone.values())))
+        outage = self._outages.get(stage)
+        if outage is None:
+            outage = self._outages[stage] = _Outage(now_s)
+            self.events.note("pause", stage=stage, step=step, reason="; ".join(map(str, gone.values())))
         for peer in gone:
-            wait.lost_s.setdefault(peer, now_s)
-        last = max(gone, key=lambda peer: wait.lost_s[peer])
-        waited_s = now_s - wait.since_s
-        if waited_s >= self._stage_timeout:
+            outage.lost_s.setdefault(peer, now_s)
+        last = max(gone, key=lambda peer: outage.lost_s[peer])
+        waited_s = now_s - outage.since_s
+        if waited_s >= self.stage_timeout:
             raise StageLost(
-                f"step {step} waits for stage {stage}, of which nobody was there for `Limits.stage_timeout` = "
-                f"{self._stage_timeout:g} s; {last} was lost last: {gone[last]}"
+                f"step {step} waits for stage {stage}, which had no server for `Limits.stage_timeout` = "
+                f"{self.stage_timeout:g} s; {last} was lost last: {gone[last]}"
             )
-        if now_s >= wait.told_s + _INTERVAL_S:
-            wait.told_s = now_s
+        if now_s >= outage.logged_s + _INTERVAL_S:
+            outage.logged_s = now_s
             _outage_log.warning(
-                "Step %d waits for stage %d: nobody of it is there. %s was lost last, %.0f s ago (%s). The run goes on "
-                "as soon as one of %s answers; others join with `lightning-swarm join %s`. It is given up in %.0f s.",
+                "Step %d waits for stage %d: none of its servers answers. %s was lost last, %.0f s ago (%s). The run "
+                "goes on as soon as one of %s answers, or another server joins with `lightning-swarm join %s`. "
+                "Otherwise it ends in %.0f s.",
                 step,
                 stage,
                 last,
-                now_s - wait.lost_s[last],
+                now_s - outage.lost_s[last],
                 gone[last],
                 ", ".join(sorted(gone)),
                 address,
-                self._stage_timeout - waited_s,
+                self.stage_timeout - waited_s,
             )
 
     def stage_found(self, *, step: int) -> None:
-        """There is somebody of every stage."""
-        for stage in self._waits:
-            self._events.note("resume", stage=stage, step=step)
-        self._waits.clear()
+        """End all waiting: every stage has a server."""
+        for stage in self._outages:
+            self.events.note("resume", stage=stage, step=step)
+        self._outages.clear()

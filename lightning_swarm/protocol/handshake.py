@@ -1,4 +1,4 @@
-"""Peers introduce themselves: what they run, and what time it is there."""
+"""The greeting of two peers, by which they compare versions and clocks."""
 
 from __future__ import annotations
 
@@ -24,35 +24,20 @@ _NUM_TRIES: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class HandshakeResult:
-    """What came of asking a peer who it is.
-
-    Args:
-        greeting: Its answer.
-        round_trip_s: Until the answer was here.
-        ahead_s: By how much its clock is ahead of the one here, known to half a round trip.
-    """
+    """A peer's greeting, and how it compares."""
 
     greeting: Greeting
     round_trip_s: float
-    ahead_s: float
+    ahead_s: float  # seconds by which that peer's clock is ahead of this one's, exact to half a round trip
 
 
 def own_greeting(now_s: float) -> Greeting:
-    """What this process says of itself.
-
-    Args:
-        now_s: Its clock, in Unix time.
-    """
+    """Make this process's greeting; `now_s` is Unix time."""
     return Greeting(protocol_version=PROTOCOL_VERSION, versions=_versions(), unix_time_s=now_s)
 
 
 def answer(transport: Transport, *, now: Callable[[], float] = time.time) -> None:
-    """Tell whoever asks.
-
-    Args:
-        transport: Where the questions come in.
-        now: This peer's clock, in Unix time.
-    """
+    """Answer greetings of other peers."""
 
     async def handle(caller: PeerId, body: bytes) -> bytes:
         if body:
@@ -65,17 +50,11 @@ def answer(transport: Transport, *, now: Callable[[], float] = time.time) -> Non
 async def meet(
     transport: Transport, peer: PeerId, *, timeout: float, now: Callable[[], float] = time.time
 ) -> HandshakeResult:
-    """Ask a peer a few times, and keep the quickest answer: it tells the clocks apart best.
-
-    Args:
-        transport: Connected to the peer.
-        peer: Whom to ask.
-        timeout: Seconds for each question.
-        now: The clock here, in Unix time.
+    """Greet a peer a few times, and keep the quickest answer, which compares the clocks best.
 
     Raises:
-        PeerError: It does not answer.
-        ProtocolError: It answers as no peer of this package does.
+        PeerError: There is no answer within `timeout` seconds.
+        ProtocolError: The answer is none of a peer of this package.
     """
     loop = asyncio.get_running_loop()
     meetings = []
@@ -89,7 +68,7 @@ async def meet(
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, which is not imported."""
+    """Return the version of an installed package, without importing it."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """Names of the methods that peers call on each other.
 
-A step is ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``; where the user changed
-what trains, ``select -> settle`` come first. So each granted sample is in exactly one decided record.
+A step goes ``grant -> microbatches, receipts -> close -> average -> record decided -> apply``. If the user changed what
+trains, ``select -> settle`` come first. So each granted sample is in exactly one decided record.
 """
 
 ADMIT = "server.admit"
@@ -20,7 +20,6 @@ LEND = "stage.lend"
 KEEP = "snapshot.keep"
 KEEP_LOOP = "snapshot.keep_loop"
 SNAPSHOT = "snapshot.read"
-
 
 SELECT = "step.select"
 SETTLE = "step.settle"
@@ -67,4 +66,4 @@ ROLE_CALLS = (
     *(SELECT, PLAN, TAKE_PLAN, GRANT, BEGIN, ARMED, DONE, RECORD, RENEW, REGISTER, QUIT),
     *(JOIN, READY, DRAIN, ENLIST, RETIRE),
 )
-"""What only the coordinator answers."""
+"""Calls that only the coordinator answers."""

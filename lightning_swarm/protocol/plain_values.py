@@ -1,23 +1,23 @@
-"""Values that loops and callbacks keep, as a message: no pickle, so what they are made of is a list that ends.
+"""Messages from values that loops and callbacks keep, without pickle: only the following kinds can travel.
 
 =================================  =======================================================
-a value                            in the structure
+value                              in the structure
 =================================  =======================================================
 None, bool, int, float, str        itself
 bytes                              itself
-a tensor, on whatever device       ``["tensor", index]``
-an array of numpy                  ``["array", index]``
-a number of numpy                  ``["number", index]``
-an integer of more than 64 bits    ``["integer", digits]``
+tensor, on any device              ``["tensor", index]``
+numpy array                        ``["array", index]``
+numpy number                       ``["number", index]``
+integer of more than 64 bits       ``["integer", digits]``
 list, tuple, set, `torch.Size`     ``[kind, *children]``
 dict, `OrderedDict`, `Counter`     ``[kind, key, value, key, value, ...]``
 `torch.dtype`, `torch.device`      ``[kind, name]``
-a path                             ``["path", text]``
+path                               ``["path", text]``
 `datetime.timedelta`               ``["seconds", number]``
 `Awaited`                          ``["awaited", name]``
 =================================  =======================================================
 
-The structure travels as bytes beside the tensors, for it may be larger than the body of a call.
+The structure travels as one more tensor of bytes, for it may be larger than the body of a call.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Final
 
@@ -37,40 +38,32 @@ from lightning_swarm.core.errors import ProtocolError, SwarmError
 
 MAX_DEPTH: Final = 64
 MAX_STRUCTURE_BYTES: Final = 8 << 20
-"""Without tensors. Python needs many times as much memory for it."""
+"""Longest structure. Python needs many times as much memory for it."""
 
 _CONSTANTS: Final = frozenset({type(None), bool, float, str, bytes})
 _MAX_DIGITS: Final = 4096
 _SEQUENCES: Final[Mapping[type, str]] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
 _DICTS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _OF_NUMPY: Final = frozenset("?bBhHiIlLqQefd")
-_DTYPES: Final = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES: Final = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class NotPlain(SwarmError):
-    """A value holds something that cannot travel. Says what, and where."""
+    """A value holds something that cannot travel. The message says what, and where."""
 
 
+@dataclass(frozen=True, eq=False)
 class Awaited:
-    """In the place of what somebody else has: a tensor by its name, or the optimizer's state.
+    """A placeholder for a tensor that another peer has, by its name; None: for the optimizer's state."""
 
-    Args:
-        name: Of the tensor; None: it is the optimizer's state.
-    """
-
-    def __init__(self, name: str | None) -> None:
-        self.name = name
+    name: str | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Awaited:
         return self
 
 
 def pack(value: Any) -> list[Tensor]:
-    """What travels of a value: its structure as bytes, then its tensors.
-
-    Raises:
-        NotPlain: It holds something else than what is listed above.
-    """
+    """Convert a value into its structure, as a tensor of bytes, and its tensors, or raise `NotPlain`."""
     tensors: list[Tensor] = []
     structure = msgspec.msgpack.encode(_packed(value, tensors, "value", 0))
     if len(structure) > MAX_STRUCTURE_BYTES:
@@ -79,11 +72,7 @@ def pack(value: Any) -> list[Tensor]:
 
 
 def unpack(tensors: Sequence[Tensor]) -> Any:
-    """The value, which may come from a stranger.
-
-    Raises:
-        ProtocolError: These are none that `pack` made.
-    """
+    """Convert tensors from `pack`, or from a stranger, back into a value; refuse malformed ones."""
     if not tensors or tensors[0].dtype != torch.uint8 or tensors[0].dim() != 1:
         raise ProtocolError("a value must begin with the bytes of its structure, got others")
     if tensors[0].nbytes > MAX_STRUCTURE_BYTES:
@@ -109,10 +98,10 @@ def _packed(value: Any, tensors: list[Tensor], where: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise NotPlain(f"{where} is nested more than {MAX_DEPTH} deep")
     if kind in _SEQUENCES:
-        return [_SEQUENCES[kind], *(_packed(one, tensors, f"{where}[{i}]", depth + 1) for i, one in enumerate(value))]
+        return [_SEQUENCES[kind], *(_packed(item, tensors, f"{where}[{i}]", depth + 1) for i, item in enumerate(value))]
     if kind in _DICTS:
-        pairs = [part for key, one in value.items() for part in ((key, where), (one, f"{where}[{key!r}]"))]
-        return [_DICTS[kind], *(_packed(one, tensors, place, depth + 1) for one, place in pairs)]
+        parts = [part for key, item in value.items() for part in ((key, where), (item, f"{where}[{key!r}]"))]
+        return [_DICTS[kind], *(_packed(part, tensors, place, depth + 1) for part, place in parts)]
     return _packed_leaf(value, tensors, where)
 
 

@@ -1,4 +1,4 @@
-"""Questions to other peers: who coordinates a run, who is there, and which snapshots are held."""
+"""Questions to other peers: which coordinator they follow, and which snapshots they hold."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from lightning_swarm.protocol.run_state import RunState
 
 _log = logging.getLogger(__name__)
 _ASK_TIMEOUT_S: Final = 10.0
-
+GRACE_S: Final = 2.0
+"""Seconds that peers which may be gone are waited for, if the others can go on without them."""
 
 Held = Mapping[PeerId, HeldSnapshots]
-"""The snapshots that each server says it holds."""
+"""The snapshots that each server reports to hold."""
 
 
 def newest_through(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
-    """The newest version of which every stage is where the death of its servers cannot reach it. Pure."""
-    servers = {one.peer_id for roster in rosters for one in roster}
+    """Return the newest version of which every stage has a copy that outlives the stage's servers. Pure."""
+    servers = {member.peer_id for roster in rosters for member in roster}
 
     def is_safe(version: int, index: int) -> bool:
         own = {member.peer_id for member in rosters[index]}
@@ -37,35 +38,35 @@ def newest_through(held: Held, rosters: Sequence[Sequence[Member]], on_trainers:
 
 
 def newest_complete(held: Held, num_stages: int) -> int | None:
-    """The newest version of which somebody holds every stage. Pure."""
+    """Return the newest version of which servers hold every stage. Pure."""
     complete = (v for v in _versions(held) if all(holders_of(held, v, index) for index in range(num_stages)))
     return max(complete, default=None)
 
 
 def worth_keeping(held: Held, rosters: Sequence[Sequence[Member]], on_trainers: Sequence[bool]) -> int | None:
-    """What is kept until the next snapshot is through: `newest_through`, and where none is, `newest_complete`. Pure.
+    """Return the version to keep until the next snapshot is safe: `newest_through`, else `newest_complete`. Pure.
 
-    A keeper's death leaves nothing that outlives every stage, and what is left may be what the next death needs.
+    After a keeper's death no version may outlive every stage, but the next death may need the rest.
     """
     through = newest_through(held, rosters, on_trainers)
     return through if through is not None else newest_complete(held, len(rosters))
 
 
 def holders_of(held: Held, version: int, stage_index: int) -> list[PeerId]:
-    """Who holds a stage at a version. Pure."""
+    """Return the servers that hold a stage at a version. Pure."""
     return sorted(
         peer
-        for peer, one in held.items()
-        if any((snapshot.version, snapshot.stage_index) == (version, stage_index) for snapshot in one.snapshots)
+        for peer, own in held.items()
+        if any((snapshot.version, snapshot.stage_index) == (version, stage_index) for snapshot in own.snapshots)
     )
 
 
 def _versions(held: Held) -> set[int]:
-    return {snapshot.version for one in held.values() for snapshot in one.snapshots}
+    return {snapshot.version for own in held.values() for snapshot in own.snapshots}
 
 
 async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: float) -> dict[PeerId, HeldSnapshots]:
-    """What the servers hold, of those that say so in time."""
+    """Ask servers which snapshots they hold, and return the answers that come in time."""
 
     async def ask(peer: PeerId) -> tuple[PeerId, HeldSnapshots | None]:
         try:
@@ -74,20 +75,16 @@ async def ask_held(transport: Transport, servers: Sequence[PeerId], *, timeout: 
             _log.info("%s does not say which snapshots it holds: %s", peer, error)
             return peer, None
 
-    return {peer: one for peer, one in await gather(ask(peer) for peer in servers) if one is not None}
-
-
-GRACE_S: Final = 2.0
-"""How long peers that may be gone are waited for where the others can go on without them."""
+    return {peer: held for peer, held in await gather(ask(peer) for peer in servers) if held is not None}
 
 
 async def watch(transport: Transport, peer: PeerId, request: WatchRequest, *, timeout: float) -> WatchReply:
-    """Ask a server how far it is and whom it follows."""
+    """Ask a server at which version it is, and which coordinator it follows."""
     return decode(await transport.call(peer, WATCH, encode(request), timeout=timeout), WatchReply)
 
 
 async def look_around(transport: Transport, run: RunState, *, timeout: float) -> dict[PeerId, WatchReply]:
-    """Ask all other servers, as far as they answer soon."""
+    """Ask all other servers what `watch` asks, and return the answers that come soon."""
     replies: dict[PeerId, WatchReply] = {}
     request = WatchRequest(term=run.term, version=run.version, hold_s=0.0)
 
@@ -101,6 +98,6 @@ async def look_around(transport: Transport, run: RunState, *, timeout: float) ->
         asking = {group.create_task(ask(peer)) for peer in run.servers if peer != transport.peer_id}
         if asking:
             _, late = await asyncio.wait(asking, timeout=GRACE_S)
-            for one in late:
-                one.cancel()
+            for task in late:
+                task.cancel()
     return replies

@@ -1,4 +1,4 @@
-"""A run as it stands: the manifest, and what the records since then changed of it."""
+"""`RunState`: a run at one version, which is the manifest and the changes of the records since then."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ from lightning_swarm.protocol.messages.step import Record
 
 
 def check_open(manifest: Manifest) -> None:
-    """Refuse to train in a run that its starter trains alone.
-
-    Raises:
-        ConfigError: With the remedy.
-    """
+    """Refuse to train in a run that its starter trains alone."""
     if not manifest.open_to_trainers:
         raise ConfigError(
             f"run {manifest.run_id!r} takes no trainers beside those that it began with: its starter must have "
@@ -47,21 +43,21 @@ def check_open(manifest: Manifest) -> None:
 
 
 def lanes_of(trainers: Sequence[PeerId], lead: PeerId) -> Sequence[PeerId]:
-    """Who reads which part of an epoch ahead: each the batch after that of the one before it, and the lead the first.
+    """Order the trainers' lanes. A lane is a trainer's share of an epoch to read ahead: every n-th batch.
 
-    A hint: whoever has read a batch first may bring it.
+    The lead's lane has the first batch. Lanes are a hint: the trainer that has read a batch first may bring it.
     """
     return [lead, *(peer for peer in trainers if peer != lead)]
 
 
 def next_in_lane(begin: int, index: int, lanes: Sequence[PeerId], own: PeerId) -> int:
-    """The first batch of a trainer's lane from `index` on, in an epoch that is read from `begin` on."""
+    """Return the first batch of a trainer's lane from `index` on, in an epoch that is read from `begin` on."""
     rank = lanes.index(own) if own in lanes else len(lanes) - 1
     return index + (rank - (index - begin)) % len(lanes)
 
 
 def owner_of(begin: int, index: int, lanes: Sequence[PeerId]) -> PeerId:
-    """In whose lane a batch is."""
+    """Return the trainer whose lane has a batch."""
     return lanes[(index - begin) % len(lanes)]
 
 
@@ -70,41 +66,31 @@ _MAX_NAMED = 10
 
 
 class RunState:
-    """Who is in a run at one version of its weights. Changed by applying records; who coordinates, by terms.
+    """The members of a run and its other state at one version. Records change it, and terms change the coordinator.
 
-    A process has one for each part that it plays: its server's and its trainer's may be a record apart.
-
-    Args:
-        manifest: Record 0.
-
-    Attributes:
-        trainers: Who may ask for places, computations and state: the lead, then the others in the order they came in.
-        term: The highest by which somebody has come to coordinate, as far as it is known here.
-        ties: Which parameters several stages hold.
-        seats_before: Who was in the run before the newest record.
-        newest: The record that was applied last, if one was.
-        selection: What trains since then; of a run that was only `seen`, what trained at its beginning.
-        goes_back: Another peer leads it, and is about to send it back: nothing of its open step will count.
+    A process has one for each role that it plays: its server's and its trainer's may be a record apart.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.goes_back = False
+        self.goes_back = False  # a new lead is about to roll the run back: nothing of the open step will count
         self.ties = TiedTensors(manifest.stages)
         self.version = manifest.first_step
         self.rosters = [list(stage.roster) for stage in manifest.stages]
         self.voters = list(manifest.voters)
+        # The lead, then the others in the order in which they joined. They may ask for leases, computations and state.
         self.trainers = list(manifest.trainers)
-        self.seats_before = self.seats
+        self.seats_before = self.seats  # before the newest record
+        # The highest term that this peer knows to have a coordinator.
         self.term: Term = (1, manifest.coordinator, next(iter(boot_ids(manifest, manifest.coordinator)), 0))
-        self._counted: dict[int, tuple[range, ...]] = {}  # the places of the batches that the last records count
-        self.newest: Record | None = None
+        self._counted: dict[int, tuple[range, ...]] = {}  # by step: the places of the batches that its record counts
+        self.newest: Record | None = None  # the record that was applied last
         self._positions: dict[int, BatchNumber | None] = {}  # by version
-        self.selection = manifest.selection
+        self.selection = manifest.selection  # what trains now; of a run that was only `seen`: at its beginning
 
     @classmethod
     def seen(cls, view: RunView, version: int) -> RunState:
-        """What another peer said of the run, taken for what holds at `version`."""
+        """Make the state of a run from another peer's view, as if that view were of `version`."""
         run = cls(view.manifest)
         run.version = version
         run.sit(view.seats)
@@ -114,59 +100,57 @@ class RunState:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several may train in it, now or later: what must hold for that holds from the beginning."""
+        """Return whether several trainers may train in the run, now or later, whose rules then hold from the start."""
         return self.manifest.open_to_trainers or len(self.manifest.trainers) > 1
 
     @property
     def position(self) -> BatchNumber | None:
-        """The first batch of the open step, where a record says it."""
+        """The first batch of the open step, if a record tells it."""
         return self.position_at(self.version)
 
     def position_at(self, version: int) -> BatchNumber | None:
-        """Likewise, of an older one that is not forgotten."""
+        """Return the first batch of an older step, if it is still known."""
         return self._positions.get(version)
 
     @property
     def seats(self) -> SeatedMembers:
-        """Who is in the run."""
+        """The members of the run."""
         return SeatedMembers(rosters=self.rosters, voters=self.voters, trainers=self.trainers)
 
     def seats_at(self, version: int) -> SeatedMembers:
-        """Who is in the run at the open step, or at the one before it."""
+        """Return the members of the run at the open step, or at the step before it."""
         return self.seats if version == self.version else self.seats_before
 
     def sit(self, seats: SeatedMembers) -> None:
-        """Know who is in the run, without the records that made it so."""
+        """Set the members of the run, without the records that made it so."""
         self.rosters, self.voters, self.trainers = seats.rosters, seats.voters, seats.trainers
 
     def after(self, record: Record) -> SeatedMembers:
-        """Who is in the run after a record of the open step."""
+        """Return the members of the run after a record of the open step."""
         voters = self.voters if record.next_voters is None else record.next_voters
         trainers = self.trainers
         if record.enlisted or record.retired:
-            trainers = [*(one for one in trainers if one not in record.retired), *record.enlisted]
+            trainers = [*(peer for peer in trainers if peer not in record.retired), *record.enlisted]
         if not record.left and not record.newcomers:
             return SeatedMembers(rosters=self.rosters, voters=voters, trainers=trainers)
-        left = {(one.stage_index, one.member) for one in record.left}
+        left = {(vacancy.stage_index, vacancy.member) for vacancy in record.left}
         rosters = [
             [
                 *(member for member in roster if (index, member) not in left),
-                *(one.member for one in record.newcomers if one.stage_index == index),
+                *(newcomer.member for newcomer in record.newcomers if newcomer.stage_index == index),
             ]
             for index, roster in enumerate(self.rosters)
         ]
         return SeatedMembers(rosters=rosters, voters=voters, trainers=trainers)
 
     def present(self, absent: Collection[PeerId]) -> list[list[Member]]:
-        """For each stage, the members that take part in a round."""
+        """Return for each stage the members that take part in a round."""
         return [[member for member in roster if member.peer_id not in absent] for roster in self.rosters]
 
     def apply(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Go on to the version after `record`.
+        """Go on to the version after a record of the open step.
 
-        Args:
-            record: Of the open step; with `seats` it may be a later one, for a trainer may pass over some.
-            seats: After it.
+        With `seats`, the members after it, the record may be of a later step, for a trainer may skip some.
         """
         self.seats_before = self.seats
         self.sit(seats or self.after(record))
@@ -182,34 +166,30 @@ class RunState:
             self.selection = record.selection
 
     def computes_on(self, step: int) -> int:
-        """The version of the weights that the microbatches of a step are computed with."""
+        """Return the version of the weights with which the microbatches of a step are computed."""
         if not self.manifest.settings.delay_optimizer_step:
             return step
         return max(step - 1, self.manifest.first_step)
 
     @property
     def open_steps(self) -> range:
-        """That microbatches may be of: the one whose record is next; where steps are delayed, the one after it, too."""
+        """Steps that take microbatches: the one whose record is next and, with delayed steps, the one after it."""
         return range(self.version, self.version + 1 + self.manifest.settings.delay_optimizer_step)
 
     @property
     def coordinator(self) -> PeerId:
-        """Who grants, closes and proposes."""
+        """The peer that grants leases, closes steps and proposes records."""
         return PeerId(self.term[1])
 
     def follow(self, term: Term) -> bool:
-        """Know of a term; whether it is higher than what was known."""
+        """Follow a term if it is higher than the known one, and return whether it is."""
         if term <= self.term:
             return False
         self.term = term
         return True
 
     def check_coordinator(self, caller: PeerId) -> None:
-        """Refuse who does not coordinate.
-
-        Raises:
-            NotCoordinator: Says who does, and by which term.
-        """
+        """Refuse a caller that is not the coordinator: by `NotCoordinator` a server, which may have been it before."""
         if caller == self.coordinator:
             return
         if caller in self.servers:
@@ -217,7 +197,7 @@ class RunState:
         raise ProtocolError(f"steps are led by the coordinator {self.coordinator}, not by {caller}")
 
     def go_back(self, request: RestartRequest) -> None:
-        """Enter the next generation of the run, at its first step. Who the lead knows to be in the run stays in it."""
+        """Enter the next generation of the run, at its first step, with the members that the lead knows."""
         self.manifest = structs.replace(
             self.manifest,
             generation=request.generation,
@@ -231,32 +211,20 @@ class RunState:
         self.newest, self.selection = None, request.selection
 
     def inherit(self, heir: PeerId) -> None:
-        """Its lead is gone, and another peer goes back with it. Nothing of the former lead's counts any more."""
+        """Take another peer for the lead, which is gone: nothing that the former lead brings counts any more."""
         manifest = self.manifest
-        former = [one for one in (*(manifest.former_leads or ()), manifest.lead) if one != heir][-MAX_FORMER_LEADS:]
-        self.trainers = [heir, *(one for one in self.trainers if one not in (heir, manifest.lead))]
+        former = [peer for peer in (*(manifest.former_leads or ()), manifest.lead) if peer != heir][-MAX_FORMER_LEADS:]
+        self.trainers = [heir, *(peer for peer in self.trainers if peer not in (heir, manifest.lead))]
         self.manifest = structs.replace(manifest, lead=heir, trainers=self.trainers, former_leads=former)
         self.goes_back = True
 
     def check_generation(self, generation: int) -> None:
-        """Refuse what belongs to another generation of the run.
-
-        Raises:
-            ProtocolError: Says both.
-        """
+        """Refuse a call of another generation of the run."""
         if generation != self.manifest.generation:
             raise ProtocolError(f"the run generation is {self.manifest.generation}, got a call of {generation}")
 
     def check(self, record: Record, seats: SeatedMembers | None = None) -> None:
-        """Refuse a record that would empty a stage, or is of a run with another number of them.
-
-        Args:
-            record: As in `apply`.
-            seats: Likewise.
-
-        Raises:
-            ProtocolError: It can be no record of this run.
-        """
+        """Refuse a record that would empty a stage, or that changes a stage which the run does not have."""
         self.check_seats(seats or self.after(record))
         changed = [one.stage_index for one in record.left] + [one.stage_index for one in record.newcomers]
         highest = max(changed, default=0)
@@ -264,11 +232,7 @@ class RunState:
             raise ProtocolError(f"record {record.step} changes stage {highest}; there are {len(self.rosters)} stages")
 
     def check_seats(self, seats: SeatedMembers) -> None:
-        """Refuse rosters of another number of stages than the run has, or with an empty one, or with somebody twice.
-
-        Raises:
-            ProtocolError: Says how many are in each; or that the lead is not among the trainers.
-        """
+        """Refuse members without the lead, or with a stage too many or too few or empty, or with a peer twice."""
         if self.manifest.lead not in seats.trainers or len(set(seats.trainers)) != len(seats.trainers):
             raise ProtocolError(
                 f"the lead {self.manifest.lead} must be among the trainers, and nobody twice; they begin with "
@@ -282,7 +246,7 @@ class RunState:
             )
 
     def view(self) -> RunView:
-        """For a peer that asks."""
+        """Show the run, for a peer that asks."""
         return RunView(
             manifest=self.manifest,
             version=self.version,
@@ -293,21 +257,16 @@ class RunState:
 
     @property
     def num_pipeline_stages(self) -> int:
-        """Through which microbatches go: all but the one on trainers, which is the last one if it is there."""
+        """The number of stages that microbatches go through: all but one on trainers, which would be the last."""
         return sum(not stage.on_trainers for stage in self.manifest.stages)
 
     @property
     def servers(self) -> list[PeerId]:
-        """All that hold a stage."""
+        """All peers that hold a stage."""
         return sorted({member.peer_id for roster in self.rosters for member in roster})
 
     def check_counted(self, step: int, first: int) -> None:
-        """For the trainer of a batch of a decided step, that was not heard of meanwhile.
-
-        Raises:
-            LeaseRevoked: The batch counts nowhere.
-            StepError: Nobody knows any more.
-        """
+        """Tell the trainer of a batch, which was silent until the step was decided, by an error unless it counts."""
         if step not in self._counted:
             raise StepError(
                 f"step {self.version} is open, and which batches step {step} counted is not known any more: a trainer "
@@ -317,17 +276,12 @@ class RunState:
             raise LeaseRevoked(f"the batch was struck from step {step}, which is decided")
 
     def counts(self, step: int, firsts: Collection[int]) -> bool:
-        """Whether the record of a step was applied here, and counts the batches at these places."""
+        """Return whether the record of a step was applied here, and counts the batches at these places."""
         runs = self._counted.get(step)
         return runs is not None and all(any(first in places for places in runs) for first in firsts)
 
     def check_trainer(self, caller: PeerId) -> None:
-        """Refuse a caller that does not train in this run.
-
-        Raises:
-            NotEnlisted: It may not ask for places, computations or state.
-            Replaced: It led the run once.
-        """
+        """Refuse a caller that does not train in this run; tell a former lead that it was replaced."""
         if caller in (self.manifest.former_leads or ()) and caller not in self.trainers:
             raise Replaced(replaced_by(self.manifest))
         if caller not in self.trainers:
@@ -337,23 +291,20 @@ class RunState:
             )
 
     def check_holds(self, member: Member, stage_index: int) -> None:
-        """Refuse work for a stage on a peer that is not in its roster (yet).
-
-        Raises:
-            NotMember: Nothing that it computes would count.
-        """
+        """Refuse work for a stage on a peer that is not in the stage's roster (yet), for it would not count."""
         if member not in self.rosters[stage_index]:
             raise NotMember(f"peer {member.peer_id} is not in the roster of stage {stage_index} (yet)")
 
 
 def replaced_by(manifest: Manifest) -> str:
-    """What a former lead is told."""
+    """Tell a former lead that another peer leads the run now."""
     return (
-        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, for this one was not heard of, and went back with "
-        "it: what was done here since then counts nowhere. Start this program again with `initial_peers`, and it helps."
+        f"peer {manifest.lead} leads run {manifest.run_id!r} by now, for this one was silent for too long, and has "
+        "rolled it back: what was done here since then does not count. Start this program again with `initial_peers`, "
+        "and it will help."
     )
 
 
 def boot_ids(manifest: Manifest, peer: PeerId) -> set[int]:
-    """Of a peer that holds a stage when the run begins; none, if it holds none."""
+    """Return the boot ids of a peer that holds a stage when the run begins; none for another peer."""
     return {member.boot_id for stage in manifest.stages for member in stage.roster if member.peer_id == peer}

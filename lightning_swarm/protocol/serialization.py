@@ -1,15 +1,15 @@
 """Nested values as a flat list of tensors and a structure that can travel.
 
-A *tree* is what a stage takes and returns: nested tuples, lists and dicts with string keys, whose leaves
-are tensors, `None`, booleans, numbers and strings. Its *structure* is the same nesting in plain builtins,
-with each tensor replaced by its place in the flat list:
+A *tree* is what a stage takes and returns: nested tuples, lists and dicts with string keys, whose leaves are tensors,
+`None`, booleans, numbers and strings. Its *structure* is the same nesting in plain builtins, with each tensor replaced
+by its index in the flat list:
 
 =================  =========================================
 in the tree        in the structure
 =================  =========================================
 a constant         itself
 a tensor           ``["tensor", index]``
-an encoded tensor  ``["encoded", codec, dtype, shape, *places of its parts]``
+an encoded tensor  ``["encoded", codec, dtype, shape, *indices of its parts]``
 a tuple            ``["tuple", *children]``
 a list             ``["list", *children]``
 a dict             a dict of its children
@@ -32,7 +32,7 @@ from lightning_swarm.network.tensors import TensorSpec, parse_spec
 
 
 def named(names: Sequence[str], values: Any) -> dict[str, Any]:
-    """Values by their names, of which there must be as many, all different."""
+    """Return values by their names, of which there must be as many, all different."""
     if not isinstance(values, (list, tuple)) or not len(values) == len(names) == len(set(names)):
         raise ProtocolError(f"{len(names)} values were named, each by a name of its own; others came")
     return dict(zip(names, values, strict=True))
@@ -45,10 +45,10 @@ Structure: TypeAlias = Any
 """The nesting of a tree in builtins that msgpack can encode."""
 
 MAX_DEPTH: Final = 32
-"""Containers within containers. Deeper structures overflow decoders written in C."""
+"""Most containers within containers. Deeper structures overflow decoders written in C."""
 
 MAX_PARTS: Final = 8
-"""Of an encoded tensor."""
+"""Most parts of an encoded tensor."""
 
 _MAX_CODEC_CHARS: Final = 32
 _CONSTANTS: Final = frozenset({type(None), bool, int, float, str})
@@ -58,56 +58,34 @@ _MAX_INT: Final = 2**64 - 1
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tensor as a codec wrote it. In a tree it stands where the tensor would.
+    """A tensor in encoded form, in its place in a tree."""
 
-    Args:
-        codec: Its name.
-        spec: Dtype and shape of the tensor.
-        parts: What the codec made of it.
-    """
-
-    codec: str
-    spec: TensorSpec
-    parts: tuple[Tensor, ...]
+    codec: str  # name
+    spec: TensorSpec  # dtype and shape of the tensor
+    parts: tuple[Tensor, ...]  # as the codec made them
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Shape of the tensor."""
         return self.spec.shape
 
     @property
     def ndim(self) -> int:
-        """Likewise."""
+        """Number of the tensor's dimensions."""
         return len(self.spec.shape)
 
 
 def flatten(tree: Tree) -> tuple[Structure, list[Tensor]]:
-    """Take the tensors out of a tree.
+    """Part a tree into its structure and its tensors, in the tree's order; refuse what cannot travel.
 
-    Args:
-        tree: Nested tuples, lists and dicts with string keys, at most `MAX_DEPTH` deep.
-
-    Returns:
-        The structure, and the tensors in the order in which the tree holds them. A tensor that the tree
-        holds twice is listed twice.
-
-    Raises:
-        ConfigError: The tree holds something that cannot travel, or is too deep.
+    A tensor that the tree holds twice is listed twice.
     """
     tensors: list[Tensor] = []
     return _flatten(tree, tensors, "value", 0), tensors
 
 
 def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
-    """Put tensors back into a structure, which may come from a stranger.
-
-    Args:
-        structure: What `flatten` returned, or what came over the wire in its place.
-        tensors: As many as the structure names, in its order.
-
-    Raises:
-        ProtocolError: The structure is malformed, too deep, or does not name each tensor exactly once.
-    """
+    """Put tensors back into a structure, which may come from a stranger: `ProtocolError` refuses a malformed one."""
     missing = set(range(len(tensors)))
     tree = _unflatten(structure, tensors, missing, 0)
     if missing:
@@ -119,19 +97,19 @@ def unflatten(structure: Structure, tensors: Sequence[Tensor]) -> Tree:
 
 
 def leaves(tree: Tree) -> list[Tensor | Encoded]:
-    """The tensors of a tree, in its order."""
+    """Return the tensors of a tree, in its order."""
     found: list[Tensor | Encoded] = []
 
-    def note(leaf: Tensor | Encoded) -> Tensor | Encoded:
+    def collect(leaf: Tensor | Encoded) -> Tensor | Encoded:
         found.append(leaf)
         return leaf
 
-    transform(tree, note)
+    transform(tree, collect)
     return found
 
 
 def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]) -> Tree:
-    """The same tree with what `change` makes of its tensors. It holds nothing but what `flatten` takes."""
+    """Return the tree with each tensor changed. The tree must be one that `flatten` takes."""
     if isinstance(tree, (Tensor, Encoded)):
         return change(tree)
     if isinstance(tree, (tuple, list)):
@@ -142,7 +120,7 @@ def transform(tree: Tree, change: Callable[[Tensor | Encoded], Tensor | Encoded]
 
 
 def is_differentiable(leaf: Tensor | Encoded) -> bool:
-    """Whether a leaf of its dtype can require a gradient. Codecs take real numbers only."""
+    """Return whether a leaf's dtype allows gradients. Codecs take only real numbers, which do."""
     return isinstance(leaf, Encoded) or leaf.is_floating_point() or leaf.is_complex()
 
 
@@ -211,7 +189,7 @@ def _unflatten(structure: Structure, tensors: Sequence[Tensor], missing: set[int
     if tag == "encoded":
         return _encoded(children, tensors, missing)
     if tag not in ("tuple", "list"):
-        # The tag is a stranger's: no more of it than fits in a line goes into a log.
+        # The tag may come from a stranger, so only one line's worth of it goes into a log.
         raise ProtocolError(
             f"a tag in a structure must be tensor, tuple or list, got {str(tag)[:40]!r}. The message was refused."
             if type(tag) is str
@@ -232,10 +210,10 @@ def _tensor_at(children: list[Any], tensors: Sequence[Tensor], missing: set[int]
 
 
 def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) -> Encoded:
-    codec, dtype, shape, *places = children if len(children) > 3 else ("", "", [])
-    if type(codec) is not str or len(codec) > _MAX_CODEC_CHARS or not 0 < len(places) <= MAX_PARTS:
+    codec, dtype, shape, *indices = children if len(children) > 3 else ("", "", [])
+    if type(codec) is not str or len(codec) > _MAX_CODEC_CHARS or not 0 < len(indices) <= MAX_PARTS:
         raise ProtocolError(
-            f"an encoded tensor in a structure must name its codec and at most {MAX_PARTS} parts, got {len(places)}. "
+            f"an encoded tensor in a structure must name its codec and at most {MAX_PARTS} parts, got {len(indices)}. "
             "The message was refused."
         )
     try:
@@ -243,4 +221,4 @@ def _encoded(children: list[Any], tensors: Sequence[Tensor], missing: set[int]) 
     except msgspec.ValidationError as error:
         raise ProtocolError(f"an encoded tensor must have a dtype and a shape: {error}") from error
     parse_spec(spec)
-    return Encoded(codec, spec, tuple(_tensor_at([place], tensors, missing) for place in places))
+    return Encoded(codec, spec, tuple(_tensor_at([index], tensors, missing) for index in indices))

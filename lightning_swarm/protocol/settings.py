@@ -117,11 +117,13 @@ class RunSettings(WireMessage, frozen=True):
     def __post_init__(self) -> None:
         for name in ("microbatch_size", "target_batch_size"):
             check_whole_or_none(name, getattr(self, name))
-        if self.rebalancing not in get_args(Rebalancing):
-            raise ConfigError(
-                "`rebalancing` must be 'gain' (peers move where that gains more than it costs), 'paper' (by the SWARM "
-                f"paper's rule) or 'none' (nobody moves), got {self.rebalancing!r}. Choose one of them."
-            )
+        check_choice(
+            "rebalancing",
+            self.rebalancing,
+            get_args(Rebalancing),
+            "'gain' (peers move where that gains more than it costs), 'paper' (by the SWARM paper's rule) or 'none' "
+            "(nobody moves)",
+        )
         interval_s: object = self.rebalance_interval
         if isinstance(interval_s, bool) or not isinstance(interval_s, (int, float)) or not 0 < interval_s < math.inf:
             raise ConfigError(
@@ -131,13 +133,13 @@ class RunSettings(WireMessage, frozen=True):
         if not isinstance(self.deterministic, bool):
             raise ConfigError(
                 "`deterministic` must be True or False (weights may differ in their last bits from run to run), got "
-                f"{self.deterministic!r}. What kernels do is the word of `Trainer(deterministic=...)`."
+                f"{self.deterministic!r}. `Trainer(deterministic=...)` sets what kernels do."
             )
         if self.deterministic:
             self._check_deterministic()
 
     def _check_deterministic(self) -> None:
-        """Refuse what makes the weights depend on who takes part, or on how long something takes."""
+        """Refuse what makes the weights depend on which peers take part."""
         if self.microbatch_size is None:
             raise ConfigError(
                 "`deterministic=True` needs `microbatch_size`: by default batches are cut into as many microbatches as "
@@ -145,19 +147,21 @@ class RunSettings(WireMessage, frozen=True):
             )
         if self.compression.averaging != "none":
             raise ConfigError(
-                "with `deterministic=True` sums of gradients must travel as they are, for what a codec makes of them "
-                f"depends on who has added up what: got averaging {self.compression.averaging!r}. Write "
+                "with `deterministic=True` sums of gradients must travel as they are, because what a codec makes of "
+                f"them depends on which server has added up what: got averaging {self.compression.averaging!r}. Write "
                 "`compression=Compression(activations=..., gradients=...)`, which keep their codecs, or leave it out."
             )
 
 
 def check_whole_or_none(name: str, value: object) -> None:
-    """Refuse a count that is neither None nor a positive whole number.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Refuse a count that is neither None nor a positive whole number."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(
             f"`{name}` must be a positive whole number or None, got {value!r}. Leave it out to get the default."
         )
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...], description: str) -> None:
+    """Refuse a setting that is none of its choices, which the error describes."""
+    if value not in choices:
+        raise ConfigError(f"`{name}` must be {description}, got {value!r}. Choose one of them.")

@@ -1,7 +1,7 @@
-"""Tickets: tensors that a peer holds or will hold, and that others wait for and fetch.
+"""Tickets: a ticket is a future by name, for tensors that a peer holds or will hold, and that others fetch.
 
-A producer promises a name and fulfils it later; a consumer waits (a small long poll that holds no stream). Small
-tensors come with what it is told, others it fetches then. Asking before the promise is fine: calls of one microbatch
+A producer promises a name and fulfils it later. A consumer waits by a small long poll that holds no stream. Small
+tensors come with the answer, others are fetched then. A consumer may ask before the promise: calls of one microbatch
 are sent to all stages at once.
 """
 
@@ -19,29 +19,29 @@ from lightning_swarm.protocol.messages.wire import Count, Seconds, WireMessage, 
 WAIT_METHOD = "ticket.wait"
 FETCH_METHOD = "ticket.fetch"
 
-_HOLD_S = 10.0  # a long poll is answered "pending" after this, so that a dead asker is not served for ever
+_HOLD_S = 10.0  # a long poll is answered "pending" after this, so that a dead consumer is not served for ever
 _MAX_UNPROMISED = 10_000
-_REPLY_MARGIN_S = 5.0  # an answer that is later than this is asked for again
+_REPLY_MARGIN_S = 5.0  # if an answer is later than this, the consumer asks again
 
 
 class WaitRequest(WireMessage, frozen=True):
-    """Wait until the named tensor exists, `hold_s` seconds at most."""
+    """A consumer asks a producer to answer when the named tensors exist, or after `hold_s` seconds."""
 
     name: TicketName
     hold_s: Seconds
-    take_bytes: Count | None = None  # send it along if it has no more; None: it is not wanted
+    take_bytes: Count | None = None  # send the tensors along if they have no more bytes; None: do not send them
 
 
 class WaitReply(WireMessage, frozen=True):
-    """`report` is the producer's word on how it went, empty while it is not ready."""
+    """A producer tells a consumer whether the tensors exist."""
 
     ready: bool
-    report: bytes = b""
-    taken: bytes | None = None  # the body of the tensors that come with this; None: none do
+    report: bytes = b""  # the producer's own message about them
+    taken: bytes | None = None  # the body that belongs to the tensors with this reply; None: there are none
 
 
 class FetchRequest(WireMessage, frozen=True):
-    """Send the named tensor, which exists."""
+    """A consumer asks a producer for the named tensors, which exist."""
 
     name: TicketName
 
@@ -52,19 +52,19 @@ class _Entry:
     message: Message | None = None
     error: SwarmError | None = None
     report: bytes = b""
-    once: bool = False
-    gone: bool = False  # the tensors; the report stays
+    once: bool = False  # forget the tensors after one fetch
+    gone: bool = False  # the tensors are forgotten, the report stays
     waiting: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that are there, and of what goes with them."""
+        """Bytes of the tensors that are there, and of their body."""
         return 0 if self.message is None else self.message.num_tensor_bytes + len(self.message.body)
 
 
 class TicketStore:
-    """The tensors that this peer holds for others, and its way to those of others."""
+    """Holds this peer's tensors for other peers, and waits for theirs."""
 
     def __init__(self, transport: Transport, *, max_bytes: int) -> None:
         self._transport = transport
@@ -76,13 +76,13 @@ class TicketStore:
     # ------------------------------------------------------------------ the producer's side
 
     def ticket(self, name: str) -> Ticket:
-        """The reference under which others find `name` here."""
+        """Make the reference by which other peers find `name` here."""
         return Ticket(peer_id=self._transport.peer_id, name=name)
 
     def promise(self, name: str) -> bool:
-        """Say that `name` will exist. False when it was promised before and has not failed or gone."""
+        """Promise that `name` will exist. Return False if it was promised before and has not failed or gone."""
         entry = self._entries.setdefault(name, _Entry())
-        if entry.error is not None or entry.gone:  # neither is final: the call was sent again
+        if entry.error is not None or entry.gone:  # the call was sent again, so neither is final
             entry = self._entries[name] = _Entry()
         if entry.promised:
             return False
@@ -90,13 +90,9 @@ class TicketStore:
         return True
 
     def fulfil(self, name: str, message: Message, report: bytes = b"", *, once: bool = False) -> None:
-        """The tensor exists. A name that was dropped meanwhile stays dropped.
+        """Provide the promised tensors, which must not change any more. With `once`, forget them after one fetch.
 
-        Args:
-            name: As it was promised.
-            message: The tensors, which must not change any more.
-            report: Goes to whoever waits.
-            once: Forget the tensors when they were fetched.
+        The report goes to every consumer that waits. A name that was dropped meanwhile stays dropped.
         """
         entry = self._entries.get(name)
         if entry is None or entry.done.is_set():
@@ -110,7 +106,7 @@ class TicketStore:
         self.fulfil(name, message)
 
     def fail(self, name: str, error: SwarmError) -> None:
-        """The tensor will not exist. Whoever waits gets the error."""
+        """Break a promise: every consumer that waits gets the error."""
         entry = self._entries.get(name)
         if entry is None or entry.done.is_set():
             return
@@ -118,13 +114,13 @@ class TicketStore:
         entry.done.set()
 
     def evict(self, name: str) -> None:
-        """Forget the tensor but not its report: who fetches gets `TicketGone` and has it computed again."""
+        """Forget the tensors but not the report. A consumer that fetches gets `TicketGone`, and can call again."""
         entry = self._entries.get(name)
         if entry is not None and entry.message is not None:
             entry.message, entry.gone = None, True
 
     def withdraw(self, name: str) -> None:
-        """Take a promise back, as if it had never been given: who waits goes on waiting, for the next one."""
+        """Take a promise back as if it had never been given. Consumers go on waiting, for the next one."""
         entry = self._entries.get(name)
         if entry is None:
             return
@@ -143,20 +139,16 @@ class TicketStore:
     # ------------------------------------------------------------------ the consumer's side
 
     async def wait(self, ticket: Ticket, *, timeout: float) -> bytes:
-        """Wait until the tensor exists, or existed; returns the producer's report.
+        """Wait until the tensors exist, or existed, and return the producer's report; raise the error if they failed.
 
-        Raises:
-            PeerError: The holder is gone, silent, or does not have it (any more).
-            SwarmError: Whatever made it fail.
-
-        When the holder's last answer is lost, it takes a few seconds more than `timeout`.
+        If the producer's last answer is lost, this takes a few seconds more than `timeout`.
         """
         if ticket.peer_id == self._transport.peer_id:
             return (await self._ready(ticket.name, timeout)).report
         return (await self._wait(ticket, None, timeout))[0].report
 
     async def _wait(self, ticket: Ticket, take_bytes: int | None, timeout: float) -> tuple[WaitReply, Message]:
-        """What another peer says when the tensor exists, and the tensor if it is small enough to be taken along."""
+        """Wait for another peer's tensors, and return its reply, with the tensors if they are small enough."""
         deadline = now_s() + timeout
         while (left_s := deadline - now_s()) > 0:
             hold_s = min(left_s, _HOLD_S)
@@ -172,20 +164,21 @@ class TicketStore:
                 )
             except DeadlineExceeded:
                 if now_s() < held_s + _REPLY_MARGIN_S:
-                    raise  # it is what the tensor failed with
-                continue  # it lives, or the call would have ended otherwise: the question or the answer was lost
+                    raise  # the tensors failed with this error
+                # A dead peer would have ended the call with another error, so a message was lost.
+                continue
             reply = decode(answer.body, WaitReply)
             if reply.ready:
                 return reply, Message(reply.taken or b"", answer.tensors)
-            await asyncio.sleep(held_s - now_s())  # a holder that does not wait itself is not asked without end
+            await asyncio.sleep(held_s - now_s())  # a producer that answers too early must not be asked without pause
         raise DeadlineExceeded(f"{ticket.name} did not appear at {ticket.peer_id} within {timeout:g} s")
 
     async def fetch(self, ticket: Ticket, *, timeout: float) -> Message:
-        """The tensor, as soon as it exists. From this peer itself nothing is copied. Raises what `wait` raises."""
+        """Wait for the tensors and fetch them; raise what `wait` raises. This peer's own tensors are not copied."""
         return (await self.fetch_reported(ticket, timeout=timeout))[0]
 
     async def fetch_reported(self, ticket: Ticket, *, timeout: float) -> tuple[Message, bytes]:
-        """The tensor with the producer's report; see `fetch` and `wait`."""
+        """Fetch the tensors with the producer's report; see `fetch` and `wait`."""
         if ticket.peer_id == self._transport.peer_id:
             entry = await self._ready(ticket.name, timeout)
             return self._take(ticket.name, entry), entry.report
@@ -205,7 +198,7 @@ class TicketStore:
             entry = await self._done(request.name, min(request.hold_s, _HOLD_S))
         except DeadlineExceeded:
             return Message(encode(WaitReply(ready=False)))
-        if entry.error is not None:  # which may be a deadline's, too
+        if entry.error is not None:  # raised out here, for it may be a `DeadlineExceeded`, too
             raise entry.error
         if request.take_bytes is None or entry.num_bytes > min(request.take_bytes, SMALL_BYTES):
             return Message(encode(WaitReply(ready=True, report=entry.report)))
@@ -237,7 +230,7 @@ class TicketStore:
         return entry
 
     async def _done(self, name: str, timeout: float) -> _Entry:
-        """The entry once the tensor is there, or has failed."""
+        """Wait until the tensors exist or have failed."""
         entry = self._entries.get(name)
         if entry is None:
             if self._num_unpromised >= _MAX_UNPROMISED:

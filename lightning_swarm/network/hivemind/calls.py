@@ -112,7 +112,7 @@ class _PeerStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the stream is of no more use: it broke, or was idle for so long that the other side may close it."""
+        """Return whether the stream broke, or was idle for so long that the other side may close it."""
         return self._closed or self._stream.ended or (not self._answers and now_s() - self._used_s > _IDLE_S)
 
     async def exchange(self, request: bytes) -> bytes:
@@ -181,7 +181,7 @@ class _IncomingMessages:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a part of a message has come."""
+        """Return whether a part of a message has come."""
         return bool(self._data)
 
     async def next(self, idle_timeout: float) -> tuple[Fixed, bytes]:

@@ -95,7 +95,7 @@ class PlainRecordsOnly(RecordValidatorBase):  # type: ignore[misc]  # hivemind i
     """Lets only short bytes, under a peer's name and for a bounded time, into the DHT and out of it."""
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether hivemind may store or return a record."""
+        """Return whether hivemind may store or return a record."""
         return (
             _is_short_text(record.subkey)
             and _is_short_bytes(record.value)

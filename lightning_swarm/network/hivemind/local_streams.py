@@ -142,7 +142,7 @@ class LocalPeers:
     async def _identify(self, reader: asyncio.StreamReader) -> tuple[str, PeerId]:
         """Read the protocol and the caller of a new stream, and check the caller's secret."""
         if len(self._greeting) >= _MAX_GREETING:
-            raise ProtocolError(f"{_MAX_GREETING} connections have not said yet whose they are")
+            raise ProtocolError(f"{_MAX_GREETING} connections have not identified themselves yet")
         task = asyncio.current_task()
         assert task is not None
         self._greeting.add(task)

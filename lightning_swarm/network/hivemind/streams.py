@@ -51,7 +51,7 @@ class Inbox(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ for the reader
 
     def at_eof(self) -> bool:
-        """Whether the other side has hung up, and all its bytes were read."""
+        """Return whether the other side has hung up, and all its bytes were read."""
         return (self._ended or self._problem is not None) and self._start == self._stop
 
     async def readexactly(self, n: int, /) -> bytes:
@@ -230,7 +230,7 @@ class Stream:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no room for more."""
+        """Return whether there is no room for more."""
         return self.num_unsent_bytes > self._transport.get_write_buffer_limits()[1]
 
     @property
@@ -240,7 +240,7 @@ class Stream:
 
     @property
     def ended(self) -> bool:
-        """Whether the other side has hung up."""
+        """Return whether the other side has hung up."""
         return self._inbox.at_eof() or self._transport.is_closing()
 
     def close(self) -> None:

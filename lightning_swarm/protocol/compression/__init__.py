@@ -1,4 +1,4 @@
-"""How tensors travel in fewer bits: codecs, and what is encoded by them."""
+"""Codecs, by which tensors travel in fewer bits, and their use for trees of tensors."""
 
 from lightning_swarm.protocol.compression.codec import Codec, NotFinite
 from lightning_swarm.protocol.compression.packing import (

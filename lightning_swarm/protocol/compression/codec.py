@@ -1,4 +1,4 @@
-"""What a codec is."""
+"""`Codec`, the base class of all codecs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 from lightning_swarm.core.errors import ProtocolError
 
 Layout = tuple[tuple[torch.dtype, int], ...]
-"""Dtype and length of each part."""
+"""Dtype and number of elements of each part of an encoded tensor."""
 
 _HIGHEST: Final = torch.finfo(torch.float32).max
 
 
 class NotFinite(ValueError):
-    """A tensor holds NaN, an infinity, or what float32 has no room for."""
+    """A tensor holds NaN, an infinity, or a number that float32 cannot hold."""
 
 
 class Codec(ABC):
     """Writes tensors of real numbers in fewer bits.
 
     The same tensor gives the same bytes, and the same bytes give the same bits again on every device: decoding adds and
-    multiplies element by element, and nothing whose order a device may choose.
+    multiplies element by element, and computes nothing whose order a device may choose.
 
     Attributes:
-        name: As users write it.
-        bits: That an element of a large tensor takes.
+        name: The codec's name in `Compression`.
+        bits: Bits that an element of a large tensor takes, on average.
     """
 
     name: str
@@ -39,24 +39,24 @@ class Codec(ABC):
 
     @abstractmethod
     def layout(self, numel: int) -> Layout:
-        """What `encode` makes of a tensor of so many elements."""
+        """Return the parts that `encode` makes from a tensor of `numel` elements."""
 
     @abstractmethod
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Encode ``[n]`` in float32, finite, of at least one element; `shape` is that of the tensor."""
+        """Encode at least one finite element, ``[n]`` in float32; `shape` is the tensor's own."""
 
     @abstractmethod
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """The way back, of parts that are as `layout` says: ``[n]`` in float32."""
+        """Decode parts that are as `layout` says, into ``[n]`` in float32."""
 
     def encode(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """What travels of a tensor: one-dimensional parts, on its device.
+        """Encode a tensor into one-dimensional parts, on its device.
 
         Args:
-            tensor: Of any shape and any dtype of real numbers; it is read as float32.
+            tensor: Any shape and any dtype of real numbers; it is read as float32.
 
         Raises:
-            NotFinite: It cannot be encoded.
+            NotFinite: The tensor cannot be encoded.
         """
         flat = tensor.detach().reshape(-1)
         if flat.numel() and not are_within(flat, -_HIGHEST, _HIGHEST):
@@ -68,15 +68,15 @@ class Codec(ABC):
             return self._encode(flat, tensor.shape)
 
     def decode(self, parts: Sequence[Tensor], dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """The tensor, but for what is lost, on the parts' device.
+        """Decode a tensor on the device of its parts, with what the codec loses.
 
         Args:
-            parts: Whoever's.
-            dtype: Of the tensor.
-            shape: Likewise.
+            parts: The encoded parts, which may come from a stranger.
+            dtype: Dtype of the tensor.
+            shape: Shape of the tensor.
 
         Raises:
-            ProtocolError: They are not what `encode` makes of such a tensor. No memory was taken.
+            ProtocolError: `encode` makes no such parts from such a tensor. No memory was allocated.
         """
         numel = math.prod(shape)
         found = tuple((part.dtype, part.numel()) for part in parts)
@@ -92,36 +92,31 @@ class Codec(ABC):
             return self._decode(parts, shape).to(dtype).reshape(tuple(shape))
 
     def _check(self, parts: Sequence[Tensor]) -> None:
-        """Refuse scales that none has: NaN, infinite, negative.
-
-        Raises:
-            ProtocolError: One is.
-        """
+        """Refuse scales that are NaN, infinite or negative."""
         for part in parts:
             if part.is_floating_point() and not are_within(part, 0.0, torch.finfo(part.dtype).max):
                 raise ProtocolError(f"{self.name} has scales that are finite and not negative, got others")
 
 
 def check_finite(name: str, part: Tensor) -> None:
-    """Refuse what no codec writes.
-
-    Raises:
-        ProtocolError: A number is NaN or infinite.
-    """
+    """Refuse a part with NaN or infinity, which no codec writes."""
     highest = torch.finfo(part.dtype).max
     if not are_within(part, -highest, highest):
         raise ProtocolError(f"{name} makes finite numbers only, got others")
 
 
 def _as_written(device: torch.device) -> AbstractContextManager[Any]:
-    """Whoever encodes may be in autocast's context, which would choose other dtypes."""
+    """Turn autocast off, for a caller may be in its context, and it would choose other dtypes."""
     if not torch.amp.autocast_mode.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def are_within(tensor: Tensor, low: float, high: float) -> bool:
-    """Whether all of its elements, of which there must be one, are; NaN is not. Many times as fast as `isfinite`."""
+    """Return whether all elements of a tensor that is not empty are within bounds. NaN is not.
+
+    This is many times as fast as `isfinite`.
+    """
     lowest, highest = torch.aminmax(tensor)
-    # In float64, for a narrow format has no room for the bounds: as infinity they would let infinity pass.
+    # In float64, for a narrow format may turn the bounds into infinity, and so let infinity pass.
     return bool((lowest.double() >= low) & (highest.double() <= high))

@@ -1,4 +1,4 @@
-"""Trees as they travel: large tensors of real numbers as a run's codecs write them, all else as it is."""
+"""Trees in the form in which they travel: with large tensors of real numbers encoded by a run's codecs."""
 
 from __future__ import annotations
 
@@ -22,46 +22,34 @@ from lightning_swarm.protocol.settings import Compression
 
 
 def to_message(tree: serialization.Tree, flags: Sequence[bool] = ()) -> Message:
-    """The tensors of a result, and what says how they belong together."""
+    """Make a message from a computed tree."""
     structure, tensors = serialization.flatten(tree)
     return Message(encode(Computed(structure=structure, flags=list(flags))), tuple(tensor.cpu() for tensor in tensors))
 
 
 def from_message(message: Message) -> tuple[serialization.Tree, list[bool]]:
-    """The way back.
-
-    Raises:
-        ProtocolError: It is none.
-    """
+    """Read a computed tree, and its flags, from a message; refuse a malformed one."""
     computed = decode(message.body, Computed)
     return serialization.unflatten(computed.structure, list(message.tensors)), computed.flags
 
 
 SMALLEST: Final = 1024
-"""Elements of the smallest tensors that are encoded: losses of a microbatch stay exact, and take no room."""
+"""Fewest elements of a tensor that is encoded: so losses of a microbatch stay exact, and they take no room."""
 
 
 @dataclass(frozen=True)
 class Codecs:
-    """Of a run, by what travels; None: as it is.
+    """The codecs of a run. None: these tensors are not encoded."""
 
-    Args:
-        activations: Of hidden states.
-        gradients: Of their gradients.
-        averaging: Of what the servers of a stage exchange.
-        rank: Of the products that these exchange in place of matrices. None: whole ones.
-        error_feedback: Carry what averaging loses to the next step.
-    """
-
-    activations: Codec | None = None
-    gradients: Codec | None = None
-    averaging: Codec | None = None
-    rank: int | None = None
-    error_feedback: bool = False
+    activations: Codec | None = None  # of hidden states
+    gradients: Codec | None = None  # of hidden states' gradients
+    averaging: Codec | None = None  # of gradient sums between the servers of a stage
+    rank: int | None = None  # of the products that PowerSGD sends in place of matrices. None: whole matrices are sent
+    error_feedback: bool = False  # add what averaging loses to the next step
 
     @classmethod
     def of(cls, compression: Compression) -> Codecs:
-        """Those that a run's tensors travel by."""
+        """Find the codecs of a run's settings."""
         by_rank = compression.averaging == "powersgd"
         return cls(
             activations=codec(compression.activations),
@@ -73,11 +61,11 @@ class Codecs:
 
 
 PLAIN: Final = Codecs()
-"""All as it is."""
+"""Without any encoding."""
 
 
 def encoded(tree: Tree, by: Codec | None) -> Tree:
-    """The tree with its tensors encoded. What is small stays as it is, and so does what no codec takes: NaN, infinity.
+    """Encode a tree's tensors, except small ones and those that no codec takes, with NaN or infinity.
 
     A step of such numbers is skipped, with or without a codec.
     """
@@ -87,16 +75,12 @@ def encoded(tree: Tree, by: Codec | None) -> Tree:
 
 
 def decoded(tree: Tree, by: Codec | None, device: torch.device) -> Tree:
-    """The tree as `encoded` got it, but for what the codec lost; on `device`, where the codec works, too.
-
-    Raises:
-        ProtocolError: A tensor was encoded otherwise, or is damaged.
-    """
+    """Decode a tree's tensors on `device`; refuse a tensor that another codec encoded, or that is damaged."""
     return serialization.transform(tree, lambda leaf: _decoded(leaf, by, device))
 
 
 def number_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of one number of the largest of these tensors that may be encoded; 0: there is none."""
+    """Return the bytes of one number of the largest tensor that may be encoded; 0: there is none."""
     real = [tensor for tensor in tensors if tensor.is_floating_point()]
     return max(real, key=Tensor.numel).element_size() if real else 0
 

@@ -19,15 +19,15 @@ from lightning_swarm.protocol.settings import CodecName
 BLOCK: Final = 256
 
 _LOG: Final = "bitsandbytes.backends.cpu.ops"
+# The beginning of that logger's warning without a package for products of 4-bit matrices, which no codec computes.
 _MISSING: Final = "Failed to load CPU gemm_4bit_forward"
-"""How that logger begins where a package for products of 4-bit matrices is not installed. No codec computes any."""
 
 
 class Blockwise8Bit(Codec):
-    """Blocks of 256 elements, each scaled by its largest, which is exact, in the 256 values of the dynamic map.
+    """Rounds blocks of 256 elements, each scaled by its largest element, to the 256 values of the dynamic map.
 
-    An element's error is at most ``2**-7`` of the largest one's of its block; of normally distributed elements about a
-    hundredth of them is lost. The values are known to both sides, and are not on the wire.
+    The largest element is exact. An element's error is at most ``2**-7`` of the largest element of its block; of
+    normally distributed elements about a hundredth is lost. Both sides know the 256 values, so these do not travel.
 
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861, as implemented by
     bitsandbytes.
@@ -49,10 +49,10 @@ class Blockwise8Bit(Codec):
         blocks = flat.new_zeros(-(-len(flat) // BLOCK), BLOCK)
         blocks.view(-1)[: len(flat)] = flat
         lowest, highest = blocks.amin(dim=1), blocks.amax(dim=1)
-        # The map has 1, and -1 it has not. Were the largest of a block a hundredth too small wherever it is negative,
-        # gradients of a cross entropy would be biased, whose largest are.
+        # The map has 1 but not -1. If the largest element of a block were a hundredth too small whenever it is
+        # negative, gradients of a cross entropy would be biased, for their largest elements are negative.
         signs = torch.where(highest < -lowest, -1.0, 1.0)
-        # Below this a block is zero: a scale's inverse must be a number, too.
+        # A block below this becomes zero: the inverse of a scale must be finite, too.
         is_zero = torch.maximum(highest, -lowest) < torch.finfo(torch.float32).tiny
         signs = torch.where(is_zero, 0.0, signs).to(torch.float32)
         signed = (blocks * signs[:, None]).view(-1)[: len(flat)]
@@ -61,7 +61,7 @@ class Blockwise8Bit(Codec):
 
     @override
     def _decode(self, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        # Not by bitsandbytes, which rounds the tiniest numbers otherwise on GPUs.
+        # Not by bitsandbytes, which rounds the tiniest numbers differently on GPUs.
         scales, codes = parts
         flat = self._map(codes.device).index_select(0, codes.int())
         whole = len(flat) // BLOCK
@@ -80,7 +80,7 @@ class Blockwise8Bit(Codec):
 
 
 def _bitsandbytes() -> Any:
-    """Its functions. The first import takes seconds, and would tell people to install what is not needed."""
+    """Import bitsandbytes' functions, late because that takes seconds, and without its advice to install more."""
     log = logging.getLogger(_LOG)
     log.addFilter(_is_needed)
     try:
@@ -95,24 +95,23 @@ def _is_needed(record: logging.LogRecord) -> bool:
 
 
 def dynamic_map() -> Tensor:
-    """The 256 values that codes stand for, ascending, in float32.
+    """Compute the 256 values that codes stand for, ascending, in float32.
 
-    Those of bitsandbytes differ in their last bits from processor to processor, and so would what peers decode.
+    bitsandbytes' own values differ in their last bits from processor to processor, and so would decoded tensors.
     """
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for exponent in range(7):
-        for place in range(2**exponent):
-            middle = (0.1 + 0.9 * (place + 0.5) / 2**exponent) * 10.0 ** (exponent - 6)
-            found += [middle, -middle]
-    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+        for index in range(2**exponent):
+            middle = (0.1 + 0.9 * (index + 0.5) / 2**exponent) * 10.0 ** (exponent - 6)
+            values += [middle, -middle]
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
-_HIGHEST: Final = 14
-"""Exponent of two that the largest elements are scaled to: float16 goes to 65504."""
+_HIGHEST: Final = 14  # the largest elements are scaled to this power of two, for float16 goes up to 65504
 
 
 class Float16(Codec):
-    """float16 times a power of two, so that nothing leaves its range at the upper end.
+    """Rounds to float16 times a power of two, so that no element is too large for it.
 
     An element's error is at most ``2**-11`` of it, or ``2**-38`` of the tensor's largest, whichever is more.
     """
@@ -127,7 +126,7 @@ class Float16(Codec):
     @override
     def _encode(self, flat: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
         _, exponent = torch.frexp(flat.abs().amax())
-        # So that the scale itself, and its inverse, are ordinary numbers.
+        # Bounded, so that the scale and its inverse are normal numbers.
         exponent = (exponent.to(torch.int32) - _HIGHEST).clamp(-120, 120)
         scale = torch.ldexp(torch.ones((), dtype=torch.float32, device=flat.device), exponent)
         return scale.reshape(1), (flat / scale).to(torch.float16)
@@ -144,9 +143,9 @@ class Float16(Codec):
 
 
 class BFloat16(Codec):
-    """bfloat16, rounded to nearest.
+    """Rounds to the nearest bfloat16.
 
-    An element's error is at most ``2**-8`` of it. What is above bfloat16's largest number becomes that one.
+    An element's error is at most ``2**-8`` of it. An element above bfloat16's largest number becomes that number.
     """
 
     name = "bfloat16"
@@ -172,15 +171,13 @@ class BFloat16(Codec):
 
 ROTATED_BLOCK: Final = 128
 _SEED: Final = 2301_11913
-_NUM_BINS: Final = 1024
-"""The nearest value is looked up: as a search it takes several times as long."""
+_NUM_BINS: Final = 1024  # the nearest value is looked up in a table: a search takes several times as long
 
 SLICE: Final = 1 << 17
-"""Elements that are rotated together: they stay in a processor's cache."""
+"""Elements that are rotated together, so that they stay in a processor's cache."""
 
 _HIGHEST_ROTATED: Final = 2.0**120
 _LOWEST: Final = 2.0**-100
-
 
 _CPU: Final = torch.device("cpu")
 
@@ -188,28 +185,26 @@ _CPU: Final = torch.device("cpu")
 class _Tables(NamedTuple):
     signs: Tensor  # [BLOCK, 1], of the rotation
     values: Tensor  # of each code
-    nearest: Tensor  # code, of each bin
+    nearest: Tensor  # the code of each bin
 
 
 class Rotated(Codec):
-    """Blocks of 128 elements, rotated, each element of them as the nearest of some values times the block's scale.
+    """Rotates blocks of 128 elements, and rounds each element to the nearest of a few values times the block's scale.
 
-    The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) makes outliers of a block into
-    something like noise in all of it. Blocks below ``2**-93`` become zero, and what is above ``2**120`` is not taken.
+    The rotation (signs drawn once and for all, then a Walsh-Hadamard transform) spreads outliers over their block, so
+    that they become something like noise. Blocks below ``2**-93`` become zero; elements above ``2**120`` are refused.
 
-    What is like each other is best in one block. A vector's are neighbours. Of other tensors a slice of the elements is
-    read as a matrix of 128 rows, whose columns are the blocks: so one has few of a hidden state's features, at many
-    positions.
+    A block is best made of similar elements. A vector's blocks are neighbouring elements. In other tensors a slice of
+    the elements is read as a matrix of 128 rows, whose columns are the blocks: so a block has few of a hidden state's
+    features, at many positions.
 
     Source: Suresh et al., Distributed Mean Estimation with Limited Communication, arXiv:1611.00429, for the rotation.
-
-    Attributes:
-        num_bits: Of an element.
-        positive: The values, ascending; the others are their opposites. Only their ratios matter.
     """
 
-    num_bits: int
-    positive: Sequence[float]
+    num_bits: int  # of an element
+    positive: Sequence[
+        float
+    ]  # the positive values, ascending; only their ratios matter. The others are their opposites
 
     def __init__(self) -> None:
         signs = torch.randint(2, (ROTATED_BLOCK, 1), generator=torch.Generator("cpu").manual_seed(_SEED), device=_CPU)
@@ -221,11 +216,11 @@ class Rotated(Codec):
 
     @abstractmethod
     def _pack(self, codes: Tensor) -> Tensor:
-        """Bytes of as many codes as are in some blocks, in uint8."""
+        """Pack the codes of whole blocks into bytes."""
 
     @abstractmethod
     def _unpack(self, packed: Tensor) -> Sequence[Tensor]:
-        """The way back: codes, in pieces."""
+        """Unpack bytes into codes, in several pieces."""
 
     @override
     def layout(self, numel: int) -> Layout:
@@ -237,7 +232,7 @@ class Rotated(Codec):
         if not are_within(flat, -_HIGHEST_ROTATED, _HIGHEST_ROTATED):
             raise NotFinite(f"{self.name} takes numbers up to {_HIGHEST_ROTATED:g} only")
         tables = self._tables_on(flat.device)
-        slices = [self._encode_slice(one, tables, is_vector=len(shape) == 1) for one in flat.split(SLICE)]
+        slices = [self._encode_slice(piece, tables, is_vector=len(shape) == 1) for piece in flat.split(SLICE)]
         return torch.cat([scales for scales, _ in slices]), torch.cat([codes for _, codes in slices])
 
     def _encode_slice(self, flat: Tensor, tables: _Tables, *, is_vector: bool) -> tuple[Tensor, Tensor]:
@@ -249,7 +244,7 @@ class Rotated(Codec):
             if is_vector
             else padded.view(ROTATED_BLOCK, num_blocks)
         )
-        # So that no sum leaves float32's range. Twice rotated, a block is 128 times what it was.
+        # Divided here, so that no sum leaves float32's range: two rotations multiply a block by 128.
         blocks *= tables.signs / ROTATED_BLOCK
         _rotate(blocks)
         largest = blocks.abs().amax(dim=0)
@@ -266,8 +261,8 @@ class Rotated(Codec):
         tables = self._tables_on(codes.device)
         found = torch.empty(len(scales) * ROTATED_BLOCK, dtype=torch.float32, device=codes.device)
         slices = scales.split(SLICE // ROTATED_BLOCK), codes.split(SLICE * self.num_bits // 8), found.split(SLICE)
-        for one in zip(*slices, strict=True):
-            self._decode_slice(*one, tables, is_vector=len(shape) == 1)
+        for pieces in zip(*slices, strict=True):
+            self._decode_slice(*pieces, tables, is_vector=len(shape) == 1)
         return found[: math.prod(shape)]
 
     def _decode_slice(self, scales: Tensor, packed: Tensor, into: Tensor, tables: _Tables, *, is_vector: bool) -> None:
@@ -288,9 +283,9 @@ class Rotated(Codec):
 
 
 class Rotated4Bit(Rotated):
-    """16 values, which lose least where elements are normally distributed.
+    """Rounds to 16 values, which lose the least if elements are normally distributed.
 
-    An element of the rotated block is off by at most an eighth of the largest one there; of the whole block about a
+    An element of the rotated block is off by at most an eighth of the largest element there; of the whole block about a
     tenth is lost, whatever its distribution.
 
     Source: J. Max, 1960, Quantizing for Minimum Distortion, for the values.
@@ -312,10 +307,10 @@ class Rotated4Bit(Rotated):
 
 
 class Rotated6Bit(Rotated):
-    """64 values, all as far from each other: others would lose no less up to the largest element of so small a block.
+    """Rounds to 64 values at equal distances: in so small a block other values would lose no less.
 
-    An element of the rotated block is off by at most a fiftieth of the largest one there; of the whole block about a
-    fortieth is lost, whatever its distribution.
+    An element of the rotated block is off by at most a fiftieth of the largest element there; of the whole block about
+    a fortieth is lost, whatever its distribution.
     """
 
     name = "6bit"
@@ -330,12 +325,12 @@ class Rotated6Bit(Rotated):
 
     @override
     def _unpack(self, packed: Tensor) -> Sequence[Tensor]:
-        one, two, three = packed.chunk(3)
-        return one & 63, (one >> 6 | two << 2) & 63, (two >> 4 | three << 4) & 63, three >> 2
+        a, b, c = packed.chunk(3)
+        return a & 63, (a >> 6 | b << 2) & 63, (b >> 4 | c << 4) & 63, c >> 2
 
 
 def _rotate(blocks: Tensor) -> None:
-    """Walsh-Hadamard of columns, in place, without its factor: in sums of two, whose order is the same everywhere."""
+    """Transform columns by Walsh-Hadamard in place, without its factor, by sums of two, whose order is fixed."""
     distance = 1
     while distance < ROTATED_BLOCK:
         pairs = blocks.view(ROTATED_BLOCK // (2 * distance), 2, -1)
@@ -353,5 +348,5 @@ CODECS: Final[dict[str, type[Codec]]] = {
 
 @cache
 def codec(name: CodecName) -> Codec | None:
-    """The codec of that name; None: tensors travel as they are."""
+    """Return the codec of that name; None for "none": tensors travel without encoding."""
     return None if name == "none" else CODECS[name]()

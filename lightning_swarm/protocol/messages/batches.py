@@ -1,4 +1,4 @@
-"""What trainers and the coordinator say of batches, places in a step, and its record."""
+"""Messages between trainers and the coordinator: batches, their places in a step, and the step's record."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_swarm.protocol.messages.wire import Count, NumSamples, Positive, 
 
 
 def fold(logs: Iterable[LoggedValue]) -> list[LoggedValue]:
-    """One entry for each name, as if its values had been logged by one process."""
+    """Combine logged values by name, as if one process had logged them all."""
     folded: dict[str, LoggedValue] = {}
-    for one in logs:
-        other = folded.get(one.name)
-        folded[one.name] = one if other is None else _together(other, one)
+    for value in logs:
+        other = folded.get(value.name)
+        folded[value.name] = value if other is None else _combine(other, value)
     return list(folded.values())
 
 
-def _together(one: LoggedValue, other: LoggedValue) -> LoggedValue:
+def _combine(one: LoggedValue, other: LoggedValue) -> LoggedValue:
     batch_size = one.batch_size + other.batch_size
     if one.reduce == "mean":
         # Two batches of size 0 have no mean; whatever it is, it weighs nothing.
@@ -38,7 +38,7 @@ def _together(one: LoggedValue, other: LoggedValue) -> LoggedValue:
 
 
 class SelectRequest(WireMessage, frozen=True):
-    """The lead's selection is another one from step `step` on, in which nothing was granted yet."""
+    """The lead tells the coordinator what trains from step `step` on. The step must not have granted a lease yet."""
 
     generation: Count
     step: Count
@@ -46,55 +46,55 @@ class SelectRequest(WireMessage, frozen=True):
 
 
 class GrantRequest(WireMessage, frozen=True):
-    """A trainer with a batch in hand asks for a place in the open step."""
+    """A trainer with a batch asks the coordinator for a lease in the open step."""
 
     step: Count  # the weight version that the trainer knows
     num_samples: NumSamples
     generation: Count  # of the run, as the trainer knows it
-    gradient_scale: Positive = 1.0  # what it multiplies its losses by; one for all batches of a step
-    number: Count = 0  # of the trainer's batch, from 1: asked twice, it is granted once; 0: not told
-    # Where an epoch's order is shared: which batch it is; or the end of an epoch, to hear whether all is through.
+    gradient_scale: Positive = 1.0  # the factor of the trainer's losses; the same for all batches of a step
+    number: Count = 0  # of the trainer's batch, from 1: a repeated request gets the same lease; 0: not given
+    # The batch, if trainers share an epoch's order. An index past the last batch asks whether the epoch is complete.
     batch: BatchNumber | None = None
 
 
 class Grant(WireMessage, frozen=True):
-    """A lease of places in a step."""
+    """The coordinator grants a trainer a lease: places for the samples of one batch in a step."""
 
     lease: int
     generation: int
     step: int
     attempt: int
-    first: int
+    first: int  # position in the step of the batch's first sample
     weight: Positive
-    # Where an epoch's order is shared: for which batch. If not for the one that was asked for, it is brought besides.
+    # The batch, if trainers share an epoch's order. If it is not the requested one, the trainer brings it in addition.
     batch: BatchNumber | None = None
-    samples: Count = 0  # of that
+    samples: Count = 0  # of that batch
 
 
 class WaitForRecord(WireMessage, frozen=True):
-    """No place: the open step is full. Ask again when record `step` is applied; None: the lead has not begun yet."""
+    """The coordinator tells a trainer that the open step is full, and after which record to ask again."""
 
-    step: Count | None
+    step: Count | None  # of the record; None: the lead has not begun yet
 
 
 class GrantReply(WireMessage, frozen=True):
-    """Exactly one of the four."""
+    """The coordinator answers a trainer's request for a lease: exactly one field is set."""
 
     grant: Grant | None = None
     wait: WaitForRecord | None = None
-    over: bool = False  # the run's last step is decided: no place will ever come
-    passed: bool = False  # the batch is in other hands, or counts; at the end of an epoch: all of it is through
+    over: bool = False  # the run's last step is decided, so there will be no lease
+    passed: bool = False  # another trainer has the batch, or it counts already; at an epoch's end: all batches count
 
 
 MAX_LOGS = 256
-"""Names that one step's batches may log with `sync_dist=True`."""
+"""Most names that the batches of one step may log with `sync_dist=True`."""
 
 Reduction: TypeAlias = Literal["mean", "sum", "max", "min"]
-"""What is made of the values of several batches."""
+"""How the values of several batches are combined."""
 
 
 class LoggedValue(WireMessage, frozen=True):
-    """What `self.log(..., sync_dist=True)` said of a batch, or of several together."""
+    """A value that `self.log(..., sync_dist=True)` logged for a batch, or the combined value of several batches."""
 
     name: Annotated[str, msgspec.Meta(max_length=256)]
     reduce: Reduction
@@ -107,15 +107,15 @@ class LoggedValue(WireMessage, frozen=True):
 
 
 class MetricState(WireMessage, frozen=True):
-    """What a batch, or several, added to a torchmetrics object that is logged with `sync_dist=True`."""
+    """The updates of a batch, or of several, to a torchmetrics object that is logged with `sync_dist=True`."""
 
-    name: Annotated[str, msgspec.Meta(max_length=256)]  # its place in the LightningModule
+    name: Annotated[str, msgspec.Meta(max_length=256)]  # of the object in the LightningModule
     num_updates: Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
-    lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each of its states, as declared
+    lengths: Annotated[list[SmallCount], msgspec.Meta(max_length=256)]  # tensors of each state, in declared order
 
 
 class BatchMetrics(WireMessage, frozen=True):
-    """Goes with the states' tensors, before `BatchDone`: for the lead, if the batch counts."""
+    """A trainer sends the coordinator a batch's metric states, before `BatchDone`; the lead gets them if it counts."""
 
     generation: Count
     step: Count
@@ -124,115 +124,115 @@ class BatchMetrics(WireMessage, frozen=True):
 
 
 class MetricsRequest(WireMessage, frozen=True):
-    """The lead asks for what came with a batch that the newest record counts."""
+    """The lead asks the coordinator for the metric states of a batch that the newest record counts."""
 
     generation: Count
     step: Count
-    first: Count  # the batch, by its first position
+    first: Count  # the batch's first position
 
 
 class BatchArmed(WireMessage, frozen=True):
-    """All backward calls of a batch were accepted, and nothing else of it is to come: it needs its trainer no more."""
+    """A trainer tells the coordinator that servers have accepted all backward calls of a batch, and need it no more."""
 
     generation: Count
     step: Count
     lease: int
-    receipts: list[Receipt]  # that it will have
+    receipts: list[Receipt]  # that the batch will have
     # As in `BatchDone`.
     logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
 
 
 class BatchBegins(WireMessage, frozen=True):
-    """The lead begins a batch whose place was granted before: until it is through, a record may come that is late."""
+    """The lead tells the coordinator that it begins a batch with an earlier lease: a late record may come meanwhile."""
 
     generation: Count
     step: Count
-    first: Count  # the batch's place
+    first: Count  # the batch's first position
 
 
 class BatchDone(WireMessage, frozen=True):
-    """A granted batch is through (all receipts seen by its trainer), or withdrawn."""
+    """A trainer tells the coordinator that a batch is complete, with all its receipts, or withdrawn."""
 
-    step: Count  # that is meant: a late message must not close the next one
-    lease: int | None  # None: the batch was withdrawn before, this only asks to close
+    step: Count  # to which this belongs: a late message must not close the next step
+    lease: int | None  # None: the batch was withdrawn before, and this only asks to close the step
     completed: list[Receipt]
     withdrawn: bool
-    close: bool  # the lead asks to close the step with what it has
-    total_weight: Positive | None  # Lightning's window; None: the weights of the counted batches add up
+    close: bool  # the lead asks to close the step with the batches that it has
+    total_weight: Positive | None  # of Lightning's accumulation window; None: the sum of the counted batches' weights
     generation: Count
     noted: EventCounts  # by the trainer, so far
-    first: Count = 0  # the batch's place
-    begun: bool = False  # its backward: when it is withdrawn, some of its gradients may be in the sums
-    dropped: bool = False  # withdrawn by its own `training_step`: nobody shall bring it again
+    first: Count = 0  # the batch's first position
+    begun: bool = False  # its backward has begun, so a withdrawn batch may have gradients in the sums
+    dropped: bool = False  # its own `training_step` withdrew it: no trainer may bring it again
     version: Count = 0  # that the trainer knows
     # For the lead, if the batch counts.
     logs: Annotated[list[LoggedValue], msgspec.Meta(max_length=MAX_LOGS)] = msgspec.field(default_factory=list)
-    # From a trainer that trains alone: if its step closes now, it waits for the end.
+    # Only from a trainer that trains alone. If the step closes now, it also waits for the step's end.
     ends: RecordRequest | None = None
-    # Likewise: its next batch wants a place, in whichever step takes it.
+    # Likewise: it also asks for a lease for its next batch, in whatever step has room.
     following: GrantRequest | None = None
 
 
 class BatchDoneReply(WireMessage, frozen=True):
-    """Whether the step closes now: then its record is worth waiting for."""
+    """The coordinator tells a trainer whether the step closes now, so that the trainer waits for its record."""
 
     closing: bool
-    ended: RecordReply | None = None  # what `ends` asked for; or, if the step goes on, of what is imminent
-    grant: Grant | None = None  # of what `following` asked for, unless it has to wait for that
-    # To the lead, where steps are delayed: the record of this step, which it does not know, is decided or about to be.
+    ended: RecordReply | None = None  # answers `ends`; or, if the step stays open, carries the imminent record
+    grant: Grant | None = None  # answers `following`, unless the lease has to wait
+    # Only to the lead, with delayed steps: the step whose record is decided or about to be, and that it does not know.
     imminent: Count | None = None
 
 
 class RecordRequest(WireMessage, frozen=True):
-    """Long poll for the end of a step: its record; where steps are delayed, without `decided`, until the next is open.
+    """A trainer asks the coordinator for the record of a step, and waits until the step is decided.
 
-    The record waits for the lead to ask: then its loop is where it sees the step, and no validation is under way.
+    The record waits for the lead to ask: then its loop is at the end of the step, and no validation is going on.
     """
 
     step: int
     generation: Count
     version: Count  # that the trainer knows
-    # From the lead: to step with; one dict a parameter group.
+    # Only from the lead: the hyperparameters of this step, one dict for each parameter group.
     hyperparameters: list[dict[str, Any]] | None = None
-    before: list[dict[str, Any]] | None = None  # likewise, in the step before, if its record is not known to the lead
-    decided: bool = True
+    before: list[dict[str, Any]] | None = None  # likewise, of the step before, if the lead does not know its record
+    decided: bool = True  # False, with delayed steps: wait only until the next step is open
     epoch: Count = 0  # of the lead's loop
 
 
 class Quit(WireMessage, frozen=True):
-    """A trainer's loop ended, by an error perhaps; nothing more of it will come."""
+    """A trainer tells the coordinator that its loop has ended, perhaps by an error, and will bring nothing more."""
 
     reason: Annotated[str, msgspec.Meta(max_length=2000)]
 
 
 class RecordReply(WireMessage, frozen=True):
-    """The newest record; where steps are not delayed, not older than what was asked for."""
+    """The coordinator sends a trainer the newest record, which without delayed steps is at least the requested one."""
 
-    record: Record | None  # None: there is none that was asked for
-    closing: bool  # whether what was asked for is worth waiting for; a withdrawn batch leaves a place in the step
-    open: Count = 0  # the step that grants places
-    seats: SeatedMembers | None = None  # after the record, for a trainer that does not know those before it
-    # To the lead: what other trainers logged of the batches that it counts, folded by name.
+    record: Record | None  # None: there is none yet
+    closing: bool  # the requested record will come; False: a batch was withdrawn, and the step has room again
+    open: Count = 0  # the step that grants leases
+    seats: SeatedMembers | None = None  # after the record, for a trainer that does not know the records before it
+    # Only to the lead: values that other trainers logged for batches of this record, combined by name.
     logs: list[LoggedValue] = msgspec.field(default_factory=list)
-    # To the lead: by peers that noted more than it was told before; where many did, by the others later.
+    # Only to the lead: event counts that have risen since its last reply. If many have, some come later.
     noted: dict[PeerId, EventCounts] = msgspec.field(default_factory=dict)
-    # To the lead: batches of other trainers in it that came with `BatchMetrics`, by their first positions.
+    # Only to the lead: first positions of other trainers' batches in this record that have metric states.
     measured: list[Count] = msgspec.field(default_factory=list)
 
 
 class ReportRequest(WireMessage, frozen=True):
-    """The caller coordinates from now on, and asks a trainer for its part of the books."""
+    """A new coordinator asks a trainer for its part in the open steps."""
 
     term: Term
     generation: Count
 
 
 class Lease(WireMessage, frozen=True):
-    """A batch as its trainer knows it."""
+    """A batch and its lease, as its trainer knows them."""
 
     grant: Grant
     request: GrantRequest
-    completed: list[Receipt] | None = None  # None: it is under way
+    completed: list[Receipt] | None = None  # None: not complete yet
     armed: list[Receipt] | None = None  # as in `BatchArmed`
     withdrawn: bool = False
     dropped: bool = False  # as in `BatchDone`
@@ -241,39 +241,39 @@ class Lease(WireMessage, frozen=True):
 
 
 class ReportReply(WireMessage, frozen=True):
-    """What a trainer did in the steps that are open, and in the one before them."""
+    """A trainer tells a new coordinator what it has done in the open steps, and in the step before them."""
 
-    begun: bool  # it was granted a place since the run began, or went back
+    begun: bool  # it has had a lease since the run began or rolled back
     leases: list[Lease]
-    closed: list[tuple[Count, Positive | None]]  # steps that it asked to close, and their windows
-    # From the lead, where epochs have an order that is shared: those that are not over, and where the generation began.
+    closed: list[tuple[Count, Positive | None]]  # steps that it asked to close, with their total weights
+    # Only from the lead, if trainers share epochs' orders: plans of current epochs, and where the generation began.
     plans: Annotated[list[EpochPlan], msgspec.Meta(max_length=MAX_PLANS)] = msgspec.field(default_factory=list)
     position: BatchNumber | None = None
 
 
 class RegisterRequest(WireMessage, frozen=True):
-    """A trainer's part of the books, to a coordinator that took over and may not have heard it."""
+    """A trainer tells its part in the open steps to a new coordinator that may not have been able to ask for it."""
 
     generation: Count
-    step: Count  # that the trainer takes for the open one
+    step: Count  # the open one, as far as the trainer knows
     report: ReportReply
 
 
 class LeaseMetricsRequest(WireMessage, frozen=True):
-    """The coordinator asks a trainer for the `BatchMetrics` of a batch again."""
+    """A new coordinator asks a trainer for a batch's metric states."""
 
     step: Count
     lease: int
 
 
 NEEDED: Final = ("epoch", "global_step", "state_dict", "loops", "optimizer_states", "lr_schedulers")
-"""Of a checkpoint: without these a loop cannot go on."""
+"""Keys of a checkpoint without which a loop cannot go on."""
 
-Metrics = tuple[list[bytes], list[Any]]  # the states of metrics, and the tensors of all of them
+Metrics = tuple[list[bytes], list[Any]]  # encoded `MetricState`s, and the tensors of all of them
 
 
 class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is in a `ResumePoint` and its `LoopState`; what has a form on the wire is in that."""
+    """A `ResumePoint` and its `LoopState` as they travel, with `WireMessage`s in encoded form."""
 
     checkpoint: dict[str, Any]
     parameter_names: list[str]
@@ -286,43 +286,39 @@ class TravellingLoop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shown: dict[str, dict[str, Any]]
     logging: dict[str, Any]
     followed: dict[str, bool]
-    logs: dict[int, list[bytes]]  # of its own batches in the step that it was in, by their leases
-    added: dict[int, Metrics]  # likewise, to metrics
+    logs: dict[int, list[bytes]]  # of its own batches in the current step, by lease
+    added: dict[int, Metrics]  # their metric states, by lease
     num_counted: int
-    heard: list[tuple[bytes, list[bytes], list[Metrics]]]  # records that it had not counted, and what came with each
-    position: tuple[int, int] | None  # of the first batch that the weights know nothing of
+    heard: list[tuple[bytes, list[bytes], list[Metrics]]]  # records that it had not counted, with logs and metrics
+    position: tuple[int, int] | None  # the first batch that the weights have not seen
 
     @classmethod
     def read(cls, value: Any) -> TravellingLoop:
-        """The loop in a value that came from somebody else.
-
-        Raises:
-            ProtocolError: It is none, or some part of it could not be read when the loop goes on.
-        """
+        """Read another peer's loop; refuse one with any part that could not be read when the loop goes on."""
         try:
-            came = msgspec.convert(value, cls)
+            loop = msgspec.convert(value, cls)
         except msgspec.ValidationError as error:
             raise ProtocolError(f"the state of a loop has other fields: {error}") from error
-        missing = [name for name in NEEDED if name not in came.checkpoint]
-        loops = came.checkpoint.get("loops")
+        missing = [name for name in NEEDED if name not in loop.checkpoint]
+        loops = loop.checkpoint.get("loops")
         fit_loop = loops.get("fit_loop") if isinstance(loops, dict) else None
         if missing or not isinstance(fit_loop, dict) or not isinstance(fit_loop.get("state_dict"), dict):
             raise ProtocolError(
                 f"the state of a loop is a checkpoint with {', '.join(NEEDED)}; lacks {missing or 'loops'}"
             )
-        for record, logs, metrics in came.heard:
+        for record, logs, metrics in loop.heard:
             decode(record, Record)
             _check(logs, metrics)
-        for batches in came.logs.values():
+        for batches in loop.logs.values():
             _check(batches, ())
-        _check((), came.added.values())
-        return came
+        _check((), loop.added.values())
+        return loop
 
 
 def _check(logs: Iterable[bytes], metrics: Iterable[Metrics]) -> None:
-    for one in logs:
-        decode(one, LoggedValue)
+    for value in logs:
+        decode(value, LoggedValue)
     for states, tensors in metrics:
-        expected = sum(sum(decode(one, MetricState).lengths) for one in states)
+        expected = sum(sum(decode(state, MetricState).lengths) for state in states)
         if expected != len(tensors):
             raise ProtocolError(f"the states of metrics are made of {expected} tensors, got {len(tensors)}")

@@ -1,4 +1,4 @@
-"""Many microbatches in a few bytes for each of their batches, and many batches in a few bytes for all of them."""
+"""Calls on stages for single microbatches, and compact lists of microbatches and of batches."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol.messages.wire import Count, Positive, WireMessage
 
 MAX_MICROBATCHES: Final = 1 << 19
-"""Of a batch."""
+"""Most microbatches of a batch."""
 
 PLACES: Final = 1 << 26
-"""Samples of a step. A batch that is granted again has another `first`, by a multiple of it."""
+"""Most samples of a step. A batch that is granted again gets another `first`, higher by a multiple of this."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=MAX_MICROBATCHES)]
 Direction = Literal["forward", "backward"]
@@ -30,7 +30,7 @@ class Ticket(WireMessage, frozen=True):
     name: TicketName
 
 
-class _OfAttempt(Protocol):
+class _AboutAttempt(Protocol):
     """A request about an attempt of a step."""
 
     @property
@@ -42,24 +42,24 @@ class _OfAttempt(Protocol):
 
 
 class CallKey(WireMessage, frozen=True):
-    """Names one microbatch's way through the pipeline; with a stage and a direction, one call.
+    """The identity of one microbatch on its way through the pipeline; with a stage and a direction, of one call.
 
-    A microbatch is named by its place in the step, not by its trainer: whoever sends it again, after whatever
-    fault, means the same one.
+    A microbatch is identified by its place in the step, not by its trainer: any peer that sends it again, after any
+    fault, refers to the same microbatch.
     """
 
-    generation: Count  # raised when the run goes back
+    generation: Count  # rises when the run rolls back
     step: Count  # also the weight version that forward and backward use
-    attempt: Count  # 0, as long as nothing voids a step
+    attempt: Count  # rises if a step is voided and begins again
     first: Count  # position in the step of the batch's first sample
-    index: Index  # which microbatch of the batch
-    call: Count  # which call of the pipeline within the training_step
-    evaluation: bool = False  # no step counts it; `first` is 0 and `call` runs on
-    weights: Count = 0  # of an evaluation: which lent ones it means; 0: those of the step
+    index: Index  # of the microbatch in its batch
+    call: Count  # counts the pipeline's calls within a training_step
+    evaluation: bool = False  # no step counts the microbatch; `first` is 0 and `call` goes on counting
+    weights: Count = 0  # of an evaluation: the number of the lent weights; 0: the weights of the step
 
     @classmethod
-    def of(cls, request: _OfAttempt, receipt: Receipt) -> CallKey:
-        """Of a microbatch that a request for an attempt of a step names by its receipt."""
+    def of(cls, request: _AboutAttempt, receipt: Receipt) -> CallKey:
+        """Identify a microbatch that a request about an attempt of a step names by its receipt."""
         first, index, call = receipt
         return cls(
             generation=request.generation,
@@ -71,32 +71,32 @@ class CallKey(WireMessage, frozen=True):
         )
 
     def name(self, stage_index: int, direction: Direction) -> str:
-        """The ticket name of one call's result."""
+        """Return the ticket name of one call's result."""
         kind = f"e{self.weights}." if self.evaluation else "t"
         batch = batch_name(self.generation, self.step, self.attempt, self.first, kind)
         return f"{batch}{self.index}.c{self.call}/{stage_index}/{direction}"
 
     def __str__(self) -> str:
-        """As errors name it."""
+        """Describe the microbatch in an error's text."""
         return f"microbatch {self.index} of the batch at {self.first} in step {self.step}"
 
     @property
     def receipt(self) -> Receipt:
-        """What the ledger of a step knows it by."""
+        """The receipt under which a step's ledger lists the microbatch."""
         return (self.first, self.index, self.call)
 
 
 def batch_name(generation: int, step: int, attempt: int, first: int, kind: str = "t") -> str:
-    """What the names of all calls of a batch begin with."""
+    """Return the beginning of the names of all calls of a batch."""
     return f"g{generation}.s{step}.a{attempt}.{kind}{first}+"
 
 
 Receipt = tuple[Count, Index, Count]
-"""``(first, index, call)`` of a microbatch whose gradient was added; the step and attempt are the ledger's."""
+"""``(first, index, call)`` of a microbatch whose gradient is in a sum. Step and attempt are those of the ledger."""
 
 
 class ComputeMode(WireMessage, frozen=True):
-    """How to compute: all that a thread of another process does not inherit from the trainer's."""
+    """Settings of a computation, those of the trainer's thread, which a thread of another process does not inherit."""
 
     training: bool  # train() or eval()
     grad: bool  # keep what backward needs
@@ -108,55 +108,55 @@ class ComputeMode(WireMessage, frozen=True):
 
 
 class ForwardRequest(WireMessage, frozen=True):
-    """Compute one stage's output for one microbatch."""
+    """A trainer asks a server to compute one stage's output for one microbatch."""
 
     key: CallKey
     stage_index: int
     mode: ComputeMode
-    source: Ticket | None  # the input, at the previous stage's peer; None: it comes with the message
-    structure: Any  # tree of (inputs or None, extras); its tensors come with the message
-    keep: bool = True  # what backward needs; False: no backward will come, whatever the mode
+    source: Ticket | None  # the input, at the previous stage's server; None: it comes with the message
+    structure: Any  # tree of (inputs or None, extras), whose tensors come with the message
+    keep: bool = True  # keep what the backward needs; False: no backward will come, whatever the mode
 
 
 class BackwardRequest(WireMessage, frozen=True):
-    """Compute one stage's gradients for one microbatch, and add them to the step's sum once."""
+    """A trainer asks a server to compute one stage's gradients for one microbatch, and to add them to the sum once."""
 
     key: CallKey
     stage_index: int
     mode: ComputeMode
     weight: Positive  # of the batch, from its grant
-    accumulate: bool  # False: only the input's gradient is wanted
-    source: Ticket | None  # the output's gradient, at the next stage's peer; None: it comes with the message
-    # Tree of a pair; its tensors come with the message: for each output leaf its gradient or None, or None where they
-    # come from `source`; and (inputs or None, extras), as in `ForwardRequest`, or None where nothing is said of them.
+    accumulate: bool  # False: compute only the input's gradient
+    source: Ticket | None  # the output's gradient, at the next stage's server; None: it comes with the message
+    # Tree of a pair, whose tensors come with the message. First: the gradient or None of each output leaf, or None if
+    # they come from `source`. Second: (inputs or None, extras) as in `ForwardRequest`, or None if they are left out.
     structure: Any
-    inputs: Ticket | None = None  # of whom to fetch the input for doing the forward again
+    inputs: Ticket | None = None  # the input at another server, to run the forward again
 
 
 class Computed(WireMessage, frozen=True):
-    """Goes with the tensors of a finished call."""
+    """The head of a message with the tensors that a call has computed."""
 
-    structure: Any  # tree of the output; of a backward, for each input leaf its gradient or None
+    structure: Any  # tree of the output; of a backward: the gradient or None of each input leaf
     flags: list[bool]  # of a forward: which leaves require grad
 
 
 class StageReport(WireMessage, frozen=True):
-    """What a server tells of one stage's part in a finished call."""
+    """A server tells the trainer about one stage's part in a finished call."""
 
-    busy_s: float  # the compute thread's time for this microbatch so far, its forward included
+    busy_s: float  # seconds of the compute thread for this microbatch so far, its forward included
     queued: int  # jobs that wait for the compute thread
     receipt: bool = False  # the gradient is in the step's sum, by this call or an earlier one
 
 
 class CallReport(StageReport, frozen=True):
-    """Likewise, with what came with its input."""
+    """A server tells the trainer about a finished call, and passes on the reports that came with the call's input."""
 
-    # Of the stages that this came through, the nearest first.
+    # Reports of the stages that the input came through, the nearest first.
     others: Annotated[tuple[StageReport, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class CancelRequest(WireMessage, frozen=True):
-    """Do not do a call that was sent before."""
+    """A trainer asks a server not to do a call that it sent before."""
 
     key: CallKey
     stage_index: int
@@ -164,23 +164,23 @@ class CancelRequest(WireMessage, frozen=True):
 
 
 class CancelReply(WireMessage, frozen=True):
-    """`added`: too late, the gradient is in the sum. Else it never will be by that call."""
+    """A server tells the trainer whether the cancelled call has added its gradient; if not, it never will."""
 
     added: bool
 
 
 MAX_RECEIPTS: Final = 1 << 18
-"""Of one message. In memory each takes a hundred times as much as on the wire."""
+"""Most receipts of one message. In memory each takes a hundred times as much as on the wire."""
 
 Receipts = list[tuple[Count, Count, Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_MICROBATCHES // 8)]]]
-"""``(first, call, a bitmap over the batch's microbatches)``: eight bytes for a batch of a few."""
+"""``(first, call, bitmap over the batch's microbatches)``: eight bytes for a batch of a few microbatches."""
 
 Run = tuple[Count, Annotated[int, msgspec.Meta(ge=1)], Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]]
-"""``(start, stride, number)`` of places: batches of one size that stand side by side are one of these."""
+"""``(start, stride, number)`` of places: batches of one size, side by side, need only one of these."""
 
 
 def pack(receipts: Iterable[Receipt]) -> Receipts:
-    """As they travel; in order, each once."""
+    """Pack receipts for the wire, in order, each once."""
     batches: defaultdict[tuple[int, int], int] = defaultdict(int)
     for first, index, call in receipts:
         batches[first, call] |= 1 << index
@@ -191,18 +191,14 @@ def pack(receipts: Iterable[Receipt]) -> Receipts:
 
 
 def unpack(packed: Receipts) -> set[Receipt]:
-    """What `pack` was given.
-
-    Raises:
-        ProtocolError: They are too many. Said before memory is allocated for them.
-    """
+    """Unpack receipts; refuse too many of them before memory is allocated."""
     number = sum(int.from_bytes(bitmap, "little").bit_count() for _, _, bitmap in packed)
     if number > MAX_RECEIPTS:
         raise ProtocolError(f"a message may name {MAX_RECEIPTS} microbatches, got {number}")
     return {
-        (first, 8 * place + bit, call)
+        (first, 8 * position + bit, call)
         for first, call, bitmap in packed
-        for place, byte in enumerate(bitmap)
+        for position, byte in enumerate(bitmap)
         if byte
         for bit in range(8)
         if byte >> bit & 1
@@ -210,7 +206,7 @@ def unpack(packed: Receipts) -> set[Receipt]:
 
 
 def to_runs(places: Sequence[int]) -> list[Run]:
-    """As they travel; they are in order, each once."""
+    """Pack places for the wire. They must be in order, each once."""
     runs: list[Run] = []
     for place in places:
         if runs:
@@ -223,5 +219,5 @@ def to_runs(places: Sequence[int]) -> list[Run]:
 
 
 def to_ranges(runs: Iterable[Run]) -> tuple[range, ...]:
-    """To look places up in: whatever a message claims, it takes no memory."""
+    """Convert runs for look-ups of places. However many places a message claims, this takes no memory."""
     return tuple(range(start, start + stride * number, stride) for start, stride, number in runs)

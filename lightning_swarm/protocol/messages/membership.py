@@ -1,4 +1,4 @@
-"""How a server, or a trainer, joins a run that is under way, and leaves one."""
+"""Messages by which servers and trainers join a run that has begun, and leave one."""
 
 from __future__ import annotations
 
@@ -13,124 +13,124 @@ from lightning_swarm.protocol.messages.wire import Addresses, Count, Seconds, Sh
 
 
 class JoinRequest(WireMessage, frozen=True):
-    """A server asks the coordinator to become a member."""
+    """A server asks the coordinator to admit it."""
 
     protocol_version: int
     boot_id: int
     addresses: Addresses
-    stage_index: Count | None  # the one that it has built, if it asks again
+    stage_index: Count | None  # the stage that it has built, if it asks again
 
 
 class JoinReply(WireMessage, frozen=True):
-    """Every server can reach the joiner and knows it for a candidate."""
+    """The coordinator tells a server its stage, after every other server can reach it and knows it as a candidate."""
 
     view: RunView
-    stage_index: Count  # which it shall take
+    stage_index: Count
 
 
 class FollowRequest(WireMessage, frozen=True):
-    """A candidate asks a member of its stage for the state, and to keep the records from then on."""
+    """A candidate asks a member of its stage for the stage's state, and to keep all later records for it."""
 
     stage_index: Count
-    version: Count | None  # of the state, if another member is followed and this one helps; None: the newest
-    hold_s: Seconds  # how long to wait for a place: few join by one member at once
+    version: Count | None  # of the state, if the candidate follows another member and this one only helps; None: newest
+    hold_s: Seconds  # how long to wait for a free place: a member serves few candidates at once
 
 
 class TensorLayout(WireMessage, frozen=True):
-    """One tensor, without what is in it."""
+    """Shape and dtype of one tensor."""
 
     shape: Annotated[list[Count], msgspec.Meta(max_length=64)]
     dtype: ShortText
 
 
 class FollowReply(WireMessage, frozen=True):
-    """A copy is held for the candidate. The bytes of its tensors come in pieces."""
+    """A member tells a candidate that it holds a copy of the stage, whose bytes can be fetched in pieces."""
 
     snapshot: Snapshot
     layouts: list[TensorLayout]
 
 
 class PieceRequest(WireMessage, frozen=True):
-    """Bytes of a copy that is held, its tensors one after the other; less may come. None: no more is needed."""
+    """A candidate asks a member for bytes of the copy, or, with an empty range, tells that it needs no more."""
 
     stage_index: Count
     version: Count
-    start: Count
+    start: Count  # bytes, as if the copy's tensors lay one after the other; fewer may come
     stop: Count
 
 
 class NextRequest(WireMessage, frozen=True):
-    """A candidate that holds a stage at a version asks for the record that comes next."""
+    """A candidate asks the member that it follows for the record after the version that it holds."""
 
     generation: int
     stage_index: Count
     version: Count
-    hold_s: Seconds  # how long to wait for it
-    seated: bool = False  # it knows who is in the run at that version
+    hold_s: Seconds  # how long to wait for the record
+    seated: bool = False  # the candidate knows the members of the run at that version
 
 
 class NextReply(WireMessage, frozen=True):
-    """With the stage's mean gradient of that record as the only tensor. None: nothing is newer, as yet."""
+    """A member sends a candidate the next record, with the stage's mean gradient as the only tensor."""
 
-    record: Record | None
-    seats: SeatedMembers | None = None  # at the version that was asked from, for who does not know them
+    record: Record | None  # None: there is no newer one yet
+    seats: SeatedMembers | None = None  # at the version of the request, if the candidate does not know them
 
 
 class ReadyRequest(WireMessage, frozen=True):
-    """A candidate has caught up."""
+    """A candidate tells the coordinator that it has caught up with the run."""
 
     generation: int
     version: Count
 
 
 class ListenRequest(WireMessage, frozen=True):
-    """A round begins: a candidate that has caught up shall hold its result, too."""
+    """The coordinator asks a candidate that has caught up to take part in a round, so that it holds the result."""
 
     closing: Closing
     selection: Selection | None  # as in `Record`
 
 
 class ListenReply(WireMessage, frozen=True):
-    """A candidate holds the mean gradient of the round that is under way."""
+    """A candidate tells the coordinator that it holds the mean gradient of the round."""
 
     boot_id: int
     version_hash: int  # of weights and optimizer state before the step
 
 
 class DrainRequest(WireMessage, frozen=True):
-    """A server asks to be let go by one of the next records. One that is joining says that it does so no more."""
+    """A server asks the coordinator to let it go by one of the next records, or takes back its wish to join."""
 
     generation: Count
     boot_id: int
 
 
 class DrainReply(WireMessage, frozen=True):
-    """It is noted, and goes without saying again."""
+    """The coordinator tells a server that it will let it go, so there is no need to ask again."""
 
-    alone: list[Count]  # its stages that nobody else would hold: until somebody does, no record lets it go
+    alone: list[Count]  # stages that only this server would hold: no record lets it go before another one holds them
 
 
 class EnlistRequest(WireMessage, frozen=True):
-    """Who asks would train from the next record on. The answer is held until that is decided, for a while."""
+    """A peer asks the coordinator to let it train from the next record on. The answer waits for that record."""
 
     protocol_version: int
-    generation: Count | None  # that it was in; None: in none, so what one of this name has under way is void
+    generation: Count | None  # in which it trains already; None: it is new, so batches under its peer id are void
 
 
 class EnlistReply(WireMessage, frozen=True):
-    """Who asked is a trainer of the run by now; without a view not yet, and it asks again."""
+    """The coordinator tells a peer that it is a trainer of the run now; without a view, that it has to ask again."""
 
     view: RunView | None = None
     epoch: Count = 0  # of the lead's loop
 
 
 class RetireReply(WireMessage, frozen=True):
-    """Whether a record has let the trainer go by now; else one will, and it may ask again."""
+    """The coordinator tells a trainer whether a record has let it go; if not, one will, and it may ask again."""
 
     retired: bool
 
 
 class ClaimReply(WireMessage, frozen=True):
-    """Of a program that would begin a run, too: whether it lets the one that asks begin it."""
+    """A program that wants to begin a run tells another one whether it lets that one begin it."""
 
     gives_way: bool

@@ -1,4 +1,4 @@
-"""What peers say of themselves to whoever asks."""
+"""Reports of peers about themselves, which any peer may ask for."""
 
 from __future__ import annotations
 
@@ -10,75 +10,75 @@ from lightning_swarm.protocol.messages.wire import Count, NumSamples, Seconds, S
 from lightning_swarm.protocol.settings import NO_COMPRESSION, Compression
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
-"""What somebody plans with: so bounded that no sum of them overflows."""
+"""Bytes or numbers that a planner computes with, bounded so that no sum of them overflows."""
 
 Rate = Annotated[float, msgspec.Meta(ge=1e-12, le=1e15)]
-"""Of something a second, likewise."""
+"""Something per second, bounded likewise."""
 
 ShortSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class Greeting(WireMessage, frozen=True):
-    """What a peer says of itself to whoever asks."""
+    """A peer tells its versions and its clock to a peer that meets it."""
 
     protocol_version: int
-    versions: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=16)]  # of Python and of what matters here
+    versions: Annotated[dict[ShortText, ShortText], msgspec.Meta(max_length=16)]  # of Python and important packages
     unix_time_s: Seconds
 
 
 NumberBytes = Annotated[int, msgspec.Meta(ge=0, le=16)]
-"""Of one number of a tensor; 0: it has none that a codec takes."""
+"""Bytes of one number of a tensor; 0: the tensor has none that a codec takes."""
 
 
 class SampleCosts(WireMessage, frozen=True):
-    """What a sample costs a stage: seen once, in a forward of a training step. No codec is counted in."""
+    """The costs of one sample in one stage, measured once, in the forward of a training step, without any codec."""
 
-    flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]  # forward and backward; 0: compiled code does not show it
+    flop: Annotated[float, msgspec.Meta(ge=0, le=1e21)]  # forward and backward; 0: unknown, for the code is compiled
     input_bytes: Bytes  # without extras
-    extra_bytes: Bytes  # that a trainer sends beside
-    gradient_bytes: Bytes  # that go back
+    extra_bytes: Bytes  # of further inputs, which the trainer sends
+    gradient_bytes: Bytes  # that the backward sends to the stage before
     output_bytes: Bytes
-    graph_bytes: Bytes  # what its backward needs of its forward
+    graph_bytes: Bytes  # that the backward needs of the forward
     input_number_bytes: NumberBytes = 0
     output_number_bytes: NumberBytes = 0
 
 
 class HeldStage(WireMessage, frozen=True):
-    """A stage on a server that microbatches go through."""
+    """A pipeline stage that a server holds, as part of its report."""
 
     index: SmallCount
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     num_parameters: Bytes
-    weight_bytes: Annotated[int, msgspec.Meta(ge=1, le=16)]  # of one parameter, the widest of them
-    samples_per_s: Rate | None = None  # while it computes, forward and backward; None: not measured yet
-    microbatch_size: Rate | None = None  # of late, on average
-    costs: SampleCosts | None = None  # None: none has gone through yet
+    weight_bytes: Annotated[int, msgspec.Meta(ge=1, le=16)]  # of one parameter, the widest
+    samples_per_s: Rate | None = None  # forward and backward, while it computes; None: not measured yet
+    microbatch_size: Rate | None = None  # recent average, samples
+    costs: SampleCosts | None = None  # None: no sample has gone through yet
 
 
 class MachineReport(WireMessage, frozen=True):
-    """What a server computes on. None: it cannot tell."""
+    """The machine of a server, as part of its report. None: unknown."""
 
     processor: Literal["cpu", "accelerator"]
     memory_bytes: Bytes | None = None  # of the device
-    host_memory_bytes: Bytes | None = None  # beside the device's
+    host_memory_bytes: Bytes | None = None  # besides the device's memory
 
 
 class StepReport(WireMessage, frozen=True):
-    """What the newest step was made of."""
+    """The size of the newest step, as part of a server's report."""
 
     num_samples: NumSamples
     num_batches: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]  # of all trainers
 
 
 class CarriedReport(WireMessage, frozen=True):
-    """A long message, and the seconds of its exchange: the way there and back, and its own."""
+    """The length of a long message, and the seconds of its exchange, with the message the other way."""
 
     num_bytes: Bytes
     took_s: ShortSeconds
 
 
 class LinkReport(WireMessage, frozen=True):
-    """The way to another peer, at its best. None: not measured yet."""
+    """The link to another peer at its best, as part of a peer's report. None: not measured yet."""
 
     peer_id: ShortText
     round_trip_s: ShortSeconds | None = None
@@ -87,34 +87,34 @@ class LinkReport(WireMessage, frozen=True):
 
 
 class ServerReport(WireMessage, frozen=True):
-    """A server's part in a run. What is counted is counted since it was admitted."""
+    """A server's part in a run, as part of a peer's report. Counts begin when the server was admitted."""
 
     lead: ShortText  # peer ids
     coordinator: ShortText
     num_stages: SmallCount  # of the run
-    stages: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)]  # that it holds
-    trainers_stage: SmallCount | None  # of what stands around the pipeline; no microbatch goes there
-    first_step: Count  # where the run began, or went on
-    step: Count  # that is open here
+    stages: Annotated[list[SmallCount], msgspec.Meta(max_length=1024)]  # that this server holds
+    trainers_stage: SmallCount | None  # the layers around the pipeline, which trainers compute
+    first_step: Count  # where this generation of the run began
+    step: Count  # the open step, as this server knows it
     age_s: Seconds
-    num_samples: Count  # that went forward through each of its stages but that one
-    queued: Count  # jobs that wait for its compute thread
+    num_samples: Count  # that went forward through each of its pipeline stages
+    queued: Count  # jobs that wait for the compute thread
     held: Annotated[list[HeldStage], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
-    around_parameters: Bytes = 0  # of what stands around the pipeline
+    around_parameters: Bytes = 0  # parameters of the layers around the pipeline
     machine: MachineReport | None = None
-    newest: StepReport | None = None  # None: no step was decided yet, or it was skipped
-    peak_bytes: Bytes | None = None  # of memory, that this peer held at once; None: it cannot tell
+    newest: StepReport | None = None  # None: no step was decided yet, or the newest was skipped
+    peak_bytes: Bytes | None = None  # the most memory that this peer has held; None: unknown
     compression: Compression = NO_COMPRESSION  # of the run's tensors
 
 
 class PeerReport(WireMessage, frozen=True):
-    """What a peer says to whoever asks. What is counted is counted since it started."""
+    """A peer tells any peer that asks what it does. Counts begin when the peer started."""
 
     run_id: ShortText
     age_s: Seconds
     sent_bytes: Count
     received_bytes: Count
-    server: ServerReport | None  # None: it is in no run, or holds no stage
+    server: ServerReport | None  # None: the peer is in no run, or holds no stage
     links: Annotated[list[LinkReport], msgspec.Meta(max_length=1024)] = []  # noqa: RUF012 - msgspec copies it
 
 
@@ -126,6 +126,6 @@ class OtherPeer(WireMessage, frozen=True):
 
 
 class OtherPeers(WireMessage, frozen=True):
-    """All of them."""
+    """A peer tells any peer that asks which servers it has heard of."""
 
     peers: Annotated[list[OtherPeer], msgspec.Meta(max_length=1024)]

@@ -1,4 +1,4 @@
-"""Which batches there are in an epoch, and which of them is meant. No sample and no index travels."""
+"""Messages about a run as a whole: its manifest, members, terms and rollbacks, and the shared order of its data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from lightning_swarm.protocol.settings import RunSettings
 
 
 def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> None:
-    """Refuse a selection that is not of these stages' parameters.
-
-    Raises:
-        ProtocolError: It names something else, or wants to train what has no gradient that could be summed.
-    """
+    """Refuse a selection of unknown parameters, or of trained parameters whose gradients cannot be summed."""
     dtypes = {name: dtype for stage in stages for name, _, dtype in stage.parameters}
     unknown = sorted((selection.groups.keys() | set(selection.frozen)) - dtypes.keys())
     if unknown:
@@ -28,7 +24,7 @@ def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> No
     if beyond:
         raise ProtocolError(f"there are {selection.num_groups} parameter groups; {beyond[:5]} are in none of them")
     frozen = set(selection.frozen)
-    # Of complex ones a gradient can be taken, but not summed.
+    # Gradients of complex parameters cannot be summed, so these are allowed only outside the optimizer's groups.
     wrong = [
         name
         for name, dtype in dtypes.items()
@@ -39,43 +35,43 @@ def check_selection(selection: Selection, stages: Sequence[StageManifest]) -> No
 
 
 def trained_names(selection: Selection) -> set[str]:
-    """Parameters that the optimizer steps: in one of its groups, and not frozen."""
+    """Return the parameters that the optimizer steps: those in one of its groups that are not frozen."""
     return selection.groups.keys() - set(selection.frozen)
 
 
 def first_trained(selection: Selection | None, stages: Sequence[StageManifest]) -> int:
-    """The first stage that trains a parameter, has batch norms, or is on the trainers; if there is none, how many are.
+    """Return the first stage that trains a parameter, has batch norms, or is on trainers; without one, their number.
 
     The stages before it need no gradient unless the pipeline's own input does, and hold no receipts.
     """
     trained = trained_names(selection) if selection is not None else set()
     for index, stage in enumerate(stages):
-        keeps = bool(stage.statistics) and selection is not None
-        if stage.on_trainers or keeps or any(name in trained for name, _, _ in stage.parameters):
+        has_statistics = bool(stage.statistics) and selection is not None
+        if stage.on_trainers or has_statistics or any(name in trained for name, _, _ in stage.parameters):
             return index
     return len(stages)
 
 
 MAX_RUNS = 1 << 16
-"""Changes of a batch's size within an epoch."""
+"""Most changes of the batch size within an epoch."""
 
 MAX_PLANS = 64
-"""Epochs that one step may reach over. All of their plans fit into one message."""
+"""Most epochs that one step may reach over. All of their plans fit into one message."""
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Index = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 BatchNumber = tuple[Epoch, Index]
-"""``(epoch, index)`` of a batch. With as many as the epoch has, its end is meant."""
+"""``(epoch, index)`` of a batch. An index equal to the epoch's number of batches means the end of the epoch."""
 
 Sizes = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=1, le=1 << 30)], Index]], msgspec.Meta(max_length=MAX_RUNS)]
-"""``(samples, batches)``: so many batches of so many samples, one after the other."""
+"""``(samples of each batch, number of such batches)``, one after the other."""
 
 Bits = Annotated[bytes, msgspec.Meta(max_length=1 << 13)]
 
 
 class RandomNumbers(WireMessage, frozen=True):
-    """Where the generators are that samplers draw from."""
+    """States of the random generators that samplers draw from."""
 
     torch: Bits
     python: Bits
@@ -83,27 +79,27 @@ class RandomNumbers(WireMessage, frozen=True):
     numpy: Bits
     numpy_place: Count
     numpy_gauss: float | None
-    own: Annotated[list[Bits], msgspec.Meta(max_length=8)]  # of the loader and its samplers
+    own: Annotated[list[Bits], msgspec.Meta(max_length=8)]  # generators of the loader and its samplers
 
 
 class EpochPlan(WireMessage, frozen=True):
-    """The order of an epoch: what to list it by, and what it must come to."""
+    """The order of an epoch, without its indices: each trainer lists them itself, and checks the result."""
 
     epoch: Epoch
-    begin: Index  # the batch that this generation of the run begins with
+    begin: Index  # the batch with which this generation of the run begins
     sizes: Sizes
     digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # of all indices
-    random: RandomNumbers
-    last: bool  # no epoch follows it
+    random: RandomNumbers  # with which the samplers begin
+    last: bool  # no epoch follows
 
     @property
     def num_batches(self) -> int:
-        """Of the epoch."""
+        """Batches of the epoch."""
         return sum(count for _, count in self.sizes)
 
 
 class PlanRequest(WireMessage, frozen=True):
-    """The lead has listed an epoch."""
+    """The lead sends the coordinator the plan of an epoch."""
 
     generation: Count
     plan: EpochPlan
@@ -111,48 +107,47 @@ class PlanRequest(WireMessage, frozen=True):
 
 
 class TakePlanRequest(WireMessage, frozen=True):
-    """Long poll for the plan of an epoch."""
+    """A trainer asks the coordinator for the plan of an epoch, and waits for it."""
 
     generation: Count
     epoch: Epoch
 
 
 class TakePlanReply(WireMessage, frozen=True):
-    """None: there is none yet; or its epoch is over."""
+    """The coordinator sends a trainer the plan of an epoch."""
 
-    plan: EpochPlan | None
-    passed: bool = False
+    plan: EpochPlan | None  # None: there is none yet, or the epoch is over
+    passed: bool = False  # the epoch is over
 
 
 MAX_FORMER_LEADS: Final = 16
 MAX_TRAINERS: Final = 1024
-"""Of one run at a time: each asks the coordinator several times a step."""
+"""Most trainers of a run at a time: each asks the coordinator several times a step."""
 
-_MAX_NUMBER = 1 << 30  # leases and places begin at a multiple of it
+_MAX_NUMBER = 1 << 30  # leases and places of a term begin at a multiple of its number
 
 Term = tuple[Annotated[int, msgspec.Meta(ge=0, le=_MAX_NUMBER)], ShortText, int]
-"""``(number, peer id, boot id)`` of who coordinates by it, in one of its lives. Higher ones follow lower ones."""
+"""``(number, peer id, boot id)`` of a coordinator, in one of its lives. A later term is higher."""
 
 NO_TERM: Final[Term] = (0, "", 0)
-"""Lower than all."""
-
+"""A term lower than any other."""
 
 Trainers = Annotated[list[PeerId], msgspec.Meta(min_length=1, max_length=MAX_TRAINERS)]
-"""The lead and others: who may ask for places, computations and state."""
+"""The lead and the other trainers, which may ask for leases, computations and state."""
 
 SomeTrainers = Annotated[list[PeerId], msgspec.Meta(max_length=MAX_TRAINERS)]
-"""Any of them."""
+"""Some of the trainers, or none."""
 
 
 class Member(WireMessage, frozen=True):
-    """A peer in one of its lives: a process that was restarted has a new boot id."""
+    """A peer in one of its lives: after a restart it has a new boot id."""
 
     peer_id: PeerId
     boot_id: int
 
 
 class Selection(WireMessage, frozen=True):
-    """Which parameters train, and which group of the optimizer holds which: the user's word, by full names."""
+    """The parameters that train, and the optimizer's group of each, by full names, as the user's code sets them."""
 
     num_groups: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     groups: dict[str, Count]  # the group of each parameter that the optimizer holds
@@ -160,30 +155,30 @@ class Selection(WireMessage, frozen=True):
 
 
 class StageManifest(WireMessage, frozen=True):
-    """A stage as every peer must find it in its own copy of the model."""
+    """A stage of a run. Every peer must find it in its own copy of the model."""
 
-    first_block: Count  # without blocks: 0 to 0
+    first_block: Count  # both are 0 for a stage without blocks
     end_block: Count
     parameters: list[tuple[str, list[int], str]]  # full name, shape, dtype
     roster: list[Member]
-    on_trainers: bool = False  # the last one may be: what stands around the pipeline. No microbatch goes there
-    statistics: Count | msgspec.UnsetType = msgspec.UNSET  # numbers that its batch norms keep; unset: it has none
+    on_trainers: bool = False  # only for the last stage: the layers around the pipeline, where no microbatch goes
+    statistics: Count | msgspec.UnsetType = msgspec.UNSET  # numbers in its batch norms' statistics; unset: none
 
 
 def ranges_of(stages: Iterable[StageManifest]) -> list[range]:
-    """The blocks of each stage that servers hold."""
+    """Return the blocks of each stage that servers hold."""
     return [range(stage.first_block, stage.end_block) for stage in stages if not stage.on_trainers]
 
 
 class Manifest(WireMessage, frozen=True):
-    """Record 0: what a run is. A peer whose own model or version differs refuses, naming the field."""
+    """The lead tells each server what its run is. A peer whose model or version differs refuses, naming the field."""
 
     protocol_version: int
     run_id: str
     generation: int
     seed: int
     lead: PeerId
-    trainers: Trainers  # at first
+    trainers: Trainers  # at the beginning
     coordinator: PeerId
     voters: list[Member]
     gradient_clip_norm: Positive | None
@@ -191,18 +186,18 @@ class Manifest(WireMessage, frozen=True):
     total_steps: int | None  # for schedules that a server's `configure_optimizers` builds
     stages: list[StageManifest]
     settings: RunSettings
-    first_step: int = 0  # where the run begins, or goes on; the initial weights have this version
+    first_step: int = 0  # where this generation begins; the initial weights have this version
     max_steps: int | None = None  # no step opens beyond it
-    open_to_trainers: bool = False  # others may come to train beside the lead
-    selection: Selection | None = None  # of the first step; None: it only evaluates, and no server needs an optimizer
-    # Its class, and what can be set of it; None: no peer has one, or the starter does not say.
+    open_to_trainers: bool = False  # further trainers may join
+    selection: Selection | None = None  # of the first step; None: the run only evaluates, and needs no optimizer
+    # The optimizer's class and its settings; None: no peer has an optimizer, or the starter does not tell.
     optimizer: Annotated[str, msgspec.Meta(max_length=4096)] | None = None
-    # Of older generations, which were not heard of any more, the newest last; unset: none.
+    # Leads of older generations that fell silent, the newest last; unset: none.
     former_leads: Annotated[list[PeerId], msgspec.Meta(max_length=MAX_FORMER_LEADS)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class SeatedMembers(WireMessage, frozen=True):
-    """Who is in a run at a version: for those who have not followed all records until then."""
+    """The members of a run at a version, for a peer that has not seen all records until then."""
 
     rosters: list[list[Member]]
     voters: list[Member]
@@ -210,53 +205,53 @@ class SeatedMembers(WireMessage, frozen=True):
 
 
 class RunView(WireMessage, frozen=True):
-    """A run at a version, for whoever asks: record 0, and what changed since."""
+    """A server shows a run at a version to a peer that asks: the manifest, and what has changed since."""
 
     manifest: Manifest
-    version: Count  # records before it are applied; the step that is open
+    version: Count  # all records before it are applied; also the number of the open step
     seats: SeatedMembers
-    term: Term  # of who coordinates
-    position: BatchNumber | None = None  # the first batch of that step, as in `Record`; of a first one it is not said
+    term: Term  # of the coordinator
+    position: BatchNumber | None = None  # the first batch of that step, as in `Record`; None at the first step
 
 
 class RunAborted(WireMessage, frozen=True):
-    """The run ends without its lead, which would have ended it in order, and without a word."""
+    """The coordinator tells a server that the run ends because its lead disappeared without ending it."""
 
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
 
 
 class ReleaseRequest(WireMessage, frozen=True):
-    """The run goes back further than its servers can: a server is in no run any more, and waits for the next."""
+    """The lead tells a server to leave the run and wait for the next: the run rolls back further than servers can."""
 
-    generation: Count  # which is void
-    first_step: Count = 0  # where the next one begins: trainers go on from there
+    generation: Count  # the one that ends
+    first_step: Count = 0  # of the next generation: trainers go on from there
 
 
 class InheritRequest(WireMessage, frozen=True):
-    """The lead is gone: another peer goes back with the run, and leads it from there. Whoever coordinates says so."""
+    """The coordinator tells a server that the lead is gone, and that another peer leads the run after a rollback."""
 
-    generation: Count  # which is void
-    heir: PeerId
-    first_step: Count  # where it goes on: the heir has the loop's state there
+    generation: Count  # the one that ends
+    heir: PeerId  # the new lead
+    first_step: Count  # of the next generation, for which the new lead has the loop's state
 
 
 class LoopRequest(WireMessage, frozen=True):
-    """Asks a trainer whether its loop could go on at one of these versions."""
+    """The lead asks a trainer at which of these versions its loop could go on."""
 
     versions: Annotated[list[Count], msgspec.Meta(max_length=64)]
 
 
 class LoopReply(WireMessage, frozen=True):
-    """Of those versions the ones at which it could; and whether it waits for the run that goes on."""
+    """A trainer tells the lead at which of the versions its loop could go on."""
 
     versions: list[Count]
-    waits: bool
+    waits: bool  # the trainer already waits for the next generation
 
 
 class RestartRequest(WireMessage, frozen=True):
-    """The run goes back: the running generation is void, and the stages wait for weights of `first_step`.
+    """The lead tells a server that the run rolls back: its stages wait for the weights of `first_step`.
 
-    Records say what changes of who is in, and some server may have missed the newest one, so it is said once more.
+    It names all members, for records name only changes, and a server may have missed the newest record.
     """
 
     generation: Count  # the next one
@@ -266,17 +261,21 @@ class RestartRequest(WireMessage, frozen=True):
 
 
 class CoordinatorTerm(WireMessage, frozen=True):
-    """A majority of the voters promised: the caller coordinates from now on. Also what a server knows of that."""
+    """A new coordinator tells a server its term. A server answers by the term that it knows.
+
+    A coordinator that leaves also sends its term to ask another server to take over.
+    """
 
     term: Term
     generation: Count
-    version: Count  # that the one who says it is at
+    version: Count  # at which the sender is
 
 
 class WatchRequest(WireMessage, frozen=True):
-    """Hold the answer while the one who is asked coordinates by this term, unless it knows a later version already.
+    """A server watches the coordinator: the answer waits while that one coordinates by this term, up to `hold_s`.
 
-    A record that comes meanwhile ends no wait: nearly always who asks is told of it, too.
+    Only if the coordinator already knows a later version does it answer at once. A record that is decided during the
+    wait does not end it: nearly always the watching server is told of the record, too.
     """
 
     term: Term
@@ -285,29 +284,25 @@ class WatchRequest(WireMessage, frozen=True):
 
 
 class WatchReply(WireMessage, frozen=True):
-    """How far a server is, and whom it follows."""
+    """A server tells another one its version, and the term that it follows."""
 
     term: Term
     version: Count
-    coordinates: bool  # itself
+    coordinates: bool  # it is the coordinator of this term
 
 
 class PullRequest(WireMessage, frozen=True):
-    """Ask for the record of a step, which was decided."""
+    """A server asks another one for the record of a decided step."""
 
     generation: Count
     step: Count
 
 
-# Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each adds up its own part
-# of the gradient; the parts together are the gradient that one machine would have. All of them take the same step with
-# it, so the parameter stays the same in all.
+# Several stages may hold one parameter, such as embeddings whose weight is also the head's. Each stage sums its own
+# part of the gradient, and the parts together are the gradient that one machine would have. All stages take the same
+# step with it, so the parameter stays the same in all of them.
 class TiedTensors:
-    """What the stages of a run have in common.
-
-    Args:
-        stages: Of its manifest.
-    """
+    """The parameters that several stages of a run hold."""
 
     def __init__(self, stages: Sequence[StageManifest]) -> None:
         self._sizes = [{name: math.prod(shape) for name, shape, _ in stage.parameters} for stage in stages]
@@ -321,20 +316,20 @@ class TiedTensors:
         return bool(self._holders)
 
     def of(self, index: int) -> list[str]:
-        """Those of a stage."""
+        """Return the tied parameters of a stage."""
         return [name for name in self._sizes[index] if name in self._holders]
 
     def groups(self) -> list[Sequence[int]]:
-        """Stages that have a parameter in common; each group once."""
+        """Return the groups of stages that share a parameter, each once."""
         return [list(group) for group in sorted(set(map(tuple, self._holders.values())))]
 
     def partners(self, index: int, trained: Collection[str]) -> list[int]:
-        """The other stages that have a parameter that trains in common with this one."""
+        """Return the other stages that share a trained parameter with this one."""
         names = self._holders.keys() & self._sizes[index].keys() & set(trained)
         return sorted({holder for name in names for holder in self._holders[name]} - {index})
 
     def places(self, index: int, trained: Collection[str]) -> dict[str, slice]:
-        """Where the tied ones are in the gradient of a stage, which is flat: what trains of it, in its order."""
+        """Locate the tied parameters in a stage's flat gradient, which has its trained parameters in its order."""
         found, begin = {}, 0
         for name in self.trainable(index, trained):
             end = begin + self._sizes[index][name]
@@ -344,28 +339,25 @@ class TiedTensors:
         return found
 
     def counted(self, index: int, trained: Collection[str]) -> list[slice]:
-        """The places of what counts in the norm of a stage's gradient: of what several hold, with the first of them."""
+        """Locate the parts of a stage's gradient that count in its norm: tied parameters count in their first stage."""
         foreign = [place for name, place in self.places(index, trained).items() if self._holders[name][0] != index]
         length = sum(self._sizes[index][name] for name in self.trainable(index, trained))
         bounds = [0, *(bound for place in foreign for bound in (place.start, place.stop)), length]
         return [slice(begin, end) for begin, end in zip(bounds[::2], bounds[1::2], strict=True) if begin < end]
 
     def trainable(self, index: int, trained: Collection[str]) -> list[str]:
-        """What trains of a stage, in its order."""
+        """Return the trained parameters of a stage, in its order."""
         return [name for name in self._sizes[index] if name in trained]
 
     def touched(self, index: int, trained: Collection[str], flags: Mapping[int, Sequence[bool]]) -> list[bool]:
-        """Which parameters got a gradient, in whatever stage.
+        """Tell for each trained parameter of a stage whether it got a gradient in any stage.
 
-        Args:
-            index: Of the stage whose parameters are meant.
-            trained: What trains.
-            flags: For this stage and its partners, over what trains of each, which got one there.
+        `flags` tells the same for this stage and its partners, each within that stage only.
         """
-        got = {
+        names = {
             name
             for holder, own in flags.items()
-            for name, flag in zip(self.trainable(holder, trained), own, strict=True)
-            if flag
+            for name, has_gradient in zip(self.trainable(holder, trained), own, strict=True)
+            if has_gradient
         }
-        return [name in got for name in self.trainable(index, trained)]
+        return [name in names for name in self.trainable(index, trained)]

@@ -1,4 +1,4 @@
-"""Copies of stages that are kept against the death of all their servers."""
+"""Messages about a stage's state: reading, writing and lending it, and snapshots, which outlive a stage's servers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from lightning_swarm.protocol.messages.wire import Count, ShortText, WireMessage
 
 @dataclass(frozen=True)
 class OrderedSnapshots:
-    """Which snapshots there are to be.
+    """The snapshots that servers were told to keep."""
 
-    Args:
-        version: The newest one's.
-        keep: The older one's, if there is one.
-        at_s: When the newest was ordered; `time.monotonic`.
-    """
-
-    version: int
-    keep: int | None
-    at_s: float
+    version: int  # of the newest
+    keep: int | None  # version of the older one, if there is one
+    at_s: float  # when the newest was ordered, by `time.monotonic`
 
 
 Path = Annotated[list[str | int], msgspec.Meta(min_length=1, max_length=64)]
@@ -32,36 +26,36 @@ Path = Annotated[list[str | int], msgspec.Meta(min_length=1, max_length=64)]
 
 
 class WriteRequest(WireMessage, frozen=True):
-    """Write one stage's state at a version."""
+    """The lead asks a server to write one stage's state at a version into a checkpoint's folder."""
 
     stage_index: Count
     step: int
     generation: Count
-    folder: str  # where the lead has it
-    optimizer: bool  # its state, too
+    folder: str  # as a path on the lead's machine
+    optimizer: bool  # also write the optimizer's state
     without: list[str]  # parameters and buffers that another stage writes
 
 
 class WrittenValue(WireMessage, frozen=True):
-    """Where a value is in a folder."""
+    """The place of one value in a checkpoint's folder."""
 
     path: Path
     file: Annotated[str, msgspec.Meta(max_length=100)]
-    offset: Count
+    offset: Count  # bytes
     num_bytes: Count
-    dtype: str | None  # None: it is no tensor
+    dtype: str | None  # None: the value is no tensor
     shape: list[Count]
 
 
 class WriteReply(WireMessage, frozen=True):
-    """What has been written."""
+    """A server tells the lead what it has written."""
 
-    here: bool  # False: the folder is not to be seen from here, and nothing was
+    here: bool  # False: the server cannot see the folder, and has written nothing
     written: list[WrittenValue]
 
 
 class StateRequest(WireMessage, frozen=True):
-    """Read one stage's state at a version."""
+    """A trainer asks a server for one stage's state at a version."""
 
     stage_index: int
     step: int
@@ -70,7 +64,7 @@ class StateRequest(WireMessage, frozen=True):
 
 
 class StageState(WireMessage, frozen=True):
-    """Goes with the tensors of a stage's state."""
+    """The head of a message with the tensors of a stage's state, from the lead to a server or from it to a trainer."""
 
     stage_index: int
     step: int
@@ -81,16 +75,16 @@ class StageState(WireMessage, frozen=True):
 
 
 class LentWeights(WireMessage, frozen=True):
-    """Goes with weights that evaluations may mean in place of a stage's own, which stay as they are."""
+    """A trainer lends a server weights that its evaluations use. The stage's own weights stay as they are."""
 
     stage_index: Count
     generation: Count
-    number: Annotated[int, msgspec.Meta(ge=1)]  # by which calls mean them
-    names: list[str]  # one a tensor, all of the stage; none: they are given back
+    number: Annotated[int, msgspec.Meta(ge=1)]  # by which the evaluation's calls refer to these weights
+    names: list[str]  # of all the stage's tensors, which come with the message; empty ends the loan
 
 
 class Snapshot(WireMessage, frozen=True):
-    """Goes with all tensors of a stage at one version: the weights, then the optimizer's state."""
+    """The head of a message with all tensors of a stage at one version: the weights, then the optimizer's state."""
 
     generation: Count
     stage_index: Count
@@ -98,19 +92,19 @@ class Snapshot(WireMessage, frozen=True):
     version_hash: int
     weights: list[str]  # names, one a tensor
     optimizer: list[str]  # names of parameters
-    structure: Any  # for each of them, the tree of its state
+    structure: Any  # for each of these parameters, the tree of its optimizer state
     selection: Selection | None  # what trains in the open step
 
 
 class SnapshotOrder(WireMessage, frozen=True):
-    """In a record: every server keeps a copy of its stages as they are after it."""
+    """A record orders every server to keep a copy of its stages, as they are after the record."""
 
-    keep: Count | None  # the version that is kept until this one is through; all others are dropped
-    keepers: list[PeerId | None]  # for each stage, who keeps it besides its own servers
+    keep: Count | None  # the version to keep until every stage of this one is safe; all others are dropped
+    keepers: list[PeerId | None]  # for each stage, the server that keeps it besides the stage's own servers
 
 
 class HeldSnapshot(WireMessage, frozen=True):
-    """One stage at one version."""
+    """A copy of one stage at one version that a server keeps."""
 
     stage_index: Count
     version: Count
@@ -118,23 +112,23 @@ class HeldSnapshot(WireMessage, frozen=True):
 
 
 class HeldSnapshots(WireMessage, frozen=True):
-    """All that a server keeps."""
+    """A server tells a peer that asks which snapshots it keeps."""
 
-    host: ShortText  # the machine, as far as it is known; servers of one machine may die together
+    host: ShortText  # the server's machine, if known; servers of one machine may die together
     snapshots: Annotated[list[HeldSnapshot], msgspec.Meta(max_length=4096)]
-    # Versions of the lead's loop; unset: none.
+    # Versions of the lead's loop state that it keeps; unset: none.
     loops: Annotated[list[Count], msgspec.Meta(max_length=16)] | msgspec.UnsetType = msgspec.UNSET
 
 
 class KeptLoop(WireMessage, frozen=True):
-    """Goes with the lead's loop as it was at one version, but for what the servers have: see `plain_values`."""
+    """The lead sends a server its loop's state to keep, without the parts that servers have: see `plain_values`."""
 
     generation: Count
     version: Count
 
 
 class SnapshotRequest(WireMessage, frozen=True):
-    """Read one of them."""
+    """The lead asks a server for one of its snapshots."""
 
     stage_index: Count
     version: Count

@@ -1,4 +1,4 @@
-"""How a step closes: ledgers, averages, the record, and the votes on it."""
+"""Messages by which a step closes: ledgers, averages, the record, and the votes on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_swarm.protocol.messages.wire import Addresses, Count, NotNegative
 
 
 class SettleRequest(WireMessage, frozen=True):
-    """Open(k), where the selection changed: every server settles it before the first grant."""
+    """The coordinator asks every server to adopt a new selection for a step, before the step's first lease."""
 
     generation: int
     step: int
@@ -24,34 +24,34 @@ class SettleRequest(WireMessage, frozen=True):
 
 
 class NamedReceipts(WireMessage, frozen=True):
-    """What the sum of one stage on one server shall hold."""
+    """The receipts that the sum of one stage on one server must hold."""
 
     stage_index: Count
     receipts: Receipts
 
 
 Batches = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
-"""By their first positions."""
+"""Batches by their first positions."""
 
 
 class FreezeRequest(WireMessage, frozen=True):
-    """Close(k), first part: add nothing more, and say what was added.
+    """The coordinator asks a server to add no more gradients to a step's sums, and to tell what they hold.
 
-    Where something is missing, or in two sums: with `named`. Then a sum that holds others begins anew, and what is
-    named may be added until the next request.
+    With `named`, because a microbatch is missing or in two sums: then a sum that holds any other receipt is begun anew,
+    and the named receipts may be added until the next request.
     """
 
     generation: int
     step: int
     attempt: int
-    round: Count = 0  # rises with each request of a step: what comes late is refused
+    round: Count = 0  # rises with each request of a step, so that a late one is refused
     named: list[NamedReceipts] | None = None  # for each stage of this server
-    struck: Batches | None = None  # the step takes others in their place: sums that hold any of them begin anew
-    joining: bool = False  # somebody may enter with the step's record: say hashes of stages with one replica, too
+    struck: Batches | None = None  # the step takes other batches instead; a sum that holds any of these is begun anew
+    joining: bool = False  # a server may join with the record: also send hashes of stages with a single replica
 
 
 class FenceRequest(WireMessage, frozen=True):
-    """Batches were struck: give up what is under way of them, and add nothing of them any more."""
+    """The coordinator tells a server to give up struck batches, and to add no gradient of them any more."""
 
     generation: Count
     step: Count
@@ -60,7 +60,7 @@ class FenceRequest(WireMessage, frozen=True):
 
 
 class ReceiptsRequest(WireMessage, frozen=True):
-    """Which of these microbatches are in your sums, and which may still come there?"""
+    """The coordinator asks a server which of these microbatches are in its sums, and which may still be added."""
 
     generation: Count
     step: Count
@@ -69,34 +69,34 @@ class ReceiptsRequest(WireMessage, frozen=True):
 
 
 class StageReceipts(WireMessage, frozen=True):
-    """For one stage: bitmaps over the receipts that were asked for."""
+    """The state of one stage's sum, as bitmaps over the receipts of the request."""
 
     stage_index: Count
     held: bytes
-    pending: bytes  # their backward is under way
+    pending: bytes  # their backward is being computed
 
 
 class ReceiptsReply(WireMessage, frozen=True):
-    """One entry for each stage that the server holds."""
+    """A server tells the coordinator which microbatches its sums hold, for each of its stages."""
 
     stages: list[StageReceipts]
 
 
 class StageLedger(WireMessage, frozen=True):
-    """A server's ledger of one stage."""
+    """A server's ledger of one stage: the receipts in its sum, and measurements of its work."""
 
     stage_index: int
     held: Receipts
-    touched: bytes  # bitmap over the stage's parameters: some counted microbatch gave it a gradient
-    version_hash: int | None  # of weights and optimizer state before the step; None: nobody else has them
-    samples_per_s: Positive | None = None  # forward and backward, as measured; None: not yet
-    queued: NotNegative = 0.0  # jobs that wait here, on the average
-    busy_share: NotNegative | None = None  # of the last steps' time, the part in which it computed; None: not known yet
-    tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of the weights that other stages hold, too
+    touched: bytes  # bitmap over the stage's parameters that a counted microbatch gave a gradient
+    version_hash: int | None  # of weights and optimizer state before the step; None: no other server has them
+    samples_per_s: Positive | None = None  # measured, forward and backward; None: not yet
+    queued: NotNegative = 0.0  # waiting jobs, on average
+    busy_share: NotNegative | None = None  # share of the last steps' time spent computing, 0..1; None: not known yet
+    tied: dict[str, int] | msgspec.UnsetType = msgspec.UNSET  # hashes of weights that other stages hold, too
 
 
 class FreezeReply(WireMessage, frozen=True):
-    """One ledger for each stage that the server holds."""
+    """A server sends the coordinator a ledger for each of its stages."""
 
     boot_id: int
     ledgers: list[StageLedger]
@@ -104,76 +104,77 @@ class FreezeReply(WireMessage, frozen=True):
 
 
 class Replay(WireMessage, frozen=True):
-    """A microbatch whose gradient is missing in some stages, and who shall add it there."""
+    """A microbatch whose gradient is missing in some stages, and the servers that must add it there."""
 
     receipt: Receipt
     holders: dict[Count, PeerId]  # by stage index
 
 
 class ReplayRequest(WireMessage, frozen=True):
-    """Close(k), where a sum was lost: its trainer sends microbatches again, from the copies that it kept."""
+    """The coordinator asks a trainer to send microbatches again, from its copies, because a sum was lost."""
 
     generation: Count
     step: Count
     attempt: Count
     work: list[Replay]
-    avoid: list[PeerId]  # they are gone
+    avoid: list[PeerId]  # servers that are gone
 
 
 class ReplayReply(WireMessage, frozen=True):
-    """What was neither lost nor has a holder among the unreached was added by its holders."""
+    """A trainer tells the coordinator which microbatches it could not replay; all others were added."""
 
-    lost: list[Receipt]  # nothing is kept of them here (any more), or no way leads to their holders
-    unreached: list[PeerId]  # holders that did not do it, as seen from here
+    lost: list[Receipt]  # the trainer has no copy of them (any more), or cannot reach their holders
+    unreached: list[PeerId]  # holders that did not add their microbatches, as far as the trainer knows
 
 
 class Closing(WireMessage, frozen=True):
-    """Close(k): what counts, for all alike. Who holds which microbatch is between each server and who coordinates.
+    """The coordinator tells all servers what counts in a step. It is the same for all.
 
-    The round says which sums are meant: no two closings of a step share one, whoever coordinates.
+    Which server holds which microbatch is only between each server and the coordinator. The round tells which sums are
+    meant: no two closings of a step share one, even under different coordinators.
     """
 
     generation: int
     step: int
     attempt: int
-    round: Count  # of the freeze that it follows
-    batches: list[Run]  # their places
+    round: Count  # of the freeze that this follows
+    batches: list[Run]  # places of the counted batches
     num_samples: Count
     total_weight: Positive
-    absent: list[PeerId]  # of the step's rosters, who takes no part in it any more
-    touched: list[bytes]  # for each stage, over its parameters: some counted microbatch gave it a gradient
-    gradient_scale: Positive = 1.0  # the sums are gradients times this; the mean is not
+    absent: list[PeerId]  # members of the step's rosters that take no part in it any more
+    touched: list[bytes]  # for each stage, a bitmap over the parameters that a counted microbatch gave a gradient
+    gradient_scale: Positive = 1.0  # the factor of the sums; the mean is without it
 
     def counts(self, first: int) -> bool:
-        """Whether the batch at this place counts."""
+        """Return whether the batch at this place counts."""
         return any(first in places for places in to_ranges(self.batches))
 
 
 class AverageRequest(WireMessage, frozen=True):
-    """Average the frozen sums of a round, if they hold what is named here, and nothing else."""
+    """The coordinator asks a server to average a round's frozen sums, if they hold exactly the named receipts."""
 
     closing: Closing
     named: list[NamedReceipts]  # for each stage of this server
-    late: bool = False  # the next step takes batches meanwhile
+    late: bool = False  # the next step already takes batches
 
 
 class PartNorm(WireMessage, frozen=True):
-    """The squared norm of the part of a stage's mean gradient that this server reduced."""
+    """The squared norm of the part of a stage's mean gradient that a server has reduced."""
 
     stage_index: int
     squared_norm: float
 
 
 class AverageReply(WireMessage, frozen=True):
-    """The server holds the mean gradients of all its stages; or says why not."""
+    """A server tells the coordinator that it holds the mean gradients of all its stages, or why it does not."""
 
     parts: list[PartNorm]
-    failure: str = ""  # the round failed here
-    unreached: list[PeerId] = msgspec.field(default_factory=list)  # as it does when one of these is gone
+    failure: str = ""  # why the round failed at this server
+    unreached: list[PeerId] = msgspec.field(default_factory=list)  # if one of these is gone, that explains the failure
 
 
 class Candidate(WireMessage, frozen=True):
-    """A server that wants to join a stage's roster, and where it is reached."""
+    """A server that wants to join a stage's roster, and its addresses."""
 
     member: Member
     stage_index: Count
@@ -181,83 +182,83 @@ class Candidate(WireMessage, frozen=True):
 
 
 class Departure(WireMessage, frozen=True):
-    """A server that the next rosters name no more: it is to join another stage."""
+    """A server that leaves a stage's roster in order to join another stage."""
 
     member: Member
     stage_index: Count
 
 
 class Vacancy(WireMessage, frozen=True):
-    """A server that the next roster of a stage names no more, for whatever reason."""
+    """A server that leaves a stage's roster, for whatever reason."""
 
     member: Member
     stage_index: Count
 
 
 class Record(WireMessage, frozen=True):
-    """The decided outcome of a step; ``v_{k+1} = f(v_k, record)``.
+    """The coordinator tells every peer the decided outcome of a step: ``v_{k+1} = f(v_k, record)``.
 
-    It says what changes of who is in the run, not who is: it goes to everyone.
+    It names only the changes of the run's members, for it goes to every peer.
     """
 
     closing: Closing
     outcome: Literal["apply", "skip"]
-    squared_norm: float  # of the mean gradient, over all stages, each part once
+    squared_norm: float  # of the mean gradient over all stages, each part once
     clip_factor: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    hyperparameters: list[dict[str, Any]]
-    selection: Selection | None  # of this step, if it is not that of the step before
+    hyperparameters: list[dict[str, Any]]  # one dict for each parameter group
+    selection: Selection | None  # of this step, if it differs from the step before
     left: list[Vacancy]
-    newcomers: list[Candidate]  # the rosters' new members, behind the others
-    next_voters: list[Member] | None  # None: as they are
-    departures: list[Departure]  # those of this roster that move
-    snapshot: SnapshotOrder | None  # of the version after it
+    newcomers: list[Candidate]  # new members of the rosters, behind the others
+    next_voters: list[Member] | None  # None: the same as before
+    departures: list[Departure]  # of the vacancies, the servers that move to another stage
+    snapshot: SnapshotOrder | None  # of the version after this record
     enlisted: SomeTrainers  # new trainers, behind the others
-    retired: SomeTrainers  # who trains no more
-    position: BatchNumber | None = None  # the first batch of the next step; None: trainers bring what they like
+    retired: SomeTrainers  # trainers that leave
+    position: BatchNumber | None = None  # the first batch of the next step; None: trainers share no order
 
     @property
     def step(self) -> int:
-        """The step that it decides; the weights after it have version ``step + 1``."""
+        """The step that the record decides. The weights after it have version ``step + 1``."""
         return self.closing.step
 
 
 class Accepted(WireMessage, frozen=True):
-    """What a voter accepted last for a slot."""
+    """The record that a voter accepted last for a step, and the term of its proposal."""
 
     term: Term
     record: Record
 
 
 class Prepare(WireMessage, frozen=True):
-    """Ask a voter to accept nothing of a lower term any more, and what it has accepted for a step."""
+    """A server that would coordinate asks a voter to accept nothing of lower terms, and what it has accepted."""
 
     term: Term
-    boot_id: int  # of the voter that is meant
+    boot_id: int  # of the voter, for a restarted one has forgotten its votes
     generation: Count
     step: Count
     fence: bool = False  # also note that nothing of a lower term will be finished, from this step on
 
 
 class Promise(WireMessage, frozen=True):
-    """A voter's answer; `term` is the highest it knows."""
+    """A voter answers `Prepare`."""
 
     promised: bool
-    term: Term
+    term: Term  # the highest that the voter knows
     accepted: Accepted | None = None
-    fence: Term = (0, "", 0)  # what it accepted of lower terms is dead
-    behind: bool = False  # a later step was proposed for: this one was decided
+    fence: Term = (0, "", 0)  # records of lower terms that this voter accepted will not be finished
+    behind: bool = False  # the voter has had a proposal for a later step, so this step was decided
 
 
 class Proposal(WireMessage, frozen=True):
-    """Ask a voter to accept a record under a term."""
+    """The coordinator asks a voter to accept a record under its term."""
 
     term: Term
-    boot_id: int  # of the voter that is meant
+    boot_id: int  # of the voter, as in `Prepare`
     record: Record
 
 
 class Vote(WireMessage, frozen=True):
-    """A voter's answer; `term` is the highest it knows."""
+    """A voter answers `Proposal`."""
 
     accepted: bool
-    term: Term
+    term: Term  # the highest that the voter knows

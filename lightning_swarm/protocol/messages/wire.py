@@ -1,4 +1,4 @@
-"""How records travel: frozen msgspec structs.
+"""The encoding of control messages as frozen msgspec structs.
 
 Decoding checks every field's type, an unknown or missing field is a `ProtocolError`, and nothing is ever unpickled.
 """
@@ -36,16 +36,12 @@ _T = TypeVar("_T")
 
 
 def encode(record: WireMessage) -> bytes:
-    """The record as bytes."""
+    """Encode a message."""
     return msgspec.msgpack.encode(record)
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
-    """The record that `body` holds.
-
-    Raises:
-        ProtocolError: `body` is no `kind`.
-    """
+    """Decode a message of the given class, or raise `ProtocolError`."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -53,7 +49,7 @@ def decode(body: bytes, kind: type[_T]) -> _T:
 
 
 def to_bitmap(bits: Iterable[bool]) -> bytes:
-    """Eight flags a byte, the first one in the lowest bit."""
+    """Pack flags, eight a byte, the first one in the lowest bit."""
     flags = list(bits)
     packed = bytearray((len(flags) + 7) // 8)
     for i, flag in enumerate(flags):
@@ -63,16 +59,12 @@ def to_bitmap(bits: Iterable[bool]) -> bytes:
 
 
 def from_bitmap(packed: bytes, length: int) -> list[bool]:
-    """The first `length` flags.
-
-    Raises:
-        ProtocolError: `packed` has another length.
-    """
+    """Unpack `length` flags; refuse a bitmap of another length."""
     if len(packed) != (length + 7) // 8:
         raise ProtocolError(f"a bitmap of {length} flags must have {(length + 7) // 8} bytes, got {len(packed)}")
     return [bool(packed[i // 8] >> (i % 8) & 1) for i in range(length)]
 
 
 def union(bitmaps: Iterable[bytes]) -> bytes:
-    """The flags that any of these bitmaps has; they are of equal length."""
+    """Return the flags that any of these bitmaps has. They must have equal lengths."""
     return bytes(reduce(or_, values) for values in zip(*bitmaps, strict=True))

@@ -12,8 +12,8 @@ B, C = PeerId("b"), PeerId("c")
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/a"
 
 
-def keep(vigil: OutageWait, now_s: float, gone: dict[PeerId, SwarmError] | None = None) -> None:
-    vigil.keep(1, gone or {B: Unreachable("it is silent")}, step=7, address=ADDRESS, now_s=now_s)
+def keep(wait: OutageWait, now_s: float, gone: dict[PeerId, SwarmError] | None = None) -> None:
+    wait.keep(1, gone or {B: Unreachable("it is silent")}, step=7, address=ADDRESS, now_s=now_s)
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -22,39 +22,40 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_one_line_a_minute_says_what_is_missing_and_how_to_join(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
-    vigil = OutageWait(events, stage_timeout=3600.0)
+    wait = OutageWait(events, stage_timeout=3600.0)
     for now_s in range(0, 300, 5):
-        keep(vigil, float(now_s))
+        keep(wait, float(now_s))
     assert len(lines(caplog)) == 5
     assert lines(caplog)[2] == (
-        "Step 7 waits for stage 1: nobody of it is there. b was lost last, 120 s ago (it is silent). The run goes on "
-        f"as soon as one of b answers; others join with `lightning-swarm join {ADDRESS}`. It is given up in 3480 s."
+        "Step 7 waits for stage 1: none of its servers answers. b was lost last, 120 s ago (it is silent). The run "
+        f"goes on as soon as one of b answers, or another server joins with `lightning-swarm join {ADDRESS}`. "
+        "Otherwise it ends in 3480 s."
     )
     assert [(event.kind, event.stage, event.step) for event in events.newest] == [("pause", 1, 7)]
 
 
 def test_it_names_who_was_there_last(caplog: pytest.LogCaptureFixture) -> None:
-    vigil = OutageWait(EventLog(), stage_timeout=3600.0)
-    keep(vigil, 0.0)
-    keep(vigil, 61.0, {B: Unreachable("it is silent"), C: Unreachable("it went")})
+    wait = OutageWait(EventLog(), stage_timeout=3600.0)
+    keep(wait, 0.0)
+    keep(wait, 61.0, {B: Unreachable("it is silent"), C: Unreachable("it went")})
     assert "c was lost last, 0 s ago (it went)" in lines(caplog)[-1]
     assert "one of b, c answers" in lines(caplog)[-1]
 
 
 def test_when_somebody_is_back_the_next_time_is_another_one(caplog: pytest.LogCaptureFixture) -> None:
     events = EventLog()
-    vigil = OutageWait(events, stage_timeout=100.0)
-    keep(vigil, 0.0)
-    vigil.stage_found(step=7)
-    vigil.stage_found(step=8)
-    keep(vigil, 150.0)
+    wait = OutageWait(events, stage_timeout=100.0)
+    keep(wait, 0.0)
+    wait.stage_found(step=7)
+    wait.stage_found(step=8)
+    keep(wait, 150.0)
     assert events.counts == {"pause": 2, "resume": 1}
-    assert "It is given up in 100 s." in lines(caplog)[-1]
+    assert "Otherwise it ends in 100 s." in lines(caplog)[-1]
 
 
 def test_it_ends() -> None:
-    vigil = OutageWait(EventLog(), stage_timeout=100.0)
-    keep(vigil, 0.0)
-    keep(vigil, 99.0)
+    wait = OutageWait(EventLog(), stage_timeout=100.0)
+    keep(wait, 0.0)
+    keep(wait, 99.0)
     with pytest.raises(StageLost, match=r"`Limits.stage_timeout` = 100 s; b was lost last: it is silent"):
-        keep(vigil, 100.0)
+        keep(wait, 100.0)
