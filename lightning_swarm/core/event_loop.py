@@ -133,7 +133,7 @@ class _InterruptibleRuntime(Runtime):
 
 
 class UntilRunEnds(_InterruptibleRuntime):
-    """The runtime of a trainer in a run that another peer leads: waiting for anything ends when the run does."""
+    """The runtime of a trainer: waiting for anything ends when the run ends without it, or rolls back."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class UntilRunEnds(_InterruptibleRuntime):
     ) -> None:
         super().__init__(runtime)
         self._over = over  # set when the run has ended
-        self._back = back  # set when the run rolls back
+        self._back = back  # set when the run rolls back to an earlier step
         self._end = end  # makes the error to raise at the end
         self._deaf = deaf  # whether no message can reach this peer any more
         # Other peers that leave may be noticed before the end is announced: seconds to wait for the announcement.

@@ -157,7 +157,7 @@ _decoder = msgspec.msgpack.Decoder(_Control)
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedHeader:
     """The fixed header of a message."""
 
     kind: Kind
@@ -268,7 +268,7 @@ async def read_head(reader: Reader) -> Head:
         ProtocolError: The message is malformed, and the rest of the stream is meaningless.
         asyncio.IncompleteReadError: The stream ended; with ``partial == b""`` if it ended between messages.
     """
-    fixed = _parse_fixed(await reader.readexactly(HEADER_BYTES))
+    fixed = _parse_fixed_header(await reader.readexactly(HEADER_BYTES))
     return _parse_control(fixed, await reader.readexactly(fixed.control_bytes))
 
 
@@ -331,9 +331,9 @@ def check_outgoing(method: str, message: Message) -> None:
         check_tensor(tensor)
 
 
-def parse_small(data: bytes | bytearray) -> Fixed:
+def parse_small(data: bytes | bytearray) -> FixedHeader:
     """Read the fixed header that `data` begins with; refuse more than `SMALL_BYTES` of tensors."""
-    fixed = _parse_fixed(bytes(data[:HEADER_BYTES]))
+    fixed = _parse_fixed_header(bytes(data[:HEADER_BYTES]))
     if fixed.payload_bytes > SMALL_BYTES:
         raise ProtocolError(
             f"At most {SMALL_BYTES} bytes of tensors travel beside calls, this message has {fixed.payload_bytes}."
@@ -341,7 +341,7 @@ def parse_small(data: bytes | bytearray) -> Fixed:
     return fixed
 
 
-def _parse_fixed(data: bytes) -> Fixed:
+def _parse_fixed_header(data: bytes) -> FixedHeader:
     magic, version, kind, reserved, exchange_id, control_bytes, payload_bytes, checksum = _FIXED.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError("This is no message of lightning_swarm.")
@@ -357,10 +357,10 @@ def _parse_fixed(data: bytes) -> Fixed:
         raise ProtocolError(
             f"A message describes itself in {control_bytes} bytes, at most {_MAX_CONTROL_BYTES} are taken."
         )
-    return Fixed(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum)
+    return FixedHeader(Kind(kind), exchange_id, control_bytes, payload_bytes, checksum)
 
 
-def _parse_control(fixed: Fixed, data: bytes) -> Head:
+def _parse_control(fixed: FixedHeader, data: bytes) -> Head:
     if crc32(data) != fixed.control_checksum:
         raise Damaged("The control part of a message is damaged.")
     try:

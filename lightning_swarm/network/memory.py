@@ -53,7 +53,7 @@ class MemoryNetwork:
         self._tap: WireTap | None = None
         self.silence_s = silence_s
         self._latency_s = latency_s
-        self._lines = lines
+        self._links = lines
         self._cuts: dict[frozenset[PeerId], asyncio.Event] = {}
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._frozen: dict[PeerId, asyncio.Event] = {}
@@ -124,7 +124,7 @@ class MemoryNetwork:
 
     async def depart(self, sender: PeerId, receiver: PeerId) -> None:
         """Wait for the latency between two peers."""
-        lines = [self._lines[peer] for peer in {sender, receiver} & self._lines.keys()]
+        lines = [self._links[peer] for peer in {sender, receiver} & self._links.keys()]
         await asyncio.sleep(self._latency_s + sum(line.latency_s for line in lines))
 
     async def carry(self, sender: PeerId, receiver: PeerId, buffer: Buffer) -> Buffer:
@@ -134,7 +134,7 @@ class MemoryNetwork:
         """
         while obstacle := self._obstacle(sender, receiver):
             await obstacle.wait()
-        one, other = self._lines.get(sender), self._lines.get(receiver)
+        one, other = self._links.get(sender), self._links.get(receiver)
         if sender != receiver and not (one is None and other is None):
             await cross(one, other, len(buffer))
         for peer in (sender, receiver):

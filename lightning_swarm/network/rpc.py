@@ -108,7 +108,7 @@ async def ask(
             head.check_size(max_bytes)
             answer = Message(head.body, await read_tensors(channel, head))
         except (OSError, EOFError) as error:
-            raise Unreachable(f"The connection broke during `{method}`: {_say(error)}.") from error
+            raise Unreachable(f"The connection broke during `{method}`: {_text_of(error)}.") from error
         # A server answers after it has read everything, so the request has gone out, even if the task has not ended.
         return answer, sending.done() and not sending.cancelled() and sending.exception() is None
 
@@ -207,7 +207,7 @@ async def _while_connected(channel: Channel, working: Coroutine[Any, Any, _T]) -
         return work.result()
 
 
-def _say(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 

@@ -273,7 +273,7 @@ class BaseTransport(Transport):
         return task
 
     @contextmanager
-    def _owning(self) -> Iterator[None]:
+    def _ended_by_close(self) -> Iterator[None]:
         """Make `close` end the running task."""
         task = asyncio.current_task()
         assert task is not None

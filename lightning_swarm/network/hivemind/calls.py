@@ -14,7 +14,7 @@ from lightning_swarm.core.tasks import ended
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.framing import (
     HEADER_BYTES,
-    Fixed,
+    FixedHeader,
     Kind,
     encode_cancel,
     encode_error,
@@ -177,14 +177,14 @@ class _IncomingMessages:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._data = bytearray()
-        self._head: Fixed | None = None  # of the message that `_data` begins with, once its header is here
+        self._head: FixedHeader | None = None  # of the message that `_data` begins with, once its header is here
 
     @property
     def is_partial(self) -> bool:
         """Return whether a part of a message has come."""
         return bool(self._data)
 
-    async def next(self, idle_timeout: float) -> tuple[Fixed, bytes]:
+    async def next(self, idle_timeout: float) -> tuple[FixedHeader, bytes]:
         """Read the next message.
 
         Raises:
@@ -200,7 +200,7 @@ class _IncomingMessages:
             self._data += data
         return message
 
-    def _split(self) -> tuple[Fixed, bytes] | None:
+    def _split(self) -> tuple[FixedHeader, bytes] | None:
         """Take a message off the bytes that have come, if it is complete."""
         if self._head is None and len(self._data) >= HEADER_BYTES:
             self._head = parse_small(self._data)
@@ -245,7 +245,7 @@ class _Answers:
         self._spawn = spawn
         self.tasks: dict[int, asyncio.Task[None]] = {}  # by exchange id
 
-    async def accept(self, head: Fixed, request: bytes) -> None:
+    async def accept(self, head: FixedHeader, request: bytes) -> None:
         """Start to answer a call, or cancel one."""
         exchange_id = head.exchange_id
         if head.kind is Kind.CANCEL:

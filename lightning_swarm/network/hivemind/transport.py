@@ -162,7 +162,7 @@ class HivemindTransport(BaseTransport):
         stream = Stream(reader, writer)
         try:
             if not self._closed:
-                with self._owning():
+                with self._ended_by_close():
                     await self._answer(protocol, caller, stream)
         except asyncio.CancelledError:
             # asyncio's stream server would log the cancellation of a task that it started as a failure.
