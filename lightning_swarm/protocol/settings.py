@@ -96,18 +96,18 @@ SET_BY_EACH_LEAD: Final = ("target_batch_size", "delay_optimizer_step", "determi
 
 
 class RunSettings(WireMessage, frozen=True):
-    """The settings that all peers of a run share. A field is an argument of `SwarmStrategy`, under the same name.
+    """The settings that all peers of a run share. Each field is an argument of `SwarmStrategy` with the same name.
 
-    Raises:
-        ConfigError: A value is out of range. When a message is decoded, this becomes a `ProtocolError`.
+    A new setting needs a field here, with its check, that argument, and its place in the documentation. A `ConfigError`
+    about a value out of range becomes a `ProtocolError` when a message is decoded.
     """
 
     target_batch_size: NumSamples | None = None  # samples of one optimizer step; None: the lead closes each step
     microbatch_size: NumSamples | None = None  # samples routed at once; None: as large as keeps the stages busy
     delay_optimizer_step: bool = False  # each step but the first computes on the weights before the newest record's
-    deterministic: bool = False  # gradients add up to the same bits whoever adds up which of them
+    deterministic: bool = False  # gradients add up to the same bits, whichever server adds up which of them
     rebalancing: Rebalancing = "none"
-    rebalance_interval: Positive = 300.0  # seconds between two decisions on who moves, at the latest
+    rebalance_interval: Positive = 300.0  # seconds between two decisions on moves, at the latest
     compression: Compression = NO_COMPRESSION
 
     def first_difference(self, other: RunSettings, names: tuple[str, ...]) -> str | None:
