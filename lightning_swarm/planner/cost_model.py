@@ -6,8 +6,15 @@ from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 from lightning_swarm.core.limits import Limits
-from lightning_swarm.model.partition.policy import balanced
-from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, StageProfile, TransferSize, travelling
+from lightning_swarm.model.partition.policy import balanced_ranges
+from lightning_swarm.planner.records import (
+    BlockProfile,
+    Machine,
+    ModelProfile,
+    StageProfile,
+    TransferSize,
+    encoded_size,
+)
 
 Ends: TypeAlias = Literal["stages", "trainer"]
 """Place of embeddings and head: in the first and the last stage (which computes the loss, too), or around all."""
@@ -96,7 +103,7 @@ ADAM: Final = 2
 def stage_profiles(model: ModelProfile, num_stages: int) -> tuple[StageProfile, ...]:
     """Partition a model so that its slowest stage has as little to compute as can be, and count each stage."""
     # Blocks that compute nothing, embeddings, go with their neighbours.
-    ranges = balanced([max(1, round(block.flop / 1e6)) for block in model.blocks], num_stages)
+    ranges = balanced_ranges([max(1, round(block.flop / 1e6)) for block in model.blocks], num_stages)
     return tuple(_stage_profile(model, indices) for indices in ranges)
 
 
@@ -130,7 +137,7 @@ def _crossing(model: ModelProfile, index: int) -> tuple[TransferSize, TransferSi
     if 0 <= index < len(model.blocks) - 1:
         num_bytes /= model.wire.boundary_ratio
     forward, backward = model.wire.activations, model.wire.gradients
-    return travelling(num_bytes, number_bytes, forward), travelling(num_bytes, number_bytes, backward)
+    return encoded_size(num_bytes, number_bytes, forward), encoded_size(num_bytes, number_bytes, backward)
 
 
 def sum_bytes(model: ModelProfile) -> int:

@@ -97,7 +97,7 @@ def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, Sam
     missing = [str(index) for index in range(num_stages) if index not in known]
     if missing or not num_stages:
         raise SwarmError(
-            f"too little is measured yet: nobody who answers has computed a microbatch of stage {', '.join(missing)} "
+            f"too little is measured yet: no peer that answers has computed a microbatch of stage {', '.join(missing)} "
             "with a gradient. Try again in a while."
         )
     return [known[index] for index in range(num_stages)]

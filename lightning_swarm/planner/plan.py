@@ -22,7 +22,7 @@ from lightning_swarm.planner.records import (
     StageProfile,
     Times,
     TransferSize,
-    travelling,
+    encoded_size,
 )
 from lightning_swarm.planner.timeline import (
     GOODPUT,
@@ -151,7 +151,7 @@ class Predictor:
             fill_s=num_batches * (forward.fill_s + backward.fill_s),
             around_s=num_batches * size * swarm.model.around.flop / swarm.starter.flop_per_s,
             averaging_s=self._averaging_s,
-            closing_s=STEP_S + 2 * STEP_TRIPS * max(one.latency_s for one in swarm.machines),
+            closing_s=STEP_S + 2 * STEP_TRIPS * max(machine.latency_s for machine in swarm.machines),
         )
 
     def _both_ways(self, setting: Setting) -> tuple[PipelinePass, PipelinePass]:
@@ -164,8 +164,8 @@ class Predictor:
         """Predict the swarm's speed, traffic and memory with a setting of this number of stages."""
         swarm, times, size = self._swarm, self.times(setting), setting.target_batch_size
         sent = sent_bytes(swarm, size)
-        slowest = max((one.slowest for one in self._both_ways(setting)), key=lambda one: one.seconds)
-        flop_per_s = sum(one.flop_per_s for one in self._machines)
+        slowest = max((one_way.slowest for one_way in self._both_ways(setting)), key=lambda time: time.seconds)
+        flop_per_s = sum(machine.flop_per_s for machine in self._machines)
         return Prediction(
             setting=setting,
             samples_per_s=size / times.step_s,
@@ -176,9 +176,9 @@ class Predictor:
             stages=tuple(tuple(swarm.machines[n].name for n in numbers) for numbers in swarm.held),
             left_out=self._left_out,
             spared=self._spared,
-            boundary_bytes=tuple(round(one.output_bytes * setting.microbatch_size) for one in swarm.stages[:-1]),
+            boundary_bytes=tuple(round(stage.output_bytes * setting.microbatch_size) for stage in swarm.stages[:-1]),
             boundary_gradient_bytes=tuple(
-                round(one.output_gradient_bytes * setting.microbatch_size) for one in swarm.stages[:-1]
+                round(stage.output_gradient_bytes * setting.microbatch_size) for stage in swarm.stages[:-1]
             ),
             step_bytes=_by_name(swarm, sent),
             sent_bytes_per_s=sum(sent) / times.step_s + _snapshot_bytes_per_s(swarm),
@@ -235,7 +235,7 @@ def _averaged(swarm: Swarm, index: int) -> TransferSize:
     """Size one machine's part of an all-reduce: reduce-scatter of the sums, then all-gather of the mean."""
     num_machines, number_bytes = len(swarm.held[index]), sum_bytes(swarm.model)
     numbers = 2.0 * (num_machines - 1) / num_machines * swarm.stages[index].parameters
-    return travelling(numbers * number_bytes, number_bytes, swarm.model.wire.averaging)
+    return encoded_size(numbers * number_bytes, number_bytes, swarm.model.wire.averaging)
 
 
 def _averaging_s(swarm: Swarm) -> float:

@@ -45,7 +45,7 @@ class TransferSize:
     coding_s: float  # seconds of a core for writing and reading it, half of them at either end
 
 
-def travelling(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
+def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
     """Size a sample's tensor as it travels; `number_bytes` of 0: it holds no numbers that a codec takes."""
     if code is None or not number_bytes:
         return TransferSize(num_bytes, 0.0)

@@ -111,7 +111,7 @@ class Swarm:
 
     @cached_property
     def kinds(self) -> list[list[list[int]]]:
-        """By stage, its machines in groups of equal ones. The starter is a group of its own."""
+        """The machines of each stage, in groups of equal ones. The starter is a group of its own."""
         found: list[list[list[int]]] = []
         for numbers in self.held:
             kinds: dict[tuple[int, bool], list[int]] = {}
@@ -155,7 +155,7 @@ class Swarm:
 
 
 def trainer_bytes(swarm: Swarm, direction: int) -> tuple[float, float]:
-    """What the trainer receives and sends over its line for a sample, without what its own machine's server has."""
+    """Bytes that the trainer receives and sends for a sample, without those of the server on its own machine."""
     first, last = swarm.stages[0], swarm.stages[-1]
     elsewhere = 1.0 - swarm.share(len(swarm.stages) - 1, 0, direction)
     to_first = 1.0 if len(swarm.stages) > 1 else elsewhere

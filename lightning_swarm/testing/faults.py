@@ -121,7 +121,7 @@ class MessagePoint:
     microbatch: int | None = None
 
 
-def read_passing(
+def read_message(
     caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None = None
 ) -> MessagePoint:
     """Tell a message's phases, peers and place from the control bodies of its request and, if known, its answer."""

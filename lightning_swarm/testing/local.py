@@ -300,7 +300,7 @@ def _poison(module: LightningModule) -> None:
                 parameter.fill_(float("nan"))
 
 
-_QUIET: Final[dict[str, Any]] = {
+QUIET: Final[dict[str, Any]] = {
     "accelerator": "cpu",
     "logger": False,
     "enable_checkpointing": False,
@@ -333,7 +333,7 @@ class LocalSwarm:
         """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
         strategy = InMemoryStrategy(faults=self.faults, **self._settings)
         self.strategies.append(strategy)
-        return Trainer(**{**_QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
+        return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
 
 
 MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]

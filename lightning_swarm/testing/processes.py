@@ -19,7 +19,7 @@ from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.strategy import SwarmStrategy
-from lightning_swarm.testing.faults import Fault, FaultPlan, MessagePoint, Side
+from lightning_swarm.testing.faults import Fault, FaultPlan, MessagePoint
 from lightning_swarm.testing.sabotage import Saboteur
 
 
@@ -38,27 +38,6 @@ class _OwnProcess:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class _ProcessSaboteur(Saboteur):
-    """A saboteur that knows its own process by the name that it has in the plan."""
-
-    def __init__(self, plan: FaultPlan, name: str, own_id: PeerId, fired: Path) -> None:
-        super().__init__(plan, _OwnProcess(), struck=self._write)
-        self._names = {own_id: PeerId(name)}
-        self._fired = fired
-
-    @override
-    def _read(
-        self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
-    ) -> MessagePoint:
-        names = self._names
-        caller, peer = names.get(caller, caller), names.get(peer, peer)
-        return super()._read(caller, peer, method, request, side=side, answer=answer)
-
-    def _write(self, fault: Fault, _: MessagePoint) -> None:
-        with self._fired.open("a") as file:
-            print(fault, file=file)
-
-
 def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: Path) -> None:
     """Carry out those faults of a swarm's plan that strike this process, which the plan calls `name`.
 
@@ -74,10 +53,15 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
                 f"in real processes a peer is struck by itself, in its own phase: kill, freeze, delay, drop and "
                 f"duplicate with a name, got {fault}. Use the in-memory network for the others."
             )
+
+    def write(fault: Fault, _: MessagePoint) -> None:
+        with fired.open("a") as file:
+            print(fault, file=file)
+
     own_plan = FaultPlan()
     own_plan.faults = [fault for fault in plan.faults if fault.peer == name]
     assert isinstance(transport, BaseTransport)
-    transport.tap = _ProcessSaboteur(own_plan, name, transport.peer_id, fired)
+    transport.tap = Saboteur(own_plan, _OwnProcess(), struck=write, names={transport.peer_id: PeerId(name)})
 
 
 class FaultySwarmStrategy(SwarmStrategy):

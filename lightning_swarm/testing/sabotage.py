@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from lightning_swarm.core.errors import Unreachable
@@ -14,7 +15,7 @@ from lightning_swarm.network import Message, PeerId
 from lightning_swarm.network.framing import Head
 from lightning_swarm.network.memory import MemoryNetwork
 from lightning_swarm.network.rpc import Responder
-from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, MessagePoint, Side, read_passing
+from lightning_swarm.testing.faults import Fault, FaultPlan, Kind, MessagePoint, Side, read_message
 
 _log = logging.getLogger(__name__)
 
@@ -39,11 +40,17 @@ class Saboteur:
     """Taps exchanges and has a plan's faults happen to them. See `Tap`."""
 
     def __init__(
-        self, plan: FaultPlan, victims: Victims, *, struck: Callable[[Fault, MessagePoint], None] = lambda *_: None
+        self,
+        plan: FaultPlan,
+        victims: Victims,
+        *,
+        struck: Callable[[Fault, MessagePoint], None] = lambda *_: None,  # called before a fault strikes
+        names: Mapping[PeerId, PeerId] = MappingProxyType({}),  # of peers in the plan, if not their ids
     ) -> None:
         self._plan = plan
         self._victims = victims
-        self._struck = struck  # called before a fault strikes
+        self._struck = struck
+        self._names = names
         self._duplicates: set[asyncio.Task[Message]] = set()
 
     def answer(self, caller: PeerId, peer: PeerId, head: Head, respond: Responder) -> Responder:
@@ -79,7 +86,8 @@ class Saboteur:
     def _read(
         self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
     ) -> MessagePoint:
-        return read_passing(caller, peer, method, request, side=side, answer=answer)
+        caller, peer = self._names.get(caller, caller), self._names.get(peer, peer)
+        return read_message(caller, peer, method, request, side=side, answer=answer)
 
     async def _strike(self, message: MessagePoint, *, has_come: bool = False) -> list[Fault]:
         """Carry out what is planned for a message, and return the faults that deliver its request again.

@@ -1,4 +1,4 @@
-"""What cannot be cut into stages, or not trained in them."""
+"""Refuses models that cannot be partitioned into stages, or not be trained in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _computing: ContextVar[bool] = ContextVar("_computing", default=False)
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Here a stage computes, so its blocks may be called."""
+    """Mark that a stage computes inside, so its blocks may be called."""
     token = _computing.set(True)
     try:
         yield
@@ -34,16 +34,14 @@ def computing() -> Iterator[None]:
 
 
 def is_computing() -> bool:
-    """Whether a stage computes here."""
+    """Return whether a stage computes in this context."""
     return _computing.get()
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse every call of the blocks' parts with parameters outside of `computing`, until the handles are removed.
+    """Refuse calls of the blocks' parts with parameters outside of `computing`, until the handles are removed.
 
-    Args:
-        blocks: Of the pipeline.
-        callable_blocks: The blocks themselves may be called: something else stands in for their forward.
+    With `callable_blocks` the blocks themselves may be called: something else stands in for their forward.
     """
     blocks = list(blocks)
     parts = {
@@ -59,7 +57,7 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 
 def _refuse(part: nn.Module, _inputs: Any) -> None:
-    # Traced into a compiled stage, it would break the graph; what is compiled is looked at from outside.
+    # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
     if not torch.compiler.is_compiling() and not _computing.get():
         raise ConfigError(
             "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
@@ -81,14 +79,14 @@ def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
 
 
 def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
-    """Refuse layers that cannot be trained in stages: those of blocks, and all others."""
+    """Refuse layers, in blocks and outside, that cannot be trained in stages."""
     for check in (check_initialised, _refuse_sparse, _refuse_complex):
         check([*inside, *outside])
     _refuse_foreign_statistics(inside)
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:
-    """Refuse tensors of blocks that the model does not know. `registered`: the ids of those that it does."""
+    """Refuse tensors of blocks that are not among the model's own, whose ids are `registered`."""
     unknown = [
         f"{key} of block {name!r}"
         for name, block in zip(blocks.names, blocks.modules, strict=True)
@@ -104,7 +102,10 @@ def check_registered(blocks: Blocks, registered: set[int]) -> None:
 
 
 def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
-    """Stages take the same step only with the same bits: gradients are added up as the widest parameter has them."""
+    """Refuse tied parameters between stages with and without float64 ones.
+
+    Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
+    """
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]
     mixed = [
@@ -121,7 +122,7 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
 
 
 def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
-    """Refuse parameters that are in blocks and outside of them. `held`: of each stage, their ids."""
+    """Refuse parameters that are in blocks and outside of them; `held` are the ids of each stage's parameters."""
     shared = [
         f"{name}.{key}" if name else key
         for name, module in outside
@@ -172,7 +173,7 @@ def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
 
 
 def check_statistics(runs: Sequence[Run]) -> None:
-    """Refuse batch norms that several stages hold."""
+    """Refuse batch norms that are in several stages."""
     held = [{id(m) for _, block in run for m in block.modules() if isinstance(m, _BatchNorm)} for run in runs]
     num_shared = sum(map(len, held)) - len(set[int]().union(*held))
     if num_shared:
@@ -183,7 +184,7 @@ def check_statistics(runs: Sequence[Run]) -> None:
 
 
 def check_initialised(modules: Iterable[Named]) -> None:
-    """Refuse layers that do not know their shapes."""
+    """Refuse lazy layers that do not know their shapes."""
     lazy = [
         f"{name} ({type(m).__name__})"
         for name, m in modules

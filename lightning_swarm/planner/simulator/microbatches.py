@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_swarm.core.limits import Limits
@@ -26,6 +26,7 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import SimulatedLink
 from lightning_swarm.planner.simulator.fluid import Change, Scenario, Span, best_of
 from lightning_swarm.testing import InMemoryStrategy
+from lightning_swarm.testing.local import QUIET
 
 _FLOAT_BYTES = 4
 
@@ -68,23 +69,9 @@ class Simulated(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-4)
 
 
-class Ones(Dataset[Tensor]):
-    """A data set of ones, of shape ``[1]``."""
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    @override
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.ones(1)
-
-
 def batches(batch_size: int) -> DataLoader[Tensor]:
     """Make the training data of `Simulated`: epochs of 64 batches."""
-    return DataLoader(Ones(64 * batch_size), batch_size=batch_size)
+    return DataLoader(torch.ones(64 * batch_size, 1), batch_size=batch_size)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -126,17 +113,7 @@ def simulate(scenario: Scenario, work: Work, *, seed: int = 0) -> list[Span]:
     events = _ScenarioEvents(strategy, scenario, work)
     with _quiet(), isolate_rng():
         torch.manual_seed(seed)  # the seed is in the run's manifest: so messages are equally long every time
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=len(first) + 1,
-            strategy=strategy,
-            max_epochs=-1,
-            callbacks=[events],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = L.Trainer(**QUIET, devices=len(first) + 1, strategy=strategy, max_epochs=-1, callbacks=[events])
         trainer.fit(
             Simulated(scenario.num_stages, work.boundary_bytes, work.stage_bytes), batches(work.per_step * work.size)
         )
