@@ -159,7 +159,7 @@ class _Project(nn.Module):
         self.norm_out = nn.LayerNorm(width, **_NEW)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.norm_out(self.linear(self.norm(_checked(hidden, self.norm))))  # type: ignore[no-any-return]
+        return self.norm_out(self.linear(self.norm(_checked_hidden(hidden, self.norm))))  # type: ignore[no-any-return]
 
 
 class _Pool(nn.Module):
@@ -170,7 +170,7 @@ class _Pool(nn.Module):
         self._ratio = features // width
 
     def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.norm(_checked(hidden, self.norm))
+        normed = self.norm(_checked_hidden(hidden, self.norm))
         pooled = reduce(normed, "... (width ratio) -> ... width", "max", ratio=self._ratio)
         return self.norm_out(pooled)  # type: ignore[no-any-return]
 
@@ -195,7 +195,7 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def _checked(hidden: object, norm: nn.LayerNorm) -> Tensor:
+def _checked_hidden(hidden: object, norm: nn.LayerNorm) -> Tensor:
     if not isinstance(hidden, Tensor):
         raise ConfigError(
             "a boundary layer must stand where the hidden state is one tensor, got a block whose output is a "
@@ -234,7 +234,7 @@ def insert_boundary(module: nn.Module, boundary: Boundary, after: Sequence[str])
         ConfigError: There is no such submodule, a layer stands there, the number of features is not known or not
             divisible, or the layers would have more numbers than the model. The model is unchanged.
     """
-    wanted = sized(module, boundary, after)
+    wanted = plan_layers(module, boundary, after)
     new = {name: _new_layer(module, name, wanted[name]) for name in after}
     _install(module, {**boundary_layers(module), **new})
 
@@ -255,13 +255,13 @@ def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> Non
         adopt(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
 
 
-def sized(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
+def plan_layers(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
     """Describe all layers that a model would have with new ones, or raise `ConfigError`; nothing is inserted."""
-    wanted = described(module)
+    wanted = describe_layers(module)
     for name in after:
         if name in wanted:
             raise ConfigError(f"at most one boundary layer may stand after a module, got {name!r} again. Name it once.")
-        wanted[name] = _with_features(module, name, boundary)
+        wanted[name] = _with_known_features(module, name, boundary)
     _check_size(module, wanted)
     return wanted
 
@@ -281,7 +281,7 @@ def adopt(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     Raises `ConfigError`, before memory is taken for them, if they stand after something that this model does not have,
     are none, or have more numbers than the model.
     """
-    current, wanted = described(module), _described(shapes)
+    current, wanted = describe_layers(module), _layers_of_shapes(shapes)
     if current != wanted:
         for name in wanted:
             _submodule(module, name)
@@ -293,9 +293,9 @@ def adopt(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
         _install(module, {name: layers[name] for name in wanted})
 
 
-def described(module: nn.Module) -> dict[str, Boundary]:
+def describe_layers(module: nn.Module) -> dict[str, Boundary]:
     """Describe a model's boundary layers, with their features."""
-    return _described({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
+    return _layers_of_shapes({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
 
 
 def unhook(module: nn.Module) -> None:
@@ -329,7 +329,7 @@ def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:
         )
 
 
-def _with_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary:
+def _with_known_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary:
     block = _submodule(module, name)
     features = boundary.features or _features(block)
     if features is None:
@@ -401,7 +401,7 @@ def _owner(module: nn.Module, name: str) -> str:
     )
 
 
-def _described(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
+def _layers_of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
     """Describe the layers whose parameters have these names and shapes, by the modules that they stand after."""
     found: dict[str, dict[str, Sequence[int]]] = {}
     for name, shape in shapes.items():

@@ -12,9 +12,9 @@ from lightning_swarm.model.boundary_layers import (
     Boundary,
     BoundaryLayer,
     boundary_layers,
-    described,
+    describe_layers,
     insert_boundary,
-    sized,
+    plan_layers,
 )
 from lightning_swarm.model.partition import checks
 from lightning_swarm.model.partition.blocks import Blocks
@@ -54,7 +54,7 @@ def check_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], bounda
     last_blocks = [indices.stop - 1 for indices in ranges[:-1]]
     existing = layers_behind(model, blocks)
     if existing:
-        _check_existing(described(model), boundary)
+        _check_existing(describe_layers(model), boundary)
         missing = [blocks.names[index] for index in last_blocks if index not in existing]
         if missing:
             raise ConfigError(
@@ -69,7 +69,7 @@ def check_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], bounda
             "`boundary` out."
         )
     new = [_full_name(model, blocks, index) for index in last_blocks]
-    sized(model, boundary, new)
+    plan_layers(model, boundary, new)
     return new
 
 
