@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.model.naming import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)} | {
-    "float64": torch.float64
-}
+_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> ComputeMode:
@@ -24,8 +23,8 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
         training=training,
         grad=grad,
         input_grad=input_grad,
-        autocast=_name(torch.get_autocast_dtype(device_type)) if autocast else None,
-        default_dtype=_name(torch.get_default_dtype()),
+        autocast=dtype_name(torch.get_autocast_dtype(device_type)) if autocast else None,
+        default_dtype=dtype_name(torch.get_default_dtype()),
         deterministic=("warn" if warn_only else "on") if deterministic else "off",
         anomaly=torch.is_anomaly_enabled(),
     )
@@ -77,10 +76,6 @@ def _set_flags(default_dtype: torch.dtype, deterministic: bool, warn_only: bool,
     torch.set_default_dtype(default_dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.autograd.set_detect_anomaly(anomaly)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

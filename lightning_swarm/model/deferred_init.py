@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.init_record import InitRecord, StorageView
+from lightning_swarm.model.naming import few
 from lightning_swarm.model.partition import Blocks, StageModule
 from lightning_swarm.model.sharded_format import ShardedCheckpoint
 
 _MOVES: Final = (Tensor.to, Tensor.cpu, Tensor.cuda)
-_MAX_NAMED: Final = 5
 
 
 class InitialWeights:
@@ -79,11 +79,10 @@ class InitialWeights:
         uninitialised = set(self._record.uninitialised(list(self._views.values())))
         if uninitialised:
             names = [name for name, view in self._views.items() if view in uninitialised]
-            more = f", ... ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
             raise ConfigError(
                 "tensors on meta must be filled while their initialisation is recorded, got nothing that fills "
-                f"{', '.join(names[:_MAX_NAMED])}{more}. Build the layers in `configure_model`, have each parameter "
-                "and buffer initialised there, or go on from a checkpoint."
+                f"{few(names)}. Build the layers in `configure_model`, have each parameter and buffer initialised "
+                "there, or go on from a checkpoint."
             )
 
     def fill_outside(self, module: nn.Module, blocks: Blocks, device: torch.device) -> None:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.naming import dtype_name, few
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.protocol.messages.state import WrittenValue
 
@@ -44,7 +45,6 @@ WEIGHTS: Final = "model"
 OPTIMIZER: Final = "optimizer_0"
 
 _INDEX: Final = ".metadata"
-_MAX_NAMED: Final = 5
 _ALLOWED: Final = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
@@ -74,7 +74,7 @@ def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence
         file=str(stored.relative_path),
         offset=stored.offset,
         num_bytes=stored.length,
-        dtype=None if tensor is None else str(tensor.properties.dtype).removeprefix("torch."),
+        dtype=None if tensor is None else dtype_name(tensor.properties.dtype),
         shape=[] if tensor is None else list(tensor.size),
     )
 
@@ -166,11 +166,9 @@ class ShardedCheckpoint:
         problems = [f"{name} is missing" for name, size in sizes.items() if size < 0]
         problems += [f"{name} is cut off" for name, size in sizes.items() if 0 <= size < ends[name]]
         if problems:
-            more = f", ... ({len(problems)} in all)" if len(problems) > _MAX_NAMED else ""
             raise ConfigError(
                 f"a sharded checkpoint must have all of its files in one folder; in {self._path} "
-                f"{', '.join(problems[:_MAX_NAMED])}{more}. Copy them there from where they are, or take "
-                "another checkpoint."
+                f"{few(problems)}. Copy them there from where they are, or take another checkpoint."
             )
 
     @cached_property

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import boundary_layers
+from lightning_swarm.model.naming import few
 from lightning_swarm.model.nn import Sequential
 
 _HOOK: Final = "configure_stages"
@@ -15,7 +16,6 @@ _REMEDY: Final = (
     "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
     "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order."
 )
-_MAX_NAMED: Final = 5
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,7 @@ def _choices(model: nn.Module) -> str:
     names = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
     if not names:
         return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"
-    more = ", ..." if len(names) > _MAX_NAMED else ""
-    return (
-        f"Choose one of its `Sequential`s and `ModuleList`s ({', '.join(names[:_MAX_NAMED])}{more}), or define "
-        f"`{_HOOK}(self)`."
-    )
+    return f"Choose one of its `Sequential`s and `ModuleList`s ({few(names)}), or define `{_HOOK}(self)`."
 
 
 def _fullest_list(model: nn.Module) -> str:
@@ -174,5 +170,4 @@ def _outside(model: nn.Module) -> str:
     outside = [parameter for parameter, value in model.named_parameters() if id(value) not in held]
     if not outside or not held:
         return ""
-    more = f", ... ({len(outside)} in all)" if len(outside) > _MAX_NAMED else ""
-    return f" Outside of {name!r} are: {', '.join(outside[:_MAX_NAMED])}{more}."
+    return f" Outside of {name!r} are: {few(outside)}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.naming import few
 from lightning_swarm.model.partition.blocks import Blocks
 from lightning_swarm.model.partition.stages import Named, Run, Slot
 
@@ -65,9 +66,6 @@ def _refuse(part: nn.Module, _inputs: Any) -> None:
         )
 
 
-_MAX_NAMED: Final = 5
-
-
 def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
     """Refuse stages that do not cover the blocks in order."""
     covered = [index for indices in ranges for index in indices]
@@ -95,7 +93,7 @@ def check_registered(blocks: Blocks, registered: set[int]) -> None:
     ]
     if unknown:
         raise ConfigError(
-            f"parameters and buffers of blocks must belong to the model, got {_few(unknown)} that do not. "
+            f"parameters and buffers of blocks must belong to the model, got {few(unknown)} that do not. "
             "Create the layers in `__init__` or `configure_model` as attributes of the model; `configure_stages` only "
             "arranges them."
         )
@@ -115,7 +113,7 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
     ]
     if mixed:
         raise ConfigError(
-            f"stages that share a parameter must have float64 parameters all or none, got {_few(mixed)} in stages of "
+            f"stages that share a parameter must have float64 parameters all or none, got {few(mixed)} in stages of "
             "which some have and some have not. Convert the model to one dtype, or choose `split` so that the blocks "
             "that share it are in one stage."
         )
@@ -132,7 +130,7 @@ def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
     if shared:
         raise ConfigError(
             "a parameter must be in the blocks of the pipeline or outside of them, not in both, for servers train the "
-            f"one and trainers the other: got {_few(shared)} outside, tied to a block's. Untie it, or define "
+            f"one and trainers the other: got {few(shared)} outside, tied to a block's. Untie it, or define "
             "`configure_stages(self)` so that all layers that share it are in one stage."
         )
 
@@ -141,7 +139,7 @@ def _refuse_sparse(modules: Iterable[Named]) -> None:
     sparse = [name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     if sparse:
         raise ConfigError(
-            f"gradients must be dense to be averaged, got `sparse=True` in {_few(sparse)}. Set `sparse=False`."
+            f"gradients must be dense to be averaged, got `sparse=True` in {few(sparse)}. Set `sparse=False`."
         )
 
 
@@ -154,7 +152,7 @@ def _refuse_complex(modules: Iterable[Named]) -> None:
     ]
     if found:
         raise ConfigError(
-            f"trained parameters must be real, gradients are summed as real numbers: {_few(found)} are complex. Store "
+            f"trained parameters must be real, gradients are summed as real numbers: {few(found)} are complex. Store "
             "them as real ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them."
         )
 
@@ -168,7 +166,7 @@ def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
     if found:
         raise ConfigError(
             "layers must change no buffers in forward, but for `BatchNorm`, whose running statistics the swarm keeps: "
-            f"got {_few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
+            f"got {few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
         )
 
 
@@ -193,11 +191,6 @@ def check_initialised(modules: Iterable[Named]) -> None:
     ]
     if lazy:
         raise ConfigError(
-            f"layers must know their shapes before the model is cut, got lazy ones that do not: {_few(lazy)}. "
+            f"layers must know their shapes before the model is cut, got lazy ones that do not: {few(lazy)}. "
             "Give them their input sizes, or run one batch through the model in `configure_model`."
         )
-
-
-def _few(items: Sequence[str]) -> str:
-    more = f", ... ({len(items)} in all)" if len(items) > _MAX_NAMED else ""
-    return ", ".join(items[:_MAX_NAMED]) + more

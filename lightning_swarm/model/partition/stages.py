@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from torch import Tensor, nn
 
+from lightning_swarm.model.naming import dtype_name
 from lightning_swarm.model.nn import accepted_keywords, call_blocks
 from lightning_swarm.model.partition import call_binding
 
@@ -116,6 +117,5 @@ def spec_of(index: int, block_names: tuple[str, ...], slots: TensorIndex, *, on_
 def _tensor_spec(slot: Slot) -> ParameterSpec:
     name, owner, key = slot
     tensor: Tensor = getattr(owner, key)
-    dtype = str(tensor.dtype).removeprefix("torch.")
     persistent = key not in owner._non_persistent_buffers_set
-    return ParameterSpec(name, tuple(tensor.shape), dtype, tensor.requires_grad, persistent)
+    return ParameterSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype), tensor.requires_grad, persistent)
