@@ -61,7 +61,7 @@ class InitialWeights:
         weights = folder.weights
         loaded = folder.read_weights(name for name in weights if name not in on_meta)
         return {
-            name: loaded[name] if name in loaded else self._record.stand_in(like, partial(_read, folder, name))
+            name: loaded[name] if name in loaded else self._record.stand_in(like, partial(folder.read_weight, name))
             for name, like in weights.items()
         }
 
@@ -115,21 +115,14 @@ class InitialWeights:
         return [value.to(tensor.dtype) for value, (_, tensor) in zip(values, tensors, strict=True)]
 
 
-def _read(folder: ShardedCheckpoint, name: str) -> Tensor:
-    tensor: Tensor = folder.read_weights([name])[name]
-    return tensor
-
-
 def is_on_meta(module: nn.Module) -> bool:
     """Return whether some of a module's parameters are on torch's meta device, without values."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-@contextmanager
-def staying_on_meta() -> Iterator[None]:
+def staying_on_meta() -> AbstractContextManager[object]:
     """Keep tensors on meta there while modules are moved to another device inside."""
-    with _KeepOnMeta():
-        yield
+    return _KeepOnMeta()
 
 
 class _KeepOnMeta(TorchFunctionMode):

@@ -200,6 +200,10 @@ class ShardedCheckpoint:
         keys = [key for name in names for key in self._keys[WEIGHTS][name]]
         return dict(self._read(keys).get(WEIGHTS, {}))
 
+    def read_weight(self, name: str) -> Any:
+        """Read one weight."""
+        return self.read_weights([name])[name]
+
     def read_all(self) -> dict[str, Any]:
         """Read everything, under the names under which it was written."""
         return self._read(list(self._paths))

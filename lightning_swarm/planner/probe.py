@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.partition import Blocks, find_blocks, time_costs
-from lightning_swarm.model.partition.timing import Arguments, example_arguments, prepare_call
+from lightning_swarm.model.partition.timing import Arguments, example_arguments, prepare_call, recorded_calls
 from lightning_swarm.planner.cost_model import block as transformer_block
 from lightning_swarm.planner.records import BlockProfile, ModelProfile
 from lightning_swarm.protocol import serialization
@@ -42,7 +42,7 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
     num_rows = tensors[0].shape[0]
     example = serialization.unflatten(structure, [tensor.to("meta") for tensor in tensors])
     model.to("meta")
-    calls = _recorded_calls(model, blocks, example)
+    calls = _run_on_meta(model, blocks, example)
     counted = tuple(_cost(block, *calls[id(block)], num_rows) for block in blocks.modules)
     first = serialization.flatten(calls[id(blocks.modules[0])][0][0])[1]
     extras = serialization.flatten(calls[id(blocks.modules[-1])][0][1])[1]
@@ -59,24 +59,16 @@ def count(model: nn.Module, pipeline: str | None, example: Any) -> ModelProfile:
     )
 
 
-def _recorded_calls(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, tuple[Arguments, Any]]:
+def _run_on_meta(model: nn.Module, blocks: Blocks, example: Any) -> dict[int, tuple[Arguments, Any]]:
     """Run the model, and return the arguments and the output of each block's first call, by its `id`."""
-    calls: dict[int, tuple[Arguments, Any]] = {}
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        calls.setdefault(id(module), ((args, kwargs), output))
-
-    handles = [block.register_forward_hook(record, with_kwargs=True) for block in blocks.modules]
-    try:
-        time_costs(model, blocks, example)
-    except (NotImplementedError, RuntimeError) as error:
-        raise ConfigError(
-            f"to count what a sample costs, {type(model).__name__} is run without numbers (on torch's meta device), "
-            f"and it needs some: {error}. Describe it by --layers, --width and --sequence."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+    with recorded_calls(blocks.modules) as calls:
+        try:
+            time_costs(model, blocks, example)
+        except (NotImplementedError, RuntimeError) as error:
+            raise ConfigError(
+                f"to count what a sample costs, {type(model).__name__} is run without numbers (on torch's meta "
+                f"device), and it needs some: {error}. Describe it by --layers, --width and --sequence."
+            ) from error
     return calls
 
 

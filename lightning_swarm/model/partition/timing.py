@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,8 +68,8 @@ def _inputs(model: nn.Module, blocks: Blocks, example: Arguments) -> list[Argume
     if blocks.root is model:
         return _chained(blocks, example)
     if not blocks.one_by_one:
-        return _chained(blocks, _recorded_calls(model, [blocks.root], blocks, example)[0])
-    return _recorded_calls(model, list(blocks.modules), blocks, example)
+        return _chained(blocks, _run_forward(model, [blocks.root], blocks, example)[0])
+    return _run_forward(model, list(blocks.modules), blocks, example)
 
 
 def _chained(blocks: Blocks, arguments: Arguments) -> list[Arguments]:
@@ -82,22 +82,30 @@ def _chained(blocks: Blocks, arguments: Arguments) -> list[Arguments]:
     return inputs
 
 
-def _recorded_calls(model: nn.Module, modules: list[nn.Module], blocks: Blocks, example: Arguments) -> list[Arguments]:
-    """Run the model's own forward, and return the arguments of the first call of each of `modules`."""
-    calls: dict[int, Arguments] = {}
+@contextlib.contextmanager
+def recorded_calls(modules: Iterable[nn.Module]) -> Iterator[dict[int, tuple[Arguments, Any]]]:
+    """Record the arguments and the output of each module's first call inside, by its `id`."""
+    calls: dict[int, tuple[Arguments, Any]] = {}
 
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(id(module), (args, kwargs))
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.setdefault(id(module), ((args, kwargs), output))
 
-    handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
+    handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:
-        model(*example[0], **example[1])
-    except NotImplementedError:  # the model defines no forward
-        if not blocks.one_by_one:
-            return [example]
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _run_forward(model: nn.Module, modules: list[nn.Module], blocks: Blocks, example: Arguments) -> list[Arguments]:
+    """Run the model's own forward, and return the arguments of the first call of each of `modules`."""
+    with recorded_calls(modules) as calls:
+        try:
+            model(*example[0], **example[1])
+        except NotImplementedError:  # the model defines no forward
+            if not blocks.one_by_one:
+                return [example]
     missing = [module for module in modules if id(module) not in calls]
     if missing:
         raise ConfigError(
@@ -105,7 +113,7 @@ def _recorded_calls(model: nn.Module, modules: list[nn.Module], blocks: Blocks, 
             f"through {blocks.root_name!r}: {len(missing)} of its modules were not called. Define `forward` so that it "
             "does, or use `split='parameters'`."
         )
-    return [calls[id(module)] for module in modules]
+    return [calls[id(module)][0] for module in modules]
 
 
 def prepare_call(
