@@ -17,6 +17,7 @@ from lightning_swarm.core import errors
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.model import boundary_layers as boundary
 from lightning_swarm.model import nn
+from lightning_swarm.model import random as randomness
 from lightning_swarm.model.boundary_layers import Bottleneck, Maxout, insert_boundary, restore_boundary
 from lightning_swarm.monitor import view
 from lightning_swarm.monitor.view import SwarmView
@@ -47,6 +48,7 @@ _PUBLIC_MODULES = {
     "events": events,
     "nn": nn,
     "preemption": preemption,
+    "randomness": randomness,
     "status": status,
     "view": view,
 }

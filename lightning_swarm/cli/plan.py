@@ -155,15 +155,9 @@ def _look(arguments: argparse.Namespace, assumed: Assumption) -> LiveRates:
 
 
 def _now(live: LiveRates, model: ModelProfile) -> Now:
-    setting = live.setting
-    return Now(
-        setting=setting,
-        samples_per_s=live.samples_per_s,
-        sent_bytes_per_s=live.sent_bytes_per_s,
-        predicted_samples_per_s=predict(model, live.machines, setting) if setting is not None else None,
-        unmeasured=live.unmeasured,
-        assumed_lines=live.assumed_lines,
-    )
+    setting = live.now.setting
+    predicted = predict(model, live.machines, setting) if setting is not None else None
+    return replace(live.now, predicted_samples_per_s=predicted)
 
 
 DESCRIPTION: Final = """\

@@ -1,4 +1,4 @@
-"""What a trainer's thread has switched on, captured there and entered where a stage computes."""
+"""Captures the autocast and other modes of a trainer's thread, and enters them where a stage computes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from lightning_swarm.core.errors import ProtocolError
+from lightning_swarm.model.naming import dtype_name
 from lightning_swarm.protocol.messages.calls import ComputeMode
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)} | {
-    "float64": torch.float64
-}
+_DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
 def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -> ComputeMode:
-    """The calling thread's mode."""
+    """Read the calling thread's modes."""
     autocast = torch.is_autocast_enabled(device_type)
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -24,8 +23,8 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
         training=training,
         grad=grad,
         input_grad=input_grad,
-        autocast=_name(torch.get_autocast_dtype(device_type)) if autocast else None,
-        default_dtype=_name(torch.get_default_dtype()),
+        autocast=dtype_name(torch.get_autocast_dtype(device_type)) if autocast else None,
+        default_dtype=dtype_name(torch.get_default_dtype()),
         deterministic=("warn" if warn_only else "on") if deterministic else "off",
         anomaly=torch.is_anomaly_enabled(),
     )
@@ -33,14 +32,14 @@ def capture(device_type: str, *, training: bool, grad: bool, input_grad: bool) -
 
 @contextlib.contextmanager
 def entered(mode: ComputeMode, device_type: str) -> Iterator[None]:
-    """Compute as the trainer would; afterwards the thread is as it was."""
+    """Compute as the trainer would; afterwards the thread's modes are as before."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_global_flags(mode))
-        # Inference tensors are of no use to a later backward, nor to another thread.
+        # Inference tensors could serve neither a later backward nor another thread.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(mode.grad))
         autocast = _dtype(mode.autocast) if mode.autocast is not None else None
-        # As Lightning's: a cast that is kept adds up the gradients of a weight that is used twice in half precision.
+        # No cache, as in Lightning: a cached cast sums the gradients of a weight that is used twice in half precision.
         cast = torch.autocast(device_type, dtype=autocast, enabled=autocast is not None, cache_enabled=False)
         stack.enter_context(cast)
         yield
@@ -48,14 +47,14 @@ def entered(mode: ComputeMode, device_type: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered_backward(mode: ComputeMode) -> Iterator[None]:
-    """Backpropagate as the trainer would: outside autocast, under its flags."""
+    """Backpropagate as the trainer would: outside autocast, but with its flags."""
     with _global_flags(mode), torch.inference_mode(False):
         yield
 
 
 @contextlib.contextmanager
 def _global_flags(mode: ComputeMode) -> Iterator[None]:
-    # These three belong to the process, not to the thread, so they are touched only where they differ.
+    # These flags belong to the process, not to the thread, so they are set only if they differ.
     before = (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -77,10 +76,6 @@ def _set_flags(default_dtype: torch.dtype, deterministic: bool, warn_only: bool,
     torch.set_default_dtype(default_dtype)
     torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
     torch.autograd.set_detect_anomaly(anomaly)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,11 +1,11 @@
-"""Boundary layers: learned ones where a model is cut, so that fewer features travel from stage to stage.
+"""Boundary layers: learned layers where a model is cut, so that fewer features travel from stage to stage.
 
-A layer stands *after* a block: its first half, `compress`, makes ``features / ratio`` numbers of each position's
-``features``, its second half, `decompress`, makes as many as before of them. They are two halves of the model like
-others: trained by its optimizer, saved in its checkpoint. What a swarm adds is that it cuts between the two.
+A layer stands *after* a block: its first half, `compress`, reduces each position's ``features`` to ``features / ratio``
+numbers, and its second half, `decompress`, restores as many as before. Both are parts of the model like any others,
+trained by its optimizer and saved in its checkpoint. A swarm cuts the model between the two.
 
-Without a swarm a hook on the block does the same, so that nobody's forward, and no name in a checkpoint, changes. A
-layer's own name tells where it stands: ``boundary_layers.net.3`` comes after ``net.3``.
+Without a swarm a hook on the block does the same, so no forward and no name in a checkpoint changes. A layer's name
+tells where it stands: ``boundary_layers.net.3`` comes after ``net.3``.
 
 Source: SWARM, arXiv:2301.11913, section 4.4 and appendix J.
 """
@@ -27,16 +27,16 @@ from lightning_swarm.core.errors import ConfigError
 
 _NEW: Final[dict[str, Any]] = {"device": "cpu", "dtype": torch.float32}  # alike on all peers, whatever the defaults are
 SCALE: Final = 8.0
-"""Of the matrices in the beginning. What they compute depends on it little, for norms are around them, but an optimizer
-like Adam turns large ones slower, and what later blocks add outweighs less. See `benchmarks.boundary`."""
+"""Initial scale of the matrices. It changes their output little, for norms are around them, but an optimizer like Adam
+turns large matrices more slowly, and the output of later blocks outweighs theirs less. See `benchmarks.boundary`."""
 
 
 class BoundaryLayer(nn.Module):
-    """Both halves of what stands after a block.
+    """Both halves of a layer that stands after a block.
 
     Args:
-        compress: From ``[..., features]`` to ``[..., features / ratio]``.
-        decompress: And back.
+        compress: Maps ``[..., features]`` to ``[..., features / ratio]``.
+        decompress: Maps back.
     """
 
     def __init__(self, compress: nn.Module, decompress: nn.Module) -> None:
@@ -46,23 +46,21 @@ class BoundaryLayer(nn.Module):
 
     @override
     def forward(self, hidden: Tensor) -> Tensor:
-        """Both halves, one after the other."""
-        out: Tensor = self.decompress(self.compress(hidden))
-        return out
+        """Run both halves, one after the other."""
+        return self.decompress(self.compress(hidden))  # type: ignore[no-any-return]
 
     def follow(self, _block: nn.Module, _inputs: Any, output: Any) -> Tensor:
-        """A block's hook."""
-        out: Tensor = self(output)
-        return out
+        """Run both halves on a block's output, as its forward hook."""
+        return self(output)  # type: ignore[no-any-return]
 
 
 class Boundary(ABC):
-    """Which kind of layer stands where a model is cut; `Bottleneck` or `Maxout`.
+    """The kind of layer that stands where a model is cut: `Bottleneck` or `Maxout`.
 
     Args:
-        ratio: So many times fewer features travel; a divisor of their number.
-        features: The size of the hidden state's last dimension at the cuts. None: as the last of the block's layers
-            says that has one (`Linear`, `LayerNorm`, `RMSNorm`, `Embedding`).
+        ratio: How many times fewer features travel; a divisor of their number.
+        features: The size of the hidden state's last dimension at the cuts. None: taken from the last layer of the
+            block that tells it (`Linear`, `LayerNorm`, `RMSNorm`, `Embedding`).
 
     Raises:
         ConfigError: An argument is out of range.
@@ -85,20 +83,20 @@ class Boundary(ABC):
             self.width(features)
 
     def __eq__(self, other: object) -> bool:
-        """Whether both make the same layers."""
+        """Return whether both make the same layers."""
         return type(self) is type(other) and vars(self) == vars(other)
 
     def __hash__(self) -> int:
-        """As `__eq__`."""
+        """Hash what `__eq__` compares."""
         return hash((type(self), self.ratio, self.features))
 
     def __repr__(self) -> str:
-        """As a user writes it."""
+        """Write the constructor's call."""
         features = "" if self.features is None else f", features={self.features}"
         return f"{type(self).__name__}(ratio={self.ratio}{features})"
 
     def width(self, features: int) -> int:
-        """How many of `features` travel.
+        """The number of features that travel instead of `features`.
 
         Raises:
             ConfigError: `ratio` does not divide them.
@@ -113,19 +111,19 @@ class Boundary(ABC):
 
     @property
     def num_weights(self) -> int:
-        """In the matrices of a layer, where the features are known; at most."""
+        """Numbers in the matrices of a layer, at most. The features must be known."""
         assert self.features is not None
         return 2 * self.features * self.width(self.features)
 
     @abstractmethod
     def layer(self, features: int, generator: torch.Generator | None = None) -> BoundaryLayer:
-        """A new layer for so many features, in float32 on the CPU. None: drawn from torch's own generator."""
+        """Make a layer, in float32 on the CPU; without a generator it is drawn from torch's own."""
 
 
 class Bottleneck(Boundary):
     """``h = LN(W1 LN(x) + b1)`` travels, and ``y = W2 h + b2`` goes on; `W1` has ``features / ratio`` rows.
 
-    In the beginning `W1` has random orthogonal rows, and `W2` leads back: together they are a scaled projection.
+    Initially `W1` has random orthogonal rows and `W2` is its transpose: together they are a scaled projection.
     """
 
     @override
@@ -141,7 +139,7 @@ class Bottleneck(Boundary):
 class Maxout(Boundary):
     """``h = LN(max over each ratio neighbouring features of LN(x))`` travels, and ``y = W2 h + b2`` goes on.
 
-    In the beginning `W2` gives each maximum to all the features that it is of.
+    Initially `W2` copies each maximum to all the features over which it was taken.
     """
 
     @override
@@ -154,8 +152,6 @@ class Maxout(Boundary):
 
 
 class _Project(nn.Module):
-    """A bottleneck's first half."""
-
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(features, **_NEW)
@@ -163,13 +159,10 @@ class _Project(nn.Module):
         self.norm_out = nn.LayerNorm(width, **_NEW)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.norm_out(self.linear(self.norm(_checked(hidden, self.norm))))
-        return out
+        return self.norm_out(self.linear(self.norm(_checked_hidden(hidden, self.norm))))  # type: ignore[no-any-return]
 
 
 class _Pool(nn.Module):
-    """A maxout's first half."""
-
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(features, **_NEW)
@@ -177,25 +170,22 @@ class _Pool(nn.Module):
         self._ratio = features // width
 
     def forward(self, hidden: Tensor) -> Tensor:
-        normed = self.norm(_checked(hidden, self.norm))
-        out: Tensor = self.norm_out(reduce(normed, "... (width ratio) -> ... width", "max", ratio=self._ratio))
-        return out
+        normed = self.norm(_checked_hidden(hidden, self.norm))
+        pooled = reduce(normed, "... (width ratio) -> ... width", "max", ratio=self._ratio)
+        return self.norm_out(pooled)  # type: ignore[no-any-return]
 
 
 class _Expand(nn.Module):
-    """The second half of either."""
-
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
         self.linear = _linear(width, features)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.linear(hidden)
-        return out
+        return self.linear(hidden)  # type: ignore[no-any-return]
 
 
 def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
-    """Without a bias at first. The weight is for others to draw: nothing is taken from torch's own generator."""
+    """Make a layer with a zero bias and an empty weight: nothing is drawn from torch's own generator."""
     linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_inputs, num_outputs, **_NEW)
     nn.init.zeros_(linear.bias)
     return linear
@@ -205,7 +195,7 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool)
 
 
-def _checked(hidden: object, norm: nn.LayerNorm) -> Tensor:
+def _checked_hidden(hidden: object, norm: nn.LayerNorm) -> Tensor:
     if not isinstance(hidden, Tensor):
         raise ConfigError(
             "a boundary layer must stand where the hidden state is one tensor, got a block whose output is a "
@@ -226,104 +216,90 @@ _PARAMETER: Final = re.compile(r"(?P<layer>.+)\.(?P<rest>(?:de)?compress\.(?:nor
 
 
 class BoundaryLayers(nn.Module):
-    """Holds the layers of a model, each under the name of what it stands after."""
+    """Holds a model's boundary layers, each under the name of the module that it stands after."""
 
 
 def insert_boundary(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> None:
-    """Put boundary layers into a model for good: what stands before each goes through it, with and without a swarm.
+    """Insert boundary layers into a model for good: the output of each named module goes through its layer.
 
-    A swarm cuts such a model at these places. New layers are drawn from the seed, not from torch's generator, which is
-    left as it is. Whoever wants them trained makes the optimizer afterwards.
+    This holds with and without a swarm; a swarm cuts such a model at these places. New layers are drawn from the seed,
+    not from torch's generator, which is left as it is. To have them trained, make the optimizer afterwards.
 
     Args:
         module: The model.
-        boundary: Which layers.
-        after: Full names of submodules, such as ``"net.3"``, each of which gives one tensor.
+        boundary: The kind of layers.
+        after: Full names of submodules, such as ``"net.3"``, each of which returns one tensor.
 
     Raises:
         ConfigError: There is no such submodule, a layer stands there, the number of features is not known or not
-            divisible, or there would be more numbers in the layers than in the model. The model is as it was.
+            divisible, or the layers would have more numbers than the model. The model is unchanged.
     """
-    wanted = sized(module, boundary, after)
-    new = {name: _made(module, name, wanted[name]) for name in after}
-    _settle(module, {**boundary_layers(module), **new})
+    wanted = plan_layers(module, boundary, after)
+    new = {name: _new_layer(module, name, wanted[name]) for name in after}
+    _install(module, {**boundary_layers(module), **new})
 
 
 def restore_boundary(module: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Put the boundary layers into a model that a checkpoint has, to load it afterwards.
+    """Insert the boundary layers of a checkpoint into a model, to load the checkpoint afterwards.
 
     Args:
-        module: The model. If it has such layers, nothing happens.
-        state_dict: The checkpoint's, of which the names and shapes count. Without such layers nothing happens.
+        module: The model. If it has boundary layers already, nothing happens.
+        state_dict: The checkpoint's state, of which names and shapes are read. Without such layers nothing happens.
 
     Raises:
         ConfigError: They stand after something that this model does not have.
     """
     if not boundary_layers(module):
-        layers = {name: one for name, one in state_dict.items() if f"{_CONTAINER}." in name}  # others may be no tensors
+        # Other values may be no tensors.
+        layers = {name: tensor for name, tensor in state_dict.items() if f"{_CONTAINER}." in name}
         adopt(module, {name: tuple(tensor.shape) for name, tensor in layers.items()})
 
 
-def sized(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
-    """All layers that a model would have with these new ones, with their features. Nothing is made.
-
-    Args:
-        module: The model.
-        boundary: Which layers.
-        after: What they would stand after.
-
-    Raises:
-        ConfigError: As `insert_boundary` does.
-    """
-    wanted = described(module)
+def plan_layers(module: nn.Module, boundary: Boundary, after: Sequence[str]) -> dict[str, Boundary]:
+    """Describe all layers that a model would have with new ones, or raise `ConfigError`; nothing is inserted."""
+    wanted = describe_layers(module)
     for name in after:
         if name in wanted:
             raise ConfigError(f"at most one boundary layer may stand after a module, got {name!r} again. Name it once.")
-        wanted[name] = _with_features(module, name, boundary)
+        wanted[name] = _with_known_features(module, name, boundary)
     _check_size(module, wanted)
     return wanted
 
 
 def boundary_layers(module: nn.Module) -> dict[str, BoundaryLayer]:
-    """The layers in a model, in its order, by the full names of what they stand after."""
-    found = {}
-    for name, inner in module.named_modules():
-        place = _LAYER.fullmatch(name) if isinstance(inner, BoundaryLayer) else None
-        if place is not None:
-            found[".".join(filter(None, place.group("owner", "path")))] = inner
-    return found
+    """Return a model's boundary layers in its order, by the full names of the modules that they stand after."""
+    return {
+        _after(match): inner
+        for name, inner in module.named_modules()
+        if isinstance(inner, BoundaryLayer) and (match := _LAYER.fullmatch(name))
+    }
 
 
 def adopt(module: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Have the very boundary layers in a model that another one has.
+    """Give a model the boundary layers of another one, of which the parameters' names and shapes are known.
 
-    Args:
-        module: The model.
-        shapes: Of the other's parameters, by their full names.
-
-    Raises:
-        ConfigError: They stand after something that this model does not have, are none, or have more numbers than the
-            model. No memory was taken for them.
+    Raises `ConfigError`, before memory is taken for them, if they stand after something that this model does not have,
+    are none, or have more numbers than the model.
     """
-    own = described(module)
-    wanted = _described(shapes)
-    if own != wanted:
+    current, wanted = describe_layers(module), _layers_of_shapes(shapes)
+    if current != wanted:
         for name in wanted:
             _submodule(module, name)
         _check_size(module, wanted)
         layers = boundary_layers(module)
-        same = {name for name in layers if own[name] == wanted.get(name)}
-        made = {name: layers[name] if name in same else _made(module, name, one) for name, one in wanted.items()}
-        _settle(module, made)
+        for name, boundary in wanted.items():
+            if name not in layers or current[name] != boundary:
+                layers[name] = _new_layer(module, name, boundary)
+        _install(module, {name: layers[name] for name in wanted})
 
 
-def described(module: nn.Module) -> dict[str, Boundary]:
-    """What `boundary_layers` are, with their features."""
-    return _described({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
+def describe_layers(module: nn.Module) -> dict[str, Boundary]:
+    """Describe a model's boundary layers, with their features."""
+    return _layers_of_shapes({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
 
 
 def unhook(module: nn.Module) -> None:
-    """Leave what the layers stand after without them: whoever calls these computes the layers, too."""
+    """Remove the hooks of boundary layers: stages call the layers themselves."""
     for inner in module.modules():
         for key, hook in list(inner._forward_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), BoundaryLayer):
@@ -331,32 +307,29 @@ def unhook(module: nn.Module) -> None:
 
 
 def hook(module: nn.Module) -> None:
-    """Have what the layers stand after go through them. Twice is fine."""
+    """Hook boundary layers to the modules that they stand after; calling it twice is fine."""
     unhook(module)
     for name, layer in boundary_layers(module).items():
         _submodule(module, name).register_forward_hook(layer.follow)
 
 
-# ---------------------------------------------------------------------- parts
-
-
 _SMALL: Final = 1 << 24
-"""Numbers that any model has room for."""
+"""Numbers for which there is always memory."""
 
 
 def _check_size(module: nn.Module, wanted: Mapping[str, Boundary]) -> None:
-    """Refuse layers for which whoever has the model may not have the memory: a peer is told of them by others."""
-    layers = {id(one) for layer in boundary_layers(module).values() for one in layer.parameters()}
-    own = sum(one.numel() for one in module.parameters() if id(one) not in layers)
-    if sum(one.num_weights for one in wanted.values()) > max(own, _SMALL):
+    """Refuse layers that may not fit into memory: a peer hears of them from others."""
+    layers = {id(parameter) for layer in boundary_layers(module).values() for parameter in layer.parameters()}
+    model_size = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in layers)
+    if sum(boundary.num_weights for boundary in wanted.values()) > max(model_size, _SMALL):
         name = max(wanted, key=lambda name: wanted[name].num_weights)
         raise ConfigError(
-            f"boundary layers must not have more numbers than the model, which has {own:.3g}; got "
+            f"boundary layers must not have more numbers than the model, which has {model_size:.3g}; got "
             f"{wanted[name].num_weights:.3g} after {name!r}. Raise `ratio`, or cut where there are fewer features."
         )
 
 
-def _with_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary:
+def _with_known_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary:
     block = _submodule(module, name)
     features = boundary.features or _features(block)
     if features is None:
@@ -368,8 +341,7 @@ def _with_features(module: nn.Module, name: str, boundary: Boundary) -> Boundary
     return type(boundary)(boundary.ratio, features)
 
 
-def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
-    """A layer of known features."""
+def _new_layer(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
     assert boundary.features is not None
     block = _submodule(module, name)
     seed = (torch.initial_seed() + zlib.crc32(name.encode())) % (1 << 63)
@@ -381,20 +353,23 @@ def _made(module: nn.Module, name: str, boundary: Boundary) -> BoundaryLayer:
 
 
 def _features(block: nn.Module) -> int | None:
-    """Of what a block gives, as the last of its layers says."""
-    said: int | None = None
+    """The number of a block's output features, by its last layer that tells it."""
+    features: int | None = None
     for layer in block.modules():
         if isinstance(layer, nn.Linear):
-            said = layer.out_features
+            features = layer.out_features
         elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-            said = layer.normalized_shape[-1]
+            features = layer.normalized_shape[-1]
         elif isinstance(layer, nn.Embedding):
-            said = layer.embedding_dim
-    return said
+            features = layer.embedding_dim
+    return features
 
 
-def _settle(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
-    """Have these layers and no others, in the model's order whoever came first, so that numbers of parameters agree."""
+def _install(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
+    """Give a model these layers and no others.
+
+    They are in the model's order whichever came first, so that the numbers of parameters agree between peers.
+    """
     owners = {name: _owner(module, name) for name in layers}
     unhook(module)
     for inner in list(module.modules()):
@@ -412,7 +387,7 @@ def _settle(module: nn.Module, layers: Mapping[str, BoundaryLayer]) -> None:
 
 
 def _owner(module: nn.Module, name: str) -> str:
-    """The nearest module around another one that does not run its children in a row."""
+    """Return the name of the nearest module around another one that does not run its children in a row."""
     while name:
         name = name.rpartition(".")[0]
         owner = module.get_submodule(name)
@@ -426,15 +401,14 @@ def _owner(module: nn.Module, name: str) -> str:
     )
 
 
-def _described(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
-    """Which layers have parameters of these names and shapes, by what they stand after."""
+def _layers_of_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
+    """Describe the layers whose parameters have these names and shapes, by the modules that they stand after."""
     found: dict[str, dict[str, Sequence[int]]] = {}
     for name, shape in shapes.items():
         parameter = _PARAMETER.fullmatch(name)
         layer = _LAYER.fullmatch(parameter["layer"]) if parameter else None
         if parameter and layer:
-            after = ".".join(filter(None, layer.group("owner", "path")))
-            found.setdefault(after, {})[parameter["rest"]] = shape
+            found.setdefault(_after(layer), {})[parameter["rest"]] = shape
     boundaries: dict[str, Boundary] = {}
     for after, parts in found.items():
         shape = parts.get("decompress.linear.weight", ())
@@ -445,12 +419,15 @@ def _described(shapes: Mapping[str, Sequence[int]]) -> dict[str, Boundary]:
     return boundaries
 
 
+def _after(layer_name: re.Match[str]) -> str:
+    return ".".join(filter(None, layer_name.group("owner", "path")))
+
+
 def _submodule(module: nn.Module, name: str) -> nn.Module:
     try:
-        found = module.get_submodule(name)
-        if found is module:
-            raise AttributeError("a part of itself")
-        return found
+        if not name:
+            raise AttributeError("a module is no part of itself")
+        return module.get_submodule(name)
     except AttributeError as error:
         raise ConfigError(
             f"a boundary layer stands after a submodule, got {name!r}, which {type(module).__name__} does not have. "
@@ -463,12 +440,7 @@ __all__ = [
     "Boundary",
     "BoundaryLayer",
     "Maxout",
-    "adopt",
     "boundary_layers",
-    "described",
-    "hook",
     "insert_boundary",
     "restore_boundary",
-    "sized",
-    "unhook",
 ]

@@ -1,9 +1,11 @@
-"""A checkpoint in another form: its weights as a safetensors file, or a folder as one file."""
+"""Exports checkpoints: their weights as a safetensors file, or a sharded folder as one file."""
 
 from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,10 @@ from lightning_swarm.model.sharded_format import OPTIMIZER, REST, WEIGHTS, Shard
 
 
 def export_safetensors(checkpoint: Path, target: Path) -> int:
-    """Write the weights of a checkpoint to a file of their own, at once or not at all.
+    """Write the weights of a checkpoint to a `.safetensors` file, atomically, and return the number of tensors.
 
-    Tensors that share memory, such as tied weights, are written under each of their names.
-
-    Args:
-        checkpoint: A file that Lightning wrote, or a sharded checkpoint. Nothing in it is executed.
-        target: Its suffix is `.safetensors`. Overwritten if it exists.
-
-    Returns:
-        How many tensors it holds.
-
-    Raises:
-        ConfigError: The checkpoint holds no weights, or more than can be read safely; safetensors is not installed;
-            or one of the files cannot be read or written.
+    The checkpoint is a file that Lightning wrote, or a sharded one; nothing in it is executed. Tensors that share
+    memory, such as tied weights, are written under each of their names.
     """
     if target.suffix != ".safetensors":
         raise ConfigError(f"the exported file must end in .safetensors, got {target}. Name it {target}.safetensors.")
@@ -44,30 +36,16 @@ def export_safetensors(checkpoint: Path, target: Path) -> int:
     content = _read(checkpoint)
     weights = _weights(content, checkpoint)
     metadata = {"format": "pt", "global_step": str(content.get("global_step", 0))}
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with _atomic_write(target, OSError, SafetensorError) as partial:
         save_file(weights, partial, metadata)
-        partial.replace(target)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(target, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return len(weights)
 
 
 def export_file(folder: Path, target: Path) -> int:
-    """Write a sharded checkpoint as one ordinary file, at once or not at all. All of it is in memory meanwhile.
+    """Write a sharded checkpoint as one `.ckpt` file, atomically, and return the number of weights.
 
-    Args:
-        folder: Written with ``state_dict_type="sharded"``. Nothing in it is executed.
-        target: Its suffix is `.ckpt`. Overwritten if it exists.
-
-    Returns:
-        How many weights it holds.
-
-    Raises:
-        ConfigError: The checkpoint is not all there, or holds more than can be read safely; or the file cannot be
-            written.
+    The folder was written with ``state_dict_type="sharded"``; nothing in it is executed. All of it is in memory
+    meanwhile.
     """
     if not is_folder(folder):
         raise ConfigError(
@@ -75,28 +53,33 @@ def export_file(folder: Path, target: Path) -> int:
             "to a .safetensors file."
         )
     content = _read(folder)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with _atomic_write(target, OSError, RuntimeError) as partial:
         torch.save(content, partial)
-        partial.replace(target)
-    except (OSError, RuntimeError) as error:
-        raise _unwritable(target, error) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return len(content["state_dict"])
 
 
-def _unwritable(target: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{target} must be a file that can be written: {error}. Name a folder that exists and has room.")
+@contextmanager
+def _atomic_write(target: Path, *errors: type[Exception]) -> Iterator[Path]:
+    """Give a path to write to inside, and move the file to `target` afterwards."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(target)
+    except errors as error:
+        raise ConfigError(
+            f"{target} must be a file that can be written: {error}. Name a folder that exists and has room."
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _read_folder(path: Path) -> dict[str, Any]:
-    """As the file that the same run would have written."""
+    """Read a sharded checkpoint into the content of the file that the same run would have written."""
     content = _read(path / REST)
-    found = ShardedCheckpoint(path).read_all()
-    content["state_dict"] = found.get(WEIGHTS, {})
-    if OPTIMIZER in found:
-        content["optimizer_states"] = [by_numbers({"state": {}, **found[OPTIMIZER]})]
+    parts = ShardedCheckpoint(path).read_all()
+    content["state_dict"] = parts.get(WEIGHTS, {})
+    if OPTIMIZER in parts:
+        content["optimizer_states"] = [by_numbers({"state": {}, **parts[OPTIMIZER]})]
     return content
 
 

@@ -24,7 +24,7 @@ class Sequential(torch.nn.Sequential):
     """A chain of blocks that hands each keyword to the blocks that name it.
 
     Positional inputs go to the first block. Each later block gets the output of the one before as one value,
-    also when that is a tuple, as in ``torch.nn.Sequential``. A block that takes ``**kwargs`` gets only the
+    also if it is a tuple, as in ``torch.nn.Sequential``. A block that takes ``**kwargs`` gets only the
     keywords that its ``forward`` spells out.
     """
 
@@ -52,7 +52,7 @@ class Sequential(torch.nn.Sequential):
 def call_blocks(blocks: Iterable[torch.nn.Module], inputs: tuple[Any, ...], extras: Mapping[str, Any]) -> Any:
     """Call blocks in order: the first with all inputs, later ones with one value, each with the extras it names.
 
-    Extras that no block names are left out without a word: they are meant for another stage.
+    Extras that no block names are ignored: they are meant for another stage.
     """
     for block in blocks:
         inputs = (block(*inputs, **{name: extras[name] for name in _names(block) if name in extras}),)
@@ -63,12 +63,12 @@ def call_blocks(blocks: Iterable[torch.nn.Module], inputs: tuple[Any, ...], extr
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types here
 def _names(block: torch.nn.Module) -> tuple[str, ...]:
-    """For the compiler, which reads no signatures and knows no constant sets."""
+    """Return `accepted_keywords` as a constant for the compiler, which reads no signatures and knows no sets."""
     return tuple(sorted(accepted_keywords(block)))
 
 
 def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
-    """Names that a block's ``forward`` takes as keywords, without its first positional parameter.
+    """Return the names that a block's ``forward`` takes as keywords, without its first positional parameter.
 
     ``**kwargs`` adds nothing. A `Sequential` accepts what its own blocks accept. A forward without a readable
     signature accepts none.
@@ -76,7 +76,7 @@ def accepted_keywords(block: torch.nn.Module) -> frozenset[str]:
     if isinstance(block, Sequential):
         return frozenset[str]().union(*map(accepted_keywords, block))
     if "forward" in vars(block):
-        # Wrapped on this one object (by a profiler, a quantiser, ...): its class says nothing about it.
+        # This object's forward was wrapped (by a profiler, a quantiser, ...): its class tells nothing about it.
         return _keywords(block.forward, is_bound=True)
     return _keywords_of_class(type(block).forward)
 
@@ -95,5 +95,5 @@ def _keywords(forward: Callable[..., Any], *, is_bound: bool) -> frozenset[str]:
 
 @functools.cache
 def _keywords_of_class(forward: Callable[..., Any]) -> frozenset[str]:
-    # Reading a signature takes as long as a small layer, so it is read once for each class.
+    # Reading a signature takes as long as a small layer, so each class's is read once.
     return _keywords(forward, is_bound=False)

@@ -1,4 +1,4 @@
-"""The state of an optimizer over a whole model, as it has it and as it saves it: by the names of its parameters."""
+"""Converts the state of an optimizer over a whole model: in use or as saved, by parameters' names or numbers."""
 
 from __future__ import annotations
 
@@ -12,54 +12,47 @@ from torch.optim import Optimizer
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The class of an optimizer and the names of its hyperparameters: those of one name may be of several packages.
+    """Describe an optimizer's class and the names of its hyperparameters: several packages may use a class name.
 
-    What the hyperparameters are does not count: each record brings the lead's.
+    The hyperparameters' values do not count: each record brings the lead's.
     """
     return f"{type(optimizer).__qualname__}({', '.join(sorted(optimizer.defaults))})"
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Give a parameter group those of a record."""
+    """Set a parameter group's hyperparameters to those of a record."""
     # The wire knows no tuples, but optimizers compare and unpack them.
     group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
 
 
 GROUP: Final = "__group__"
-"""In a parameter's state: what the optimizer itself has written into the group of the parameter."""
+"""Key in a parameter's state for the values that the optimizer itself wrote into the parameter's group."""
 
 
+# Below, `names` are full parameter names by `id` of the optimizer's parameters.
 def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer over the whole model, by full parameter name.
-
-    Args:
-        optimizer: Whose state.
-        names: Full parameter names by `id` of the optimizer's parameters.
-    """
+    """Return the state of an optimizer over the whole model, by full parameter name."""
     return {names[id(parameter)]: state for parameter, state in optimizer.state.items()}
 
 
 def loaded(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
-    """The state that `optimizer` would have after loading what was saved, by parameter name.
+    """Return the state that an optimizer would have after loading a state dict, by parameter name.
 
-    Args:
-        optimizer: Over the whole model, of which it needs no values; it stays as it is.
-        saved: As its `state_dict` gave it.
-        names: Full parameter names by `id` of the optimizer's parameters.
+    The optimizer is over the whole model; its parameters need no values, and it is left as it is.
     """
-    # By the optimizer itself, over parameters of the same kind that take no memory.
+    # The optimizer's own code loads it, over parameters of the same kind that take no memory.
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     like = {
-        one: nn.Parameter(torch.zeros((), dtype=one.dtype).expand(one.shape), one.requires_grad)
-        for one in _all(optimizer)
+        parameter: nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), parameter.requires_grad)
+        for parameter in _all(optimizer)
     }
     twin.param_groups = [
-        {**group, "params": [like[one] for one in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [like[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     twin.state = collections.defaultdict(dict)
     twin.load_state_dict(dict(saved))
-    return {names[id(one)]: twin.state[like[one]] for one in like if like[one] in twin.state}
+    return {names[id(parameter)]: twin.state[copy] for parameter, copy in like.items() if copy in twin.state}
 
 
 def _all(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -69,28 +62,25 @@ def _all(optimizer: Optimizer) -> list[nn.Parameter]:
 def renumbered(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]], *, shared: bool = False
 ) -> dict[str, Any]:
-    """A state dict as `optimizer.state_dict()` of one process would give it.
+    """Make the state dict that `optimizer.state_dict()` of one process would return, of state by parameter name.
 
-    Args:
-        optimizer: Over the whole model. Its own state is not read, and there again afterwards.
-        names: Full parameter names by `id` of the optimizer's parameters.
-        state: Optimizer state by parameter name.
-        shared: Whether the result may share memory with `state`.
+    The optimizer is over the whole model; its own state is not read, and is there again afterwards. With `shared` the
+    result may share memory with `state`.
     """
-    take = dict if shared else _copied
-    given = {one: take(state[names[id(one)]]) for one in _all(optimizer) if names[id(one)] in state}
-    written = {one: values.pop(GROUP) for one, values in given.items() if GROUP in values}
-    own = dict(optimizer.state)
+    copy = dict if shared else _copied
+    states = {one: copy(state[names[id(one)]]) for one in _all(optimizer) if names[id(one)] in state}
+    group_values = {one: values.pop(GROUP) for one, values in states.items() if GROUP in values}
+    before = dict(optimizer.state)
     try:
-        # By the optimizer itself: some, like those of bitsandbytes, do not save their state as they have it.
-        _replace(optimizer.state, {one: values for one, values in given.items() if values or one not in written})
-        found = optimizer.state_dict()
+        # The optimizer's own code saves it: some, like those of bitsandbytes, save their state in another form.
+        _replace(optimizer.state, {one: values for one, values in states.items() if values or one not in group_values})
+        state_dict = optimizer.state_dict()
     finally:
-        _replace(optimizer.state, own)
-    for group, saved in zip(optimizer.param_groups, found["param_groups"], strict=True):
-        for one in group["params"]:
-            saved.update(written.get(one, {}))
-    return found
+        _replace(optimizer.state, before)
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        for parameter in group["params"]:
+            saved.update(group_values.get(parameter, {}))
+    return state_dict
 
 
 def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:
@@ -99,40 +89,42 @@ def _replace(state: MutableMapping[Any, Any], by: Mapping[Any, Any]) -> None:
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """Nothing in a checkpoint may share memory with what goes on training."""
+    """Copy a parameter's state: a checkpoint must not share memory with state that goes on training."""
     return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def as_saved(
     optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The state of parameters as `optimizer` saves it, by name; it shares memory. Arguments as in `renumbered`."""
+    """Convert state by parameter name to the form in which the optimizer saves it; the result shares memory."""
     saved = renumbered(optimizer, names, state, shared=True)["state"]
     found = {names[id(one)]: saved[number] for number, one in enumerate(_all(optimizer)) if number in saved}
-    written = {name: {GROUP: one[GROUP]} for name, one in state.items() if GROUP in one}
-    return {name: {**found.get(name, {}), **written.get(name, {})} for name in {**found, **written}}
+    group_values = {name: {GROUP: values[GROUP]} for name, values in state.items() if GROUP in values}
+    return {name: {**found.get(name, {}), **group_values.get(name, {})} for name in {**found, **group_values}}
 
 
 def by_names(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of `optimizer` with names in the place of numbers."""
-    order = [names[id(one)] for one in _all(optimizer)]
-    groups = [{**one, "params": [order[number] for number in one["params"]]} for one in saved["param_groups"]]
+    """Replace the parameters' numbers in a state dict of an optimizer by their names."""
+    order = [names[id(parameter)] for parameter in _all(optimizer)]
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in saved["param_groups"]]
     return {"state": {order[number]: state for number, state in saved["state"].items()}, "param_groups": groups}
 
 
 def by_numbers(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The other way. What an optimizer wrote into groups is there again."""
+    """Replace names by numbers again, and put the values that an optimizer wrote into groups back there."""
     order = [name for group in saved["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(order)}
     groups = []
     for group in saved["param_groups"]:
         written = [saved["state"][name].get(GROUP, {}) for name in group["params"] if name in saved["state"]]
-        merged = {key: value for one in written for key, value in one.items()}
+        merged = {key: value for values in written for key, value in values.items()}
         groups.append({**group, **merged, "params": [numbers[name] for name in group["params"]]})
-    state = {name: {key: one for key, one in own.items() if key != GROUP} for name, own in saved["state"].items()}
+    states = {
+        name: {key: value for key, value in values.items() if key != GROUP} for name, values in saved["state"].items()
+    }
     kept = {
-        numbers[name]: own
-        for name, own in state.items()
-        if name in numbers and (own or GROUP not in saved["state"][name])
+        numbers[name]: values
+        for name, values in states.items()
+        if name in numbers and (values or GROUP not in saved["state"][name])
     }
     return {"state": kept, "param_groups": groups}

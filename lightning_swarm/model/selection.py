@@ -1,4 +1,4 @@
-"""Which parameters train, and which group of the optimizer holds which: read, checked, and what follows from it."""
+"""Reads which parameters train, and which group of the optimizer holds each, and checks that a swarm can do it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from torch.optim import Optimizer
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import boundary_layers
-from lightning_swarm.protocol.messages.run import (
-    Selection,
-)
+from lightning_swarm.protocol.messages.run import Selection
 
 
 def read_selection(module: nn.Module, optimizer: Optimizer) -> Selection:
-    """What the user's own module and optimizer say.
+    """Read the selection from the whole model and its optimizer.
 
-    Args:
-        module: The whole model.
-        optimizer: Of its parameters.
-
-    Raises:
-        ConfigError: The optimizer holds a parameter that is not the module's: no stage could. Or it does not hold one
-            of a boundary layer.
+    Raises `ConfigError` if the optimizer holds a parameter that is not the module's, which no stage could train, or if
+    it leaves out one of a boundary layer.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):

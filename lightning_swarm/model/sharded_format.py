@@ -1,6 +1,6 @@
-"""Folders in the format of torch.distributed.checkpoint: written in parts by several processes, and read in parts.
+"""Reads and writes folders in the format of torch.distributed.checkpoint, in parts by several processes.
 
-What is in them has the names that Lightning's `FSDPStrategy` gives it. Nothing that is read is executed.
+Their content has the names that Lightning's `FSDPStrategy` gives it. Nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import (
@@ -33,47 +34,37 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError, ProtocolError
+from lightning_swarm.model.naming import dtype_name, few
 from lightning_swarm.model.optimizer_state import GROUP
 from lightning_swarm.protocol.messages.state import WrittenValue
 
 REST: Final = "meta.pt"
-"""The file with what a checkpoint holds beside weights and optimizer state. The name is Lightning's."""
-
+"""The file with everything in a checkpoint except weights and optimizer state. The name is Lightning's."""
 
 WEIGHTS: Final = "model"
 OPTIMIZER: Final = "optimizer_0"
 
 _INDEX: Final = ".metadata"
-_MAX_NAMED: Final = 5
-_KNOWN: Final = {
+_ALLOWED: Final = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
 }
-"""What is in an index beside the records of its own module, dtypes and paths."""
+"""Names in an index beside the records of its own module, dtypes and paths."""
 
 
 def write(folder: Path, part: int, content: Mapping[str, Any]) -> list[WrittenValue]:
-    """Write a part of what a folder is to hold.
-
-    Args:
-        folder: It exists.
-        part: Which; others have other numbers.
-        content: Mappings of mappings of tensors and other values.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write one part of a folder that exists; `content` is nested mappings of tensors and other values."""
     planner, writer = DefaultSavePlanner(), FileSystemWriter(folder)
     planner.set_up_planner(dict(content), None, False)
     writer.set_up_storage_writer(False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    # The writer names its files by a part's place in the list of all.
+    # The writer names its files by a part's place in the list of all parts.
     plan = planner.finish_plan(writer.prepare_global_plan([*[SavePlan([])] * part, plan])[part])
-    found: Sequence[WriteResult] = writer.write_data(plan, planner).wait()
+    results: Sequence[WriteResult] = writer.write_data(plan, planner).wait()
     tensors = {item.index.fqn: item.tensor_data for item in plan.items}
-    return [_written(one, tensors[one.index.fqn], planner.mappings[one.index.fqn]) for one in found]
+    return [_written(result, tensors[result.index.fqn], planner.mappings[result.index.fqn]) for result in results]
 
 
 def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence[str | int]) -> WrittenValue:
@@ -83,90 +74,75 @@ def _written(result: WriteResult, tensor: TensorWriteData | None, path: Sequence
         file=str(stored.relative_path),
         offset=stored.offset,
         num_bytes=stored.length,
-        dtype=None if tensor is None else str(tensor.properties.dtype).removeprefix("torch."),
+        dtype=None if tensor is None else dtype_name(tensor.properties.dtype),
         shape=[] if tensor is None else list(tensor.size),
     )
 
 
 def check(written: Iterable[WrittenValue], part: int, names: Collection[str]) -> None:
-    """Refuse what somebody claims to have written for these parameters and buffers, and cannot have.
-
-    Raises:
-        ProtocolError: Names the first such thing.
-    """
-    for one in written:
-        place = one.path[:1] if one.path[0] == WEIGHTS else one.path[:2]
-        named = place in ([WEIGHTS], [OPTIMIZER, "state"]) and one.path[len(place) : len(place) + 1]
-        if not named or named[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", one.file):
-            raise ProtocolError(f"part {part} of a checkpoint has state of its own, in files of its own; got {one}")
-        _dtype(one)
+    """Refuse values that a peer cannot have written for these parameters and buffers, with a `ProtocolError`."""
+    for value in written:
+        place = value.path[:1] if value.path[0] == WEIGHTS else value.path[:2]
+        named = place in ([WEIGHTS], [OPTIMIZER, "state"]) and value.path[len(place) : len(place) + 1]
+        if not named or named[0] not in names or not re.fullmatch(rf"__{part}_\d+\.distcp", value.file):
+            raise ProtocolError(f"part {part} of a checkpoint has state of its own, in files of its own; got {value}")
+        _dtype(value)
 
 
 def finish(folder: Path, written: Sequence[WrittenValue], also: Mapping[str, str]) -> None:
-    """Write the index of a folder, when all of its parts are there.
+    """Write the index of a folder whose parts are all written.
 
-    Args:
-        folder: Where.
-        written: All of them.
-        also: Further names of weights, and the names under which they were written.
+    `also` has further names of weights, with the names under which they were written.
     """
     aliases = [
-        WrittenValue(**{**_fields(one), "path": [WEIGHTS, alias]})
-        for one in written
-        if one.path[0] == WEIGHTS
+        msgspec.structs.replace(value, path=[WEIGHTS, alias])
+        for value in written
+        if value.path[0] == WEIGHTS
         for alias, name in also.items()
-        if one.path[1] == name
+        if value.path[1] == name
     ]
-    everything = [*written, *aliases]
-    # Here and below the planner's own part of a coordinator.
-    _, metadata = create_default_global_save_plan([SavePlan([_item(one) for one in everything])])
-    metadata.planner_data = {_key(one): tuple(one.path) for one in everything}
+    values = [*written, *aliases]
+    # Here and below is what a planner does in torch's coordinating process.
+    _, metadata = create_default_global_save_plan([SavePlan([_item(value) for value in values])])
+    metadata.planner_data = {_key(value): tuple(value.path) for value in values}
     results = [
-        WriteResult(_item(one).index, one.num_bytes, _StorageInfo(one.file, one.offset, one.num_bytes))
-        for one in everything
+        WriteResult(_item(value).index, value.num_bytes, _StorageInfo(value.file, value.offset, value.num_bytes))
+        for value in values
     ]
     writer = FileSystemWriter(folder)
     writer.set_up_storage_writer(True)
     writer.finish(metadata, [results])
 
 
-def _fields(one: WrittenValue) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__struct_fields__}
+def _key(value: WrittenValue) -> str:
+    return ".".join(map(str, value.path))
 
 
-def _key(one: WrittenValue) -> str:
-    return ".".join(map(str, one.path))
-
-
-def _dtype(one: WrittenValue) -> torch.dtype | None:
-    dtype = None if one.dtype is None else getattr(torch, one.dtype, None)
-    if one.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise ProtocolError(f"a tensor has a dtype of torch's, got {one.dtype!r}")
+def _dtype(value: WrittenValue) -> torch.dtype | None:
+    dtype = None if value.dtype is None else getattr(torch, value.dtype, None)
+    if value.dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ProtocolError(f"a tensor has a dtype of torch's, got {value.dtype!r}")
     return dtype
 
 
-def _item(one: WrittenValue) -> WriteItem:
-    dtype = _dtype(one)
+def _item(value: WrittenValue) -> WriteItem:
+    dtype = _dtype(value)
     if dtype is None:
-        return WriteItem(MetadataIndex(_key(one)), WriteItemType.BYTE_IO)
-    size, start = torch.Size(one.shape), torch.Size([0] * len(one.shape))
+        return WriteItem(MetadataIndex(_key(value)), WriteItemType.BYTE_IO)
+    size, start = torch.Size(value.shape), torch.Size([0] * len(value.shape))
     data = TensorWriteData(ChunkStorageMetadata(start, size), TensorProperties(dtype=dtype), size)
-    return WriteItem(MetadataIndex(_key(one), start), WriteItemType.TENSOR, tensor_data=data)
+    return WriteItem(MetadataIndex(_key(value), start), WriteItemType.TENSOR, tensor_data=data)
 
 
 def is_folder(path: Path) -> bool:
-    """Whether it is one of these."""
+    """Return whether a path is a sharded checkpoint."""
     return (path / _INDEX).is_file()
 
 
 class ShardedCheckpoint:
-    """A folder that was written.
+    """Reads a sharded checkpoint, in parts.
 
-    Args:
-        path: Where.
-
-    Raises:
-        ConfigError: Parts of it are missing, or its index holds more than names and numbers.
+    Raises `ConfigError` if parts of it are missing, or if its index holds more than names and numbers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -186,26 +162,23 @@ class ShardedCheckpoint:
         ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
-        sizes = {name: one.stat().st_size if (one := self._path / name).is_file() else -1 for name in ends}
-        missing = sorted(name for name, size in sizes.items() if size < 0)
-        short = sorted(name for name, size in sizes.items() if 0 <= size < ends[name])
-        if missing or short:
-            found = [*(f"{name} is missing" for name in missing), *(f"{name} is cut off" for name in short)]
-            more = f", ... ({len(found)} in all)" if len(found) > _MAX_NAMED else ""
+        sizes = {name: file.stat().st_size if (file := self._path / name).is_file() else -1 for name in sorted(ends)}
+        problems = [f"{name} is missing" for name, size in sizes.items() if size < 0]
+        problems += [f"{name} is cut off" for name, size in sizes.items() if 0 <= size < ends[name]]
+        if problems:
             raise ConfigError(
                 f"a sharded checkpoint must have all of its files in one folder; in {self._path} "
-                f"{', '.join(found[:_MAX_NAMED])}{more}. Copy them there from where they are, or take "
-                "another checkpoint."
+                f"{few(problems)}. Copy them there from where they are, or take another checkpoint."
             )
 
     @cached_property
     def _paths(self) -> dict[str, tuple[Any, ...]]:
-        found: dict[str, tuple[Any, ...]] = self._metadata.planner_data
-        return found
+        paths: dict[str, tuple[Any, ...]] = self._metadata.planner_data
+        return paths
 
     @cached_property
     def _keys(self) -> dict[str, dict[str, list[str]]]:
-        """Of each weight, and of the state of each parameter."""
+        """The keys of each weight, and of each parameter's optimizer state."""
         found: dict[str, dict[str, list[str]]] = {WEIGHTS: {}, OPTIMIZER: {}}
         for key, path in self._paths.items():
             if path[0] == WEIGHTS or path[:2] == (OPTIMIZER, "state"):
@@ -214,50 +187,54 @@ class ShardedCheckpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """What weights there are, on meta."""
-        kinds = {name: self._metadata.state_dict_metadata[keys[0]] for name, keys in self._keys[WEIGHTS].items()}
+        """The weights in the folder, as tensors on meta."""
+        stored = {name: self._metadata.state_dict_metadata[keys[0]] for name, keys in self._keys[WEIGHTS].items()}
         return {
-            name: torch.empty(one.size, dtype=one.properties.dtype, device="meta")
-            for name, one in kinds.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            for name, tensor in stored.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
 
     def read_weights(self, names: Iterable[str]) -> dict[str, Any]:
-        """Some of them, from the files."""
+        """Read some weights from the files."""
         keys = [key for name in names for key in self._keys[WEIGHTS][name]]
         return dict(self._read(keys).get(WEIGHTS, {}))
 
+    def read_weight(self, name: str) -> Any:
+        """Read one weight."""
+        return self.read_weights([name])[name]
+
     def read_all(self) -> dict[str, Any]:
-        """Everything, in the names under which it was written."""
+        """Read everything, under the names under which it was written."""
         return self._read(list(self._paths))
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether the state of an optimizer was saved."""
+        """True if the state of an optimizer was saved."""
         return any(path[:2] == (OPTIMIZER, "param_groups") for path in self._paths.values())
 
     def read_groups(self) -> dict[str, Any]:
-        """The optimizer's parameter groups, as `optimizer_state.by_names` has them; of its state, what is theirs."""
+        """Read the optimizer's groups in the form of `optimizer_state.by_names`, and what it wrote into them."""
         groups = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "param_groups")]
         written = [key for key, path in self._paths.items() if path[:2] == (OPTIMIZER, "state") and path[3] == GROUP]
         return {"state": {}, **self._read([*groups, *written])[OPTIMIZER]}
 
     def read_state(self, names: Iterable[str] | None) -> dict[str, Any]:
-        """The optimizer's state of some parameters, by their names; None: of all."""
-        own = self._keys[OPTIMIZER]
-        keys = [key for name in (own if names is None else names) for key in own.get(name, ())]
+        """Read the optimizer's state of some parameters, by their names; None: of all."""
+        keys_by_name = self._keys[OPTIMIZER]
+        keys = [key for name in (keys_by_name if names is None else names) for key in keys_by_name.get(name, ())]
         return dict(self._read(keys).get(OPTIMIZER, {}).get("state", {}))
 
     def _read(self, keys: Sequence[str]) -> dict[str, Any]:
-        blank: dict[str, Any] = {}
+        targets: dict[str, Any] = {}
         for key in keys:
-            kind = self._metadata.state_dict_metadata[key]
-            if isinstance(kind, TensorStorageMetadata):
-                blank[key] = torch.empty(kind.size, dtype=kind.properties.dtype)
+            stored = self._metadata.state_dict_metadata[key]
+            if isinstance(stored, TensorStorageMetadata):
+                targets[key] = torch.empty(stored.size, dtype=stored.properties.dtype)
             else:
-                blank[key] = None
+                targets[key] = None
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(blank, self._metadata, True)
+        planner.set_up_planner(targets, self._metadata, True)
         self._reader.set_up_storage_reader(self._metadata, True)
         self._reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
         return _nested({self._paths[key]: planner.state_dict[key] for key in keys})
@@ -266,37 +243,37 @@ class ShardedCheckpoint:
 class _Planner(DefaultLoadPlanner):
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Torch's own would execute what is there.
+        # Torch's own planner would execute what is there.
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Of the index, which is a pickle of records."""
+    """Reads an index, a pickle of records, and refuses anything else in it."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        of_kind = module in (Metadata.__module__, "torch") or module.split(".", maxsplit=1)[0] == "pathlib"
-        found = super().find_class(module, name) if of_kind or (module, name) in _KNOWN else None
-        if (module, name) in _KNOWN or isinstance(found, torch.dtype if module == "torch" else type):
+        is_allowed = (module, name) in _ALLOWED
+        may_hold_records = module in (Metadata.__module__, "torch") or module.split(".", maxsplit=1)[0] == "pathlib"
+        found = super().find_class(module, name) if may_hold_records or is_allowed else None
+        if is_allowed or isinstance(found, torch.dtype if module == "torch" else type):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
 
 
 def _nested(values: Mapping[Sequence[Any], Any]) -> dict[str, Any]:
-    """The mappings and lists whose keys the paths are."""
+    """Build nested mappings and lists from values by their paths."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         inner = root
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = value
-    found: dict[str, Any] = {key: _with_lists(value) for key, value in root.items()}
-    return found
+    return {key: _with_lists(value) for key, value in root.items()}
 
 
 def _with_lists(value: Any) -> Any:
-    """Numbers are the keys of lists, never of mappings: those of an optimizer's state are names."""
+    """Turn mappings with numbers as keys into lists: keys of an optimizer's state are names, never numbers."""
     if not isinstance(value, dict):
         return value
-    inner = {key: _with_lists(one) for key, one in value.items()}
+    inner = {key: _with_lists(inner_value) for key, inner_value in value.items()}
     return list(inner.values()) if inner and all(isinstance(key, int) for key in inner) else inner

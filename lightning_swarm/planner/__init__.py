@@ -1,1 +1,1 @@
-"""What a swarm of given machines would do with a given model, before anything starts: counted, not tried."""
+"""Predicts how fast a swarm of given machines trains a given model, by counting or by simulation."""

@@ -1,4 +1,4 @@
-"""A live swarm as the planner needs it: its machines and its model, from what its peers say of themselves. Pure."""
+"""Reads the planner's view of a live swarm, its machines and its model, from its peers' reports. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Setting
+from lightning_swarm.planner.records import BlockProfile, Machine, ModelProfile, Now, Setting
 from lightning_swarm.planner.timeline import GOODPUT, MICROBATCH_S_PER_PARAMETER
 from lightning_swarm.protocol.messages.reports import CarriedReport, HeldStage, PeerReport, SampleCosts, ServerReport
 from lightning_swarm.protocol.settings import Compression
@@ -18,45 +18,25 @@ from lightning_swarm.protocol.settings import Compression
 
 @dataclass(frozen=True, kw_only=True)
 class Assumption:
-    """What is taken for granted where a swarm cannot tell.
+    """The rates that are assumed where a swarm has not measured them."""
 
-    Args:
-        line_bytes_per_s: Each way, of peers that have sent, or received, nothing long enough to tell.
-        bus_bytes_per_s: Between a GPU and its host, each way.
-    """
-
-    line_bytes_per_s: float
-    bus_bytes_per_s: float
+    line_bytes_per_s: float  # each way, of peers that have sent, or received, nothing long enough to tell
+    bus_bytes_per_s: float  # between a GPU and its host, each way
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRates:
-    """A swarm that runs.
+    """A running swarm in the planner's terms."""
 
-    Args:
-        model: What it trains: the blocks of a stage are taken for equal. Its tensors travel as they are.
-        compression: How they really travel.
-        machines: Its servers whose rate is known, the lead first.
-        setting: Of its newest step; None: none was decided since it was admitted whom we ask.
-        samples_per_s: That went through all stages.
-        sent_bytes_per_s: Of all peers together.
-        unmeasured: Peers whose rate is not known yet.
-        assumed_lines: Those of the machines whose lines are assumed.
-    """
-
-    model: ModelProfile
-    compression: Compression
-    machines: tuple[Machine, ...]
-    setting: Setting | None
-    samples_per_s: float
-    sent_bytes_per_s: float
-    unmeasured: tuple[str, ...]
-    assumed_lines: tuple[str, ...]
+    model: ModelProfile  # as if the blocks of a stage were equal, and all tensors travelled unencoded
+    compression: Compression  # the real one
+    machines: tuple[Machine, ...]  # the servers whose rate is known, the lead first
+    now: Now  # its setting is that of the newest step; None: none was decided since the peers we ask joined
 
 
 @dataclass(frozen=True)
 class PeerThroughput:
-    """Of a peer, over some time: samples/s through each of its stages, bytes/s sent."""
+    """A peer's samples/s through each of its stages, and bytes/s sent, over some time."""
 
     samples_per_s: float
     sent_bytes_per_s: float
@@ -68,16 +48,9 @@ def read(
     assumed: Assumption,
     name: Callable[[str], str] = str,
 ) -> LiveRates:
-    """What peers say, put together.
+    """Combine the reports and current throughput of all peers that answered; `name` gives a peer's name by its id.
 
-    Args:
-        reports: Of all that answered.
-        paces: Likewise, what they do now.
-        assumed: What they do not know.
-        name: What a peer is called, by its id.
-
-    Raises:
-        SwarmError: They know too little yet.
+    Raises `SwarmError` if too little is measured yet.
     """
     servers = {peer: report.server for peer, report in reports.items() if report.server is not None}
     if not servers:
@@ -89,18 +62,20 @@ def read(
         raise SwarmError(
             "too little is measured yet: no peer has computed four microbatches of one stage. Try again in a while."
         )
-    names = sorted(rates, key=lambda peer: servers[peer].lead != peer)
+    measured = sorted(rates, key=lambda peer: servers[peer].lead != peer)
     lines = _lines(reports)
-    pipelined = [[peer for peer, one in servers.items() if _holds(one, index)] for index in range(len(stages))]
+    replicas = [[peer for peer, server in servers.items() if _holds(server, index)] for index in range(len(stages))]
     return LiveRates(
-        model=_model(stages, work, max(one.around_parameters for one in servers.values())),
+        model=_model(stages, work, max(server.around_parameters for server in servers.values())),
         compression=next(iter(servers.values())).compression,
-        machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in names),
-        setting=_setting(servers.values(), len(stages)),
-        samples_per_s=min(sum(paces[peer].samples_per_s for peer in peers) for peers in pipelined),
-        sent_bytes_per_s=sum(pace.sent_bytes_per_s for pace in paces.values()),
-        unmeasured=tuple(name(peer) for peer in reports if peer not in rates),
-        assumed_lines=tuple(name(peer) for peer in names if not lines[peer].known),
+        machines=tuple(_machine(name(peer), rates[peer], servers[peer], lines[peer], assumed) for peer in measured),
+        now=Now(
+            setting=_setting(servers.values(), len(stages)),
+            samples_per_s=min(sum(paces[peer].samples_per_s for peer in peers) for peers in replicas),
+            sent_bytes_per_s=sum(pace.sent_bytes_per_s for pace in paces.values()),
+            unmeasured=tuple(name(peer) for peer in reports if peer not in rates),
+            assumed_lines=tuple(name(peer) for peer in measured if not lines[peer].known),
+        ),
     )
 
 
@@ -112,7 +87,7 @@ def _holds(server: ServerReport, index: int) -> bool:
 
 
 def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, SampleCosts]]:
-    """Each stage of the pipeline, from one of those that hold it."""
+    """Read each stage of the pipeline from the report of a server that holds it."""
     first = next(iter(servers.values()))
     num_stages = first.num_stages - (first.trainers_stage is not None)
     known: dict[int, tuple[HeldStage, SampleCosts]] = {}
@@ -122,14 +97,14 @@ def _stages(servers: Mapping[PeerId, ServerReport]) -> list[tuple[HeldStage, Sam
     missing = [str(index) for index in range(num_stages) if index not in known]
     if missing or not num_stages:
         raise SwarmError(
-            f"too little is measured yet: nobody who answers has computed a microbatch of stage {', '.join(missing)} "
+            f"too little is measured yet: no peer that answers has computed a microbatch of stage {', '.join(missing)} "
             "with a gradient. Try again in a while."
         )
     return [known[index] for index in range(num_stages)]
 
 
 def _work(stages: Sequence[tuple[HeldStage, SampleCosts]]) -> list[float]:
-    """What a sample computes in each stage, in flop; where compiled code does not show it, as for linear layers."""
+    """Flop of a sample in each stage; if compiled code hides them, those of linear layers with as many parameters."""
     counted = [costs.flop for _, costs in stages]
     if any(counted):
         return counted
@@ -140,9 +115,9 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
     blocks: list[BlockProfile] = []
     for index, ((stage, costs), flop) in enumerate(zip(stages, work, strict=True)):
         last = index == len(stages) - 1
-        # What leaves the last stage is often no activation, nor is what enters the first.
-        came, out = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
-        inner = max(came, out) if index == 0 and last else came if last else out
+        # The last stage's output is often no activation, nor is the first one's input.
+        into, out = (costs.input_bytes, costs.input_number_bytes), (costs.output_bytes, costs.output_number_bytes)
+        inner = max(into, out) if index == 0 and last else into if last else out
         share = BlockProfile(
             parameters=stage.num_parameters // stage.num_blocks,
             flop=flop / stage.num_blocks,
@@ -173,11 +148,11 @@ def _model(stages: Sequence[tuple[HeldStage, SampleCosts]], work: Sequence[float
 
 
 _TOO_LITTLE: Final = 0.01
-"""Of a mean stage's work: what a peer does at less says nothing of what it would do at more."""
+"""Share of a mean stage's work: a peer's rate at less work says nothing of its rate at more."""
 
 
 def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dict[PeerId, float]:
-    """Flop/s of each peer that was measured; of those with next to nothing to compute, what is usual among the rest."""
+    """Flop/s of each measured peer; a peer with next to nothing to compute gets the median of the others."""
     found: dict[PeerId, float] = {}
     idle: list[PeerId] = []
     for peer, server in servers.items():
@@ -194,40 +169,42 @@ def _rates(servers: Mapping[PeerId, ServerReport], work: Sequence[float]) -> dic
 
 
 def _computing_s(stage: HeldStage, server: ServerReport) -> float:
-    """Of a sample, without what the planner adds for each microbatch."""
+    """Seconds of a sample at a stage, without the time that the planner adds for each microbatch."""
     assert stage.samples_per_s is not None
     processor = server.machine.processor if server.machine is not None else "cpu"
     added_s = stage.num_parameters * MICROBATCH_S_PER_PARAMETER[processor] / (stage.microbatch_size or 1.0)
     return max(1.0 / stage.samples_per_s - added_s, 0.5 / stage.samples_per_s)
 
 
-_UNKNOWN_BYTES: Final = 1e18
-"""Of memory: it limits nothing."""
+_UNKNOWN_MEMORY_BYTES: Final = 1e18
+"""Memory that limits nothing."""
 
-_MOST_OF_IT: Final = 8.0
-_FASTEST: Final = 1e12
-"""Bytes/s that are believed."""
+_FASTEST_BYTES_PER_S: Final = 1e12
+"""The highest rate of a line that is believed."""
+
+_MOST_ROUND_TRIP: Final = 8.0
+"""A transfer counts as at least its duration divided by this, however much of it was the round trip."""
 
 
 def _machine(name: str, flop_per_s: float, server: ServerReport, line: _LinkUsage, assumed: Assumption) -> Machine:
-    here = server.machine
+    machine = server.machine
     return Machine(
         name=name,
         flop_per_s=flop_per_s,
-        memory_bytes=(here.memory_bytes if here else None) or _UNKNOWN_BYTES,
-        # What was measured is tensors' bytes, and the planner takes lines' bytes.
+        memory_bytes=(machine.memory_bytes if machine else None) or _UNKNOWN_MEMORY_BYTES,
+        # Peers measure tensors' bytes, and the planner takes lines' bytes.
         up_bytes_per_s=line.up_bytes_per_s / GOODPUT if line.up_bytes_per_s else assumed.line_bytes_per_s,
         down_bytes_per_s=line.down_bytes_per_s / GOODPUT if line.down_bytes_per_s else assumed.line_bytes_per_s,
         latency_s=statistics.median(line.round_trips_s) / 2 if line.round_trips_s else 0.0,
-        processor=here.processor if here else "cpu",
-        host_memory_bytes=(here.host_memory_bytes if here else None) or 0.0,
-        bus_bytes_per_s=assumed.bus_bytes_per_s if here and here.processor == "accelerator" else 0.0,
+        processor=machine.processor if machine else "cpu",
+        host_memory_bytes=(machine.host_memory_bytes if machine else None) or 0.0,
+        bus_bytes_per_s=assumed.bus_bytes_per_s if machine and machine.processor == "accelerator" else 0.0,
     )
 
 
 @dataclass
 class _LinkUsage:
-    """Of a peer: what it was seen to send and to receive at its best, and the way to each other one."""
+    """The best rates at which a peer sent and received, and its round trips to the others."""
 
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
@@ -245,7 +222,7 @@ class _LinkUsage:
 
 
 def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
-    """Of each peer, by what both ends of its links say."""
+    """Read each peer's line from what both ends of its links report."""
     lines: dict[str, _LinkUsage] = defaultdict(_LinkUsage)
     trips = _round_trips(reports)
     for ends, trip_s in trips.items():
@@ -264,13 +241,13 @@ def _lines(reports: Mapping[PeerId, PeerReport]) -> dict[str, _LinkUsage]:
 
 
 def _bytes_per_s(carried: CarriedReport, round_trip_s: float) -> float:
-    # Where the round trip is most of it, little is left, and little is known of that.
-    own_s = max(carried.took_s - round_trip_s, carried.took_s / _MOST_OF_IT)
-    return min(carried.num_bytes / own_s, _FASTEST) if own_s > 0.0 else _FASTEST
+    # If most of the time was the round trip, little is left for the bytes, and that little is uncertain.
+    sending_s = max(carried.took_s - round_trip_s, carried.took_s / _MOST_ROUND_TRIP)
+    return min(carried.num_bytes / sending_s, _FASTEST_BYTES_PER_S) if sending_s > 0.0 else _FASTEST_BYTES_PER_S
 
 
 def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], float]:
-    """Between each two peers that answered, as the luckier of them saw it: calls may be long in being answered."""
+    """The shorter round trip that either end saw, of each two peers that answered: answers may be slow."""
     found: dict[frozenset[str], float] = {}
     for peer, report in reports.items():
         for link in report.links:
@@ -280,15 +257,15 @@ def _round_trips(reports: Mapping[PeerId, PeerReport]) -> dict[frozenset[str], f
     return found
 
 
-# ---------------------------------------------------------------------- what it does now
+# ---------------------------------------------------------------------- the setting
 
 
 def _setting(servers: Iterable[ServerReport], num_stages: int) -> Setting | None:
-    """Of the newest step that somebody knows."""
+    """Read the setting of the newest step that any server knows."""
     steps = [(server.step, server) for server in servers if server.newest is not None]
     if not steps:
         return None
-    newest = max(steps, key=lambda one: one[0])[1].newest
+    newest = max(steps, key=lambda pair: pair[0])[1].newest
     assert newest is not None
     sizes = [stage.microbatch_size for _, server in steps for stage in server.held if stage.microbatch_size]
     if not sizes:

@@ -1,4 +1,4 @@
-"""How a user says that tensors travel, and what that is in the planner's terms."""
+"""Reads the list of machines, and the compression of tensors, that a user gives the planner."""
 
 from __future__ import annotations
 
@@ -17,32 +17,19 @@ from lightning_swarm.protocol.compression import CODECS, SMALLEST
 from lightning_swarm.protocol.settings import Compression
 
 _CPU_S: Final = {"float16": 1.3e-9, "bfloat16": 0.8e-9, "8bit": 9.6e-9, "6bit": 7.0e-9, "4bit": 6.5e-9}
-"""Seconds of a core for writing and reading a number, of millions of them. Measured: `benchmarks.codecs`."""
+"""Seconds of a core for writing and reading a number of a large tensor, measured by `benchmarks.codecs`."""
 
 
 @dataclass(frozen=True)
 class TransferCost:
-    """How tensors travel. None: nothing was said.
-
-    Args:
-        compression: By which codecs.
-        boundary_ratio: How many times fewer features cross from stage to stage.
-    """
+    """The compression of a swarm's tensors; None: not given."""
 
     compression: Compression | None = None
-    boundary_ratio: int | None = None
+    boundary_ratio: int | None = None  # boundary layers send that many times fewer features from stage to stage
 
     @classmethod
     def parse(cls, compression: Any, boundary_ratio: Any) -> TransferCost:
-        """What a user gives.
-
-        Args:
-            compression: As `SwarmStrategy` takes it; None: nothing.
-            boundary_ratio: As `Bottleneck` takes it; None: nothing.
-
-        Raises:
-            ConfigError: It cannot be.
-        """
+        """Check what a user gives, in the forms that `SwarmStrategy` and `Bottleneck` take."""
         if compression is not None and not isinstance(compression, Compression | Mapping):
             compression = str(compression)
         return cls(
@@ -51,26 +38,26 @@ class TransferCost:
         )
 
     def or_else(self, other: TransferCost) -> TransferCost:
-        """With what the other says where this one says nothing."""
+        """Return these settings, and the other's where these are not given."""
         return TransferCost(self.compression or other.compression, self.boundary_ratio or other.boundary_ratio)
 
     @property
     def wire(self) -> WireFormat:
-        """What is left of their bytes. What is no codec counts as none, and is named."""
-        by = self.compression or Compression()
-        ways = by.activations, by.gradients, by.averaging
-        activations, gradients, averaging = map(_code, ways)
+        """The sizes of encoded tensors. A codec of unknown size counts as none, and is named."""
+        compression = self.compression or Compression()
+        codecs = compression.activations, compression.gradients, compression.averaging
+        activations, gradients, averaging = map(_code, codecs)
         return WireFormat(
             activations=activations,
             gradients=gradients,
             averaging=averaging,
-            error_feedback=bool(by.error_feedback),
+            error_feedback=bool(compression.error_feedback),
             boundary_ratio=self.boundary_ratio or 1,
-            uncounted=tuple(sorted({way for way in ways if way not in CODECS} - {"none"})),
+            uncounted=tuple(sorted({codec for codec in codecs if codec not in CODECS} - {"none"})),
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The settings, for programs."""
         return {"compression": asdict(self.compression or Compression()), "boundary_ratio": self.boundary_ratio}
 
 
@@ -84,35 +71,31 @@ def _code(name: str) -> Code | None:
 
 
 HERE: Final = "here"
-"""Stands for a rate that is measured on this machine."""
+"""The value of a rate that is to be measured on this machine."""
 
 _MBIT, _GB = 1e6 / 8, 1e9
 
 
 @dataclass(frozen=True)
 class _Key:
-    """A number of a machine.
+    """A key of a machine in the file, whose value is a number."""
 
-    Args:
-        unit: What it counts, in words.
-        scale: Times it, in the units of `Machine`.
-        default: None: it has to be there.
-        zero: Whether it may be 0.
-    """
-
-    unit: str
-    scale: float
-    default: float | None = None
-    zero: bool = False
+    field: str  # of `Machine`
+    unit: str  # in words
+    scale: float  # from the file's unit to that of `Machine`
+    default: float | None = None  # None: the key must be there
+    zero: bool = False  # 0 is allowed
 
 
 _NUMBERS: Final = {
-    "memory_gb": _Key("GB of memory where it computes", _GB),
-    "up_mbit": _Key("Mb/s that its line sends", _MBIT),
-    "down_mbit": _Key("Mb/s that its line receives", _MBIT),
-    "latency_ms": _Key("milliseconds from it to another machine, half of a round trip", 1e-3, 0.0, zero=True),
-    "host_memory_gb": _Key("GB beside a GPU's own", _GB, 0.0, zero=True),
-    "bus_gb_per_s": _Key("GB/s between GPU and host, each way", _GB, 0.0, zero=True),
+    "memory_gb": _Key("memory_bytes", "GB of memory where it computes", _GB),
+    "up_mbit": _Key("up_bytes_per_s", "Mb/s that its line sends", _MBIT),
+    "down_mbit": _Key("down_bytes_per_s", "Mb/s that its line receives", _MBIT),
+    "latency_ms": _Key(
+        "latency_s", "milliseconds from it to another machine, half of a round trip", 1e-3, 0.0, zero=True
+    ),
+    "host_memory_gb": _Key("host_memory_bytes", "GB beside a GPU's own", _GB, 0.0, zero=True),
+    "bus_gb_per_s": _Key("bus_bytes_per_s", "GB/s between GPU and host, each way", _GB, 0.0, zero=True),
 }
 _RATES: Final = ("tflops", "samples_per_s")
 _TOP: Final = ("machines", "compression", "boundary_ratio")
@@ -120,15 +103,10 @@ _KNOWN: Final = ("name", "count", *_RATES, "processor", *_NUMBERS)
 
 
 def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[[], float] | None) -> list[Machine]:
-    """The machines of a file, each of a `count` by itself.
+    """Read the machines of a YAML file, the starter first, and repeat each by its `count`.
 
-    Args:
-        path: Of a YAML file with a list under `machines`, or with nothing but the list. The first one starts the run.
-        flop_per_sample: Of the whole model, for those whose rate is in samples/s.
-        here_flop_per_s: Measures this machine, for those whose rate is ``here``; None: it was not asked to.
-
-    Raises:
-        ConfigError: The file is none, or says what cannot be.
+    The file has a list under `machines`, or nothing but the list. `flop_per_sample`, of the whole model, converts rates
+    in samples/s; `here_flop_per_s` measures this machine for rates that are ``here``; None: it was not asked to.
     """
     content = _content(path)
     listed = content.get("machines") if isinstance(content, Mapping) else content
@@ -137,23 +115,16 @@ def read_machines(path: Path, flop_per_sample: float, here_flop_per_s: Callable[
             f"{path} must have a list of at least one machine under `machines`, got {listed!r}. Begin with\n"
             "machines:\n  - {tflops: 10, memory_gb: 24, up_mbit: 100, down_mbit: 100}"
         )
-    found = []
+    machines = []
     for place, entry in enumerate(listed):
         where = f"machine {place + 1} of {path}"
         machine, count = _machine(entry, where, flop_per_sample, here_flop_per_s)
-        found += [machine] * count
-    return found
+        machines += [machine] * count
+    return machines
 
 
 def read_travel(path: Path) -> TransferCost:
-    """What a file of machines says of how tensors travel.
-
-    Args:
-        path: As in `read_machines`.
-
-    Raises:
-        ConfigError: The file is none, or says what cannot be.
-    """
+    """Read the compression of tensors from a file of machines."""
     content = _content(path)
     if not isinstance(content, Mapping):
         return NOTHING_SAID
@@ -187,22 +158,9 @@ def _machine(
     count = entry.get("count", 1)
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 10_000:
         raise ConfigError(f"`count` of {where} must be a whole number of 1..10000, got {count!r}. Correct it.")
-    memory, up, down, latency, host, bus = (_number(entry, key, where) for key in _NUMBERS)
     name = str(entry.get("name", where.partition(" of ")[0]))
-    return (
-        Machine(
-            name=name,
-            flop_per_s=rate,
-            memory_bytes=memory,
-            up_bytes_per_s=up,
-            down_bytes_per_s=down,
-            latency_s=latency,
-            processor=processor,
-            host_memory_bytes=host,
-            bus_bytes_per_s=bus,
-        ),
-        count,
-    )
+    numbers = {number.field: _number(entry, key, where) for key, number in _NUMBERS.items()}
+    return Machine(name=name, flop_per_s=rate, processor=processor, **numbers), count
 
 
 def _rate(
@@ -226,17 +184,17 @@ def _rate(
 
 
 def _number(entry: Mapping[str, Any], key: str, where: str) -> float:
-    kind = _NUMBERS[key]
+    number = _NUMBERS[key]
     if key not in entry:
-        if kind.default is None:
-            raise ConfigError(f"{where} must have `{key}`: {kind.unit}. Add it.")
-        return kind.default
-    return _checked(entry[key], key, kind.unit, where, zero=kind.zero) * kind.scale
+        if number.default is None:
+            raise ConfigError(f"{where} must have `{key}`: {number.unit}. Add it.")
+        return number.default
+    return _checked(entry[key], key, number.unit, where, zero=number.zero) * number.scale
 
 
 def _checked(value: Any, key: str, unit: str, where: str, *, zero: bool = False) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (value == 0 and not zero):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not zero):
         least = "of at least 0" if zero else "above 0"
         raise ConfigError(f"`{key}` of {where} must be a number {least} ({unit}), got {value!r}. Correct it.")
     return float(value)

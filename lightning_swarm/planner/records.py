@@ -1,4 +1,4 @@
-"""What a plan is made from, and what it says."""
+"""The records from which a plan is made, and the plan itself."""
 
 from __future__ import annotations
 
@@ -6,74 +6,47 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 USUAL_MICROBATCH: Final = 8
-"""Samples, where something has to be known of microbatches before their size is chosen."""
+"""Samples of a microbatch, for estimates that are made before its size is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """What a codec makes of tensors.
+    """The size and cost of a codec's output."""
 
-    Args:
-        bits: That a number takes.
-        cpu_s: Seconds of a core for writing and reading a number.
-        smallest: Numbers of the smallest tensor that is encoded.
-    """
-
-    bits: float
-    cpu_s: float
-    smallest: int = 1
+    bits: float  # of an encoded number
+    cpu_s: float  # seconds of a core for writing and reading a number
+    smallest: int = 1  # numbers of the smallest tensor that is encoded
 
     def takes(self, numbers: float, number_bytes: int) -> bool:
-        """Whether tensors of so many numbers become shorter by it."""
+        """Return whether the codec makes tensors of that many numbers shorter."""
         return numbers >= self.smallest and self.bits < 8 * number_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class WireFormat:
-    """How a run's tensors travel. None: as they are.
+    """The encoding of a run's tensors; None: they travel unencoded."""
 
-    Args:
-        activations: From stage to stage, from the trainer and to it.
-        gradients: On the way back.
-        averaging: Sums of gradients, within a stage.
-        error_feedback: Whether servers keep what was lost of these sums.
-        boundary_ratio: How many times fewer features travel between stages, by layers that stand there.
-        uncounted: Names of ways to travel of which it is not known what they leave.
-    """
-
-    activations: Code | None = None
-    gradients: Code | None = None
-    averaging: Code | None = None
-    error_feedback: bool = False
-    boundary_ratio: int = 1
-    uncounted: tuple[str, ...] = ()
+    activations: Code | None = None  # from stage to stage, from the trainer and to it
+    gradients: Code | None = None  # on the way back
+    averaging: Code | None = None  # sums of gradients, within a stage
+    error_feedback: bool = False  # servers keep what encoding lost of these sums
+    boundary_ratio: int = 1  # boundary layers send that many times fewer features from stage to stage
+    uncounted: tuple[str, ...] = ()  # names of codecs whose sizes are not known
 
 
 PLAIN: Final = WireFormat()
-"""All travels as it is."""
 
 
 @dataclass(frozen=True)
 class TransferSize:
-    """A sample's share of a tensor.
-
-    Args:
-        num_bytes: Over a line.
-        coding_s: Seconds of a core for writing and reading it, half of them at either end.
-    """
+    """One sample's share of a tensor on a line."""
 
     num_bytes: float
-    coding_s: float
+    coding_s: float  # seconds of a core for writing and reading it, half of them at either end
 
 
-def travelling(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
-    """What travels of a sample.
-
-    Args:
-        num_bytes: Of its tensor.
-        number_bytes: Of one number of that; 0: there is none that a codec takes.
-        code: None: it travels as it is.
-    """
+def encoded_size(num_bytes: float, number_bytes: int, code: Code | None) -> TransferSize:
+    """Size a sample's tensor as it travels; `number_bytes` of 0: it holds no numbers that a codec takes."""
     if code is None or not number_bytes:
         return TransferSize(num_bytes, 0.0)
     numbers = num_bytes / number_bytes
@@ -83,243 +56,149 @@ def travelling(num_bytes: float, number_bytes: int, code: Code | None) -> Transf
 
 
 Processor: TypeAlias = Literal["cpu", "accelerator"]
-"""What computes. On a CPU, sending and receiving take time from it."""
+"""The kind of processor. On a CPU, sending and receiving take time from computing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One machine, and its line to all others.
-
-    Args:
-        name: What the plan calls it.
-        flop_per_s: What it really computes, not what its data sheet says.
-        memory_bytes: Of the device that computes.
-        up_bytes_per_s: What its line sends.
-        down_bytes_per_s: What its line receives, at the same time.
-        latency_s: From it to another one; half of a round trip.
-        processor: What computes.
-        host_memory_bytes: Beside the device's, for offloading when it trains alone.
-        bus_bytes_per_s: Between the two, each way; 0: it cannot offload.
-    """
+    """One machine, and its line to all others."""
 
     name: str
-    flop_per_s: float
-    memory_bytes: float
+    flop_per_s: float  # measured, not its data sheet's
+    memory_bytes: float  # of the device that computes
     up_bytes_per_s: float
-    down_bytes_per_s: float
-    latency_s: float = 0.0
+    down_bytes_per_s: float  # at the same time
+    latency_s: float = 0.0  # to another machine, half of a round trip
     processor: Processor = "accelerator"
-    host_memory_bytes: float = 0.0
-    bus_bytes_per_s: float = 0.0
+    host_memory_bytes: float = 0.0  # beside the device's, for offloading when the machine trains alone
+    bus_bytes_per_s: float = 0.0  # between the two memories, each way; 0: it cannot offload
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockProfile:
-    """What a part of a model costs.
-
-    Args:
-        parameters: How many it has.
-        flop: For the forward and the backward of one sample.
-        output_bytes: Of one sample.
-        graph_bytes: What its backward needs of the forward of one sample.
-        number_bytes: Of one number of its output; 0: they are none that a codec takes.
-    """
+    """The cost of one part of a model, for one sample."""
 
     parameters: int
-    flop: float
+    flop: float  # forward and backward
     output_bytes: int
-    graph_bytes: int
-    number_bytes: int = 4
+    graph_bytes: int  # what its backward needs of its forward
+    number_bytes: int = 4  # of one number of its output; 0: it holds none that a codec takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A chain of blocks, and what stands around it.
-
-    Args:
-        blocks: In order.
-        input_bytes: What a trainer sends to the first block for one sample.
-        input_gradient: Whether as much comes back.
-        extra_bytes: What it sends to the last block beside that: the targets of one sample.
-        around: What is in no block, on the trainer: embeddings, a head. Its output goes nowhere.
-        weight_bytes: Of one parameter.
-        input_number_bytes: Of one number of the input; 0: they are none that a codec takes, but tokens, say.
-        wire: How its tensors travel.
-    """
+    """A chain of blocks and what stands around it; sizes are those of one sample."""
 
     blocks: tuple[BlockProfile, ...]
-    input_bytes: int
-    input_gradient: bool
-    extra_bytes: int = 0
+    input_bytes: int  # from a trainer to the first block
+    input_gradient: bool  # as much comes back
+    extra_bytes: int = 0  # from a trainer to the last block beside its input: the targets
+    # The part of the model that is in no block, on the trainer: embeddings, a head. Its output goes nowhere.
     around: BlockProfile = BlockProfile(parameters=0, flop=0.0, output_bytes=0, graph_bytes=0)
-    weight_bytes: int = 4
-    input_number_bytes: int = 4
+    weight_bytes: int = 4  # of one parameter
+    input_number_bytes: int = 4  # of one number of the input; 0: it holds none that a codec takes, such as tokens
     wire: WireFormat = PLAIN
 
     @property
     def parameters(self) -> int:
-        """Of all."""
+        """The number of all parameters."""
         return sum(block.parameters for block in self.blocks) + self.around.parameters
 
     @property
     def flop(self) -> float:
-        """Of one sample, forward and backward, through all."""
+        """Flop of one sample through the whole model, forward and backward."""
         return sum(block.flop for block in self.blocks) + self.around.flop
 
     @property
     def graph_bytes(self) -> int:
-        """Of one sample, through all."""
+        """Size of one sample's autograd graph through the whole model."""
         return sum(block.graph_bytes for block in self.blocks) + self.around.graph_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """A run of blocks. Bytes are those that travel.
-
-    Args:
-        blocks: How many.
-        parameters: How many.
-        flop: For the forward and the backward of one sample.
-        input_bytes: What comes in for one sample.
-        extra_bytes: Beside that.
-        gradient_bytes: What goes back for one sample.
-        output_bytes: What goes out for one sample.
-        output_gradient_bytes: What comes back of it.
-        graph_bytes: What its backward needs of the forward of one sample.
-        state_bytes: What a server keeps of it where it computes, but for activations.
-        coding_s: Seconds of a core for reading and writing encoded tensors of one sample, forward and backward.
-    """
+    """The cost of a run of blocks, for one sample; bytes are those that travel, after encoding."""
 
     blocks: int
     parameters: int
-    flop: float
+    flop: float  # forward and backward
     input_bytes: float
-    extra_bytes: int
-    gradient_bytes: float
+    extra_bytes: int  # comes in beside the input
+    gradient_bytes: float  # of the input, goes back
     output_bytes: float
-    output_gradient_bytes: float
-    graph_bytes: int
-    state_bytes: float
-    coding_s: tuple[float, float]
+    output_gradient_bytes: float  # comes back
+    graph_bytes: int  # what its backward needs of its forward
+    state_bytes: float  # what a server keeps where it computes, without activations
+    coding_s: tuple[float, float]  # seconds of a core for coding tensors, in forward and in backward
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Where the seconds of a step go.
+    """The seconds of a step, by what they are spent on."""
 
-    Args:
-        forward_s: The slowest stage, or line, with all microbatches of the batch.
-        backward_s: Likewise.
-        fill_s: The other stages with one microbatch: until the last stage has its first, and the first its last.
-        around_s: The trainer with what is in no stage.
-        averaging_s: Within the stages, and the optimizer's step.
-        closing_s: Deciding the step.
-    """
-
-    forward_s: float
-    backward_s: float
-    fill_s: float
-    around_s: float
-    averaging_s: float
-    closing_s: float
+    forward_s: float  # the slowest stage, or line, with all microbatches of the batch
+    backward_s: float  # likewise
+    fill_s: float  # waiting until the last stage has its first microbatch, and the first stage its last
+    around_s: float  # the trainer with what is in no stage
+    averaging_s: float  # within the stages, and the optimizer's step
+    closing_s: float  # deciding the step
 
     @property
     def step_s(self) -> float:
-        """One after the other."""
+        """The length of a step: its parts follow one another."""
         return self.forward_s + self.backward_s + self.fill_s + self.around_s + self.averaging_s + self.closing_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is to be chosen: in samples, but for the stages.
-
-    Args:
-        num_stages: Of the pipeline.
-        microbatch_size: What is routed at once.
-        batch_size: Of the DataLoader; all its microbatches go forward before the first goes back.
-        target_batch_size: Of a step.
-    """
+    """The settings that a plan chooses; sizes are in samples."""
 
     num_stages: int
-    microbatch_size: int
-    batch_size: int
-    target_batch_size: int
+    microbatch_size: int  # routed at once
+    batch_size: int  # of the DataLoader; all its microbatches go forward before the first goes back
+    target_batch_size: int  # of a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a swarm would do.
-
-    Args:
-        setting: With this.
-        samples_per_s: Of the whole swarm.
-        times: Of a step.
-        slowest: What the forward and the backward wait for, in words.
-        line_share: Of that time, what the line takes of it.
-        utilisation: Share of what the machines could compute, of all of the list, that is computed.
-        stages: Names of the machines by stage.
-        left_out: Names of machines that cannot hold a stage.
-        spared: Names of those without which it is faster.
-        boundary_bytes: What crosses from each stage to the next for one microbatch.
-        boundary_gradient_bytes: What comes back.
-        step_bytes: What each machine sends in a step, by name; the most, where several have the name.
-        sent_bytes_per_s: Of all machines together, snapshots included.
-        state_bytes: What the largest stage keeps in memory without its activations.
-        recomputed: Share of forwards, on the worst machine, that are computed again for lack of memory.
-    """
+    """The speed, traffic and memory of a swarm with one setting."""
 
     setting: Setting
     samples_per_s: float
     times: Times
-    slowest: str
-    line_share: float
-    utilisation: float
-    stages: tuple[tuple[str, ...], ...]
-    left_out: tuple[str, ...]
-    spared: tuple[str, ...]
-    boundary_bytes: tuple[int, ...]
-    boundary_gradient_bytes: tuple[int, ...]
-    step_bytes: dict[str, int]
-    sent_bytes_per_s: float
-    state_bytes: float
-    recomputed: float
+    slowest: str  # what the forward and the backward wait for, in words
+    line_share: float  # share of that time for which its line is the reason
+    utilisation: float  # computed, as a share of what all machines of the list could compute
+    stages: tuple[tuple[str, ...], ...]  # names of machines
+    left_out: tuple[str, ...]  # machines that cannot hold a stage
+    spared: tuple[str, ...]  # machines without which the swarm is faster
+    boundary_bytes: tuple[int, ...]  # from each stage to the next, for one microbatch
+    boundary_gradient_bytes: tuple[int, ...]  # back
+    step_bytes: dict[str, int]  # sent in a step, by machine name; the most, where several have the name
+    sent_bytes_per_s: float  # by all machines together, snapshots included
+    state_bytes: float  # of the largest stage, without activations
+    recomputed: float  # share of forwards that the worst machine computes twice for lack of memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneMachine:
-    """What one machine would do without a swarm, by the plain Trainer.
-
-    Args:
-        name: Which one.
-        samples_per_s: At most.
-        offloads: Whether it has to keep weights and optimizer in its host's memory.
-    """
+    """The speed of one machine with the plain Trainer, without a swarm."""
 
     name: str
-    samples_per_s: float
-    offloads: bool
+    samples_per_s: float  # at most
+    offloads: bool  # it has to keep weights and optimizer in its host's memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Now:
-    """What a live swarm does, beside a plan for it.
+    """The current speed of a live swarm, and what the planner predicts for its setting."""
 
-    Args:
-        setting: With what; None: it has decided no step yet.
-        samples_per_s: That go through all stages.
-        sent_bytes_per_s: Of all peers together.
-        predicted_samples_per_s: What the planner says of that setting; None: that its machines cannot do it, or that
-            there is no setting yet.
-        unmeasured: Peers that the plan leaves out, for nobody knows yet what they compute.
-        assumed_lines: Peers that it has, but whose lines were not measured.
-    """
-
-    setting: Setting | None
-    samples_per_s: float
-    sent_bytes_per_s: float
-    predicted_samples_per_s: float | None
-    unmeasured: tuple[str, ...]
-    assumed_lines: tuple[str, ...]
+    setting: Setting | None  # None: it has decided no step yet
+    samples_per_s: float  # that go through all stages
+    sent_bytes_per_s: float  # by all peers together
+    predicted_samples_per_s: float | None = None  # None: there is no setting, or the machines cannot do it
+    unmeasured: tuple[str, ...]  # peers that the plan leaves out, as their rate is not known yet
+    assumed_lines: tuple[str, ...]  # peers of the plan whose lines were not measured
 
 
 ENOUGH: Final = 1.3
@@ -328,35 +207,30 @@ ENOUGH: Final = 1.3
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to do.
+    """The best setting of a swarm beside the best machine alone."""
 
-    Args:
-        best: What the swarm would do with the best setting; None: no setting fits the machines.
-        alone: The fastest machine alone; None: none holds the model.
-        by_stages: Each number of stages that fits, and its samples/s with batches of the best one's size.
-    """
-
-    best: Prediction | None
-    alone: OneMachine | None
+    best: Prediction | None  # None: no setting fits the machines
+    alone: OneMachine | None  # None: no machine holds the model
+    # Each number of stages that fits, and its samples/s with batches of the best setting's size.
     by_stages: tuple[tuple[int, float], ...] = ()
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast the swarm is; None: there is only one of the two."""
+        """The swarm's speed in terms of one machine's; None: one of the two cannot train."""
         if self.best is None or self.alone is None:
             return None
         return self.best.samples_per_s / self.alone.samples_per_s
 
     @property
     def possible(self) -> bool:
-        """Whether anything can train the model."""
+        """True if anything can train the model."""
         return self.best is not None or self.alone is not None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for programs."""
+        """The whole plan, for programs."""
         return {**asdict(self), "gain": self.gain, "worth_it": self.worth_it}
 
     @property
     def worth_it(self) -> bool:
-        """Whether the swarm is ahead by more than a prediction is off."""
+        """True if the swarm is ahead by more than predictions are off."""
         return self.best is not None and (self.gain is None or self.gain >= ENOUGH)

@@ -1,4 +1,4 @@
-"""A plan, as people read it. Pure."""
+"""Plans and simulations as people read them: number formats, tables, pictures, sentences. Pure."""
 
 from __future__ import annotations
 
@@ -6,52 +6,51 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.planner.cost_model import block
-from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, WireFormat
+from lightning_swarm.planner.records import Machine, ModelProfile, Now, Plan, Prediction, Setting, WireFormat
 
-WIDTHS: Final = tuple(2**power for power in range(7, 15))
-"""From 128 to 16384 features of a token."""
-
-
-# Compute grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
-# Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
-def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
-    """The share of its time for which a machine with one block as its stage computes, one sample at a time.
-
-    An activation comes and one goes, and so do two gradients; the two ways of the line work at once, but not with the
-    computing. Nothing hides the latency either, so a swarm with many microbatches under way does better.
-
-    Args:
-        width: Of the block.
-        sequence: Tokens of the sample.
-        flop_per_s: Of the machine.
-        line_bytes_per_s: Each way.
-        latency_s: One way.
-    """
-    costs = block(width, sequence)
-    computing_s = costs.flop / flop_per_s
-    return computing_s / (computing_s + 2 * (costs.output_bytes / line_bytes_per_s + latency_s))
+HOUR_S: Final = 3600.0
+_COLUMNS: Final = 110
 
 
-_LINES_MBIT: Final = (20, 100, 500, 1000)
-_LATENCIES_MS: Final = (0, 50, 200)
+def table_lines(rows: Sequence[Sequence[str]], *, indent: str = "", numbers: bool = False) -> list[str]:
+    """Align the columns of a table; with `numbers`, all but the first are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [
+        [
+            cell.rjust(width) if numbers and column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return [indent + "  ".join(cells).rstrip() for cells in aligned]
 
 
-def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
-    """How busy a machine is with one block, by the block's width: for some lines, and for some latencies.
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes in the unit that suits."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
-    Args:
-        path: Of the picture; its ending says of which kind it is.
-        machine: Whose rate and line it is.
-        sequence: Tokens of a sample.
-        width: Of the model at hand, to be marked.
 
-    Raises:
-        ConfigError: matplotlib is missing, or the file cannot be written.
-    """
+def _gb_per_hour(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * HOUR_S / 1e9:,.4g} GB an hour"
+
+
+def _wrapped(text: str) -> str:
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        lines.append(textwrap.fill(line, _COLUMNS, subsequent_indent=indent) if len(line) > _COLUMNS else line)
+    return "\n".join(lines)
+
+
+def new_figure(size_inches: tuple[float, float], **options: Any) -> Any:
+    """Make an empty matplotlib figure, or raise `ConfigError` if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -59,15 +58,55 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
             'a picture needs matplotlib, which is not installed. Run: pip install "lightning-swarm[demo]", or '
             "leave out --picture."
         ) from error
-    figure = Figure(figsize=(10, 4), layout="constrained", dpi=120)
+    return Figure(figsize=size_inches, dpi=120, **options)
+
+
+def save_figure(figure: Any, path: Path, **options: Any) -> None:
+    """Write a picture, whose kind follows from the ending of `path`, or raise `ConfigError`."""
+    try:
+        figure.savefig(path, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} must be a picture that can be written: {error}. Name another file, such as out.png."
+        ) from error
+
+
+# ---------------------------------------------------------------------- the square-cube law
+
+WIDTHS: Final = tuple(2**power for power in range(7, 15))
+"""Features of a token, from 128 to 16384."""
+
+_LINES_MBIT: Final = (20, 100, 500, 1000)
+_LATENCIES_MS: Final = (0, 50, 200)
+
+
+# Compute grows with the square of a model's width, traffic with the width. For n by n matrices: n^3 against n^2.
+# Source: SWARM, arXiv:2301.11913, section 3.1, the square-cube law.
+def busy_share(width: int, sequence: int, flop_per_s: float, line_bytes_per_s: float, latency_s: float) -> float:
+    """The share of its time for which a machine with one block as its stage computes, one sample at a time.
+
+    An activation arrives and one leaves, and so do two gradients; the two directions of the line work at once, but not
+    together with computing. Nothing hides the latency, so a swarm with many microbatches under way does better.
+    """
+    costs = block(width, sequence)
+    computing_s = costs.flop / flop_per_s
+    return computing_s / (computing_s + 2 * (costs.output_bytes / line_bytes_per_s + latency_s))
+
+
+def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None:
+    """Draw how busy a machine is with one block, by the block's width: for some lines, and for some latencies.
+
+    The model's own `width` is marked, if it is known.
+    """
+    figure = new_figure((10, 4), layout="constrained")
     lines, delays = figure.subplots(1, 2, sharey=True)
     slower = min(machine.up_bytes_per_s, machine.down_bytes_per_s)
-    of_lines = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINES_MBIT}
-    of_delays = {f"{delay_ms} ms": (slower, delay_ms / 1e3) for delay_ms in _LATENCIES_MS}
+    by_line = {f"{mbit} Mb/s": (mbit * 1e6 / 8, machine.latency_s) for mbit in _LINES_MBIT}
+    by_delay = {f"{delay_ms} ms": (slower, delay_ms / 1e3) for delay_ms in _LATENCIES_MS}
     lines.set_title(f"{machine.name}, by its line's rate")
     delays.set_title(f"{machine.name}, {slower * 8 / 1e6:g} Mb/s, by latency")
     lines.set_ylabel("share of its time that it computes")
-    for axes, links in ((lines, of_lines), (delays, of_delays)):
+    for axes, links in ((lines, by_line), (delays, by_delay)):
         for label, link in links.items():
             axes.plot(WIDTHS, [busy_share(one, sequence, machine.flop_per_s, *link) for one in WIDTHS], label=label)
         if width is not None:
@@ -76,67 +115,51 @@ def draw(path: Path, machine: Machine, sequence: int, width: int | None) -> None
         axes.set_xscale("log", base=2)
         axes.grid(alpha=0.3)
         axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} must be a picture that can be written: {error}. Choose another name.") from error
+    save_figure(figure, path)
 
 
-_HOUR_S: Final = 3600.0
-_COLUMNS: Final = 110
-
-
-def describe(model: ModelProfile, plan: Plan) -> str:
-    """All that is to be said of a plan, in lines."""
-    best = plan.best
-    head = f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample."
-    parts = [head, _verdict(plan)]
-    parts += (
-        [_too_large(model)] if best is None else [_settings(best), _figures(model, best), _reasons(model, plan, best)]
-    )
-    return "\n".join(_wrapped(line) for line in "\n\n".join(parts).splitlines())
+# ---------------------------------------------------------------------- a live swarm
 
 
 def describe_now(plan: Plan, now: Now, line_bytes_per_s: float) -> str:
-    """What a live swarm does beside the plan for it, in lines.
-
-    Args:
-        plan: The one.
-        now: The other.
-        line_bytes_per_s: What was assumed of lines that were not measured.
-    """
-    parts = ["Now", *_settings_now(now), *_figures_now(now)]
+    """Describe a live swarm beside the plan for it; `line_bytes_per_s` was assumed of lines that were not measured."""
+    if now.setting is None:
+        parts = ["Now", "  no step was decided yet"]
+    else:
+        parts = ["Now", *_setting_lines(now.setting, "   samples of the newest step")]
+    parts += _current_figures(now)
     if plan.best is not None and now.samples_per_s > 0.0:
         parts.append(f"  the plan is {plan.best.samples_per_s / now.samples_per_s:.2f} times as fast")
-    said = []
+    remarks = []
     if now.unmeasured:
-        said.append(f"Not in the plan, for too little is measured of what they compute: {', '.join(now.unmeasured)}.")
+        remarks.append(
+            f"Not in the plan, for too little is measured of what they compute: {', '.join(now.unmeasured)}."
+        )
     if now.assumed_lines:
-        said.append(
+        remarks.append(
             f"Nothing long enough to tell has gone over the lines of {', '.join(now.assumed_lines)}; they are taken "
             f"for {line_bytes_per_s * 8 / 1e6:.4g} Mb/s. If that is wrong, say so with --line-mbit."
         )
-    return "\n".join(_wrapped(line) for line in "\n".join([*parts, *(["", *said] if said else [])]).splitlines())
+    return _wrapped("\n".join([*parts, *(["", *remarks] if remarks else [])]))
 
 
-def _settings_now(now: Now) -> list[str]:
-    if now.setting is None:
-        return ["  no step was decided yet"]
-    chosen = now.setting
-    return [
-        f"  num_stages         {chosen.num_stages}",
-        f"  microbatch_size    {chosen.microbatch_size}",
-        f"  target_batch_size  {chosen.target_batch_size}   samples of the newest step",
-        f"  batch_size         {chosen.batch_size}   of the DataLoader",
+def _setting_lines(setting: Setting, target_note: str = "") -> list[str]:
+    rows = [
+        ("num_stages", f"{setting.num_stages}"),
+        ("microbatch_size", f"{setting.microbatch_size}"),
+        ("target_batch_size", f"{setting.target_batch_size}{target_note}"),
+        ("batch_size", f"{setting.batch_size}   of the DataLoader"),
     ]
+    return table_lines(rows, indent="  ")
 
 
-def _figures_now(now: Now) -> list[str]:
+def _current_figures(now: Now) -> list[str]:
     measured, predicted = now.samples_per_s, now.predicted_samples_per_s
-    lines = [
-        f"  samples/s          {measured:.3g}, measured",
-        f"  all machines send  {now.sent_bytes_per_s * _HOUR_S / 1e9:,.4g} GB an hour, measured",
+    rows = [
+        ("samples/s", f"{measured:.3g}, measured"),
+        ("all machines send", f"{_gb_per_hour(now.sent_bytes_per_s)}, measured"),
     ]
+    lines = table_lines(rows, indent="  ")
     if predicted is not None and measured > 0.0:
         lines.append(
             f"  of these settings the planner says {predicted:.3g} samples/s, {predicted / measured:.2f} times what is "
@@ -145,17 +168,18 @@ def _figures_now(now: Now) -> list[str]:
     return lines
 
 
-def _wrapped(line: str) -> str:
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.fill(line, _COLUMNS, subsequent_indent=indent) if len(line) > _COLUMNS else line
+# ---------------------------------------------------------------------- a plan
 
 
-def size(num_bytes: float) -> str:
-    """In the unit that suits."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"
+def describe(model: ModelProfile, plan: Plan) -> str:
+    """Describe a plan: whether it is worth it, what to choose, what to expect, and why."""
+    best = plan.best
+    parts = [f"{model.parameters / 1e6:.1f}M parameters, {model.flop / 1e9:.3g} GFLOP for each sample.", _verdict(plan)]
+    if best is None:
+        parts.append(_too_large(model))
+    else:
+        parts += [_settings(best), _figures(model, best), _reasons(model, plan, best)]
+    return _wrapped("\n\n".join(parts))
 
 
 def _verdict(plan: Plan) -> str:
@@ -187,16 +211,8 @@ def _too_large(model: ModelProfile) -> str:
 
 
 def _settings(best: Prediction) -> str:
-    chosen = best.setting
-    lines = [
-        "Choose",
-        f"  num_stages         {chosen.num_stages}",
-        f"  microbatch_size    {chosen.microbatch_size}",
-        f"  target_batch_size  {chosen.target_batch_size}",
-        f"  batch_size         {chosen.batch_size}   of the DataLoader",
-        "",
-        *(f"  stage {index}: {_counted(names)}" for index, names in enumerate(best.stages)),
-    ]
+    lines = ["Choose", *_setting_lines(best.setting), ""]
+    lines += [f"  stage {index}: {_counted(names)}" for index, names in enumerate(best.stages)]
     if best.left_out:
         lines.append(f"  left out, for they cannot hold a stage: {_counted(best.left_out)}")
     if best.spared:
@@ -209,26 +225,25 @@ def _counted(names: Sequence[str]) -> str:
 
 
 def _figures(model: ModelProfile, best: Prediction) -> str:
-    gb_per_hour = best.sent_bytes_per_s * _HOUR_S / 1e9
-    million = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
+    million_gb = best.sent_bytes_per_s / best.samples_per_s * 1e6 / 1e9
+    encoded = _encoded(model.wire)
     rows = [
         ("samples/s", f"{best.samples_per_s:.3g}, a step in {best.times.step_s:.3g} s"),
         ("machines compute", f"{100 * best.utilisation:.0f} % of what they could"),
         ("a microbatch at a boundary", _crossing(best)),
-        *([("bits of a number", _encoded(model.wire))] if _encoded(model.wire) else []),
-        *((f"{name} sends in a step", size(num_bytes)) for name, num_bytes in best.step_bytes.items()),
-        ("all machines send", f"{gb_per_hour:,.4g} GB an hour, {million:,.0f} GB for a million samples"),
-        ("a stage's memory", f"{size(best.state_bytes)} and activations"),
+        *([("bits of a number", encoded)] if encoded else []),
+        *((f"{name} sends in a step", format_bytes(num_bytes)) for name, num_bytes in best.step_bytes.items()),
+        ("all machines send", f"{_gb_per_hour(best.sent_bytes_per_s)}, {million_gb:,.0f} GB for a million samples"),
+        ("a stage's memory", f"{format_bytes(best.state_bytes)} and activations"),
     ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(["Expect", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+    return "\n".join(["Expect", *table_lines(rows, indent="  ")])
 
 
 def _crossing(best: Prediction) -> str:
     if not best.boundary_bytes:
         return "there is no boundary"
     forward, back = max(best.boundary_bytes), max(best.boundary_gradient_bytes)
-    return f"{size(forward)} forward, {'as much' if forward == back else size(back)} back"
+    return f"{format_bytes(forward)} forward, {'as much' if forward == back else format_bytes(back)} back"
 
 
 def _encoded(wire: WireFormat) -> str:
@@ -242,23 +257,23 @@ def _reasons(model: ModelProfile, plan: Plan, best: Prediction) -> str:
     def share(seconds: float) -> str:
         return f"{100 * seconds / times.step_s:.0f} % of a step"
 
-    said = [
+    lines = [
         "Why",
         f"  {share(times.forward_s + times.backward_s)} goes by at the pace of the slowest machine: {best.slowest}.",
         f"  {100 * best.line_share:.0f} % of its time it waits for its line, the rest it computes. {_remedy(best)}",
     ]
     if len(best.stages) > 1:
-        said.append(
+        lines.append(
             f"  {share(times.fill_s)} is waiting for the first microbatch to come through the other stages, and for "
             "the last to come back. More microbatches in a batch make it less."
         )
     if times.around_s:
-        said.append(f"  {share(times.around_s)} is the trainer with embeddings and head, while all stages wait.")
-    said.append(
+        lines.append(f"  {share(times.around_s)} is the trainer with embeddings and head, while all stages wait.")
+    lines.append(
         f"  {share(times.averaging_s)} goes into averaging gradients within the stages and into the optimizer, "
         f"{share(times.closing_s)} into agreeing on it. More samples a step share both."
     )
-    return "\n".join(said + _remarks(model, plan, best))
+    return "\n".join(lines + _remarks(model, plan, best))
 
 
 def _remedy(best: Prediction) -> str:
@@ -268,18 +283,17 @@ def _remedy(best: Prediction) -> str:
 
 
 def _remarks(model: ModelProfile, plan: Plan, best: Prediction) -> list[str]:
-    said = [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
+    remarks = [f"  What {name} leaves is not counted: as if all travelled as it is." for name in model.wire.uncounted]
     if best.recomputed > 0.0:
-        said.append(
+        remarks.append(
             f"  Activations of {100 * best.recomputed:.0f} % of the samples do not fit into the memory of some machine "
             "or into `Limits.cache_bytes`: these forwards are computed twice."
         )
     if len(plan.by_stages) > 1:
-        said.append(f"  Samples/s by number of stages, with batches of that size: {_by_stages(plan)}.")
-    return said
+        remarks.append(f"  Samples/s by number of stages, with batches of that size: {_by_stages(plan)}.")
+    return remarks
 
 
 def _by_stages(plan: Plan) -> str:
-    """The fastest few, in order."""
     fastest = sorted(plan.by_stages, key=lambda one: -one[1])[:5]
     return ", ".join(f"{rate:.3g} with {num_stages}" for num_stages, rate in sorted(fastest))

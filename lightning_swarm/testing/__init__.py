@@ -1,7 +1,7 @@
 """Swarms for tests: all peers in one process and one thread, over the in-memory network, on a virtual clock.
 
-`local_swarm` makes one for a test of your own model, `FaultPlan` says what goes wrong in it and when, `Phase` names the
-moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`.
+`local_swarm` makes one for a test of your own model. A `FaultPlan` says what goes wrong in it and when; `Phase` names
+the moments. ``pytest_plugins = ["lightning_swarm.testing.plugin"]`` gives pytest the fixture `local_swarm`.
 """
 
 from lightning_swarm.testing.faults import Fault, FaultPlan, Moment, Phase

@@ -1,6 +1,6 @@
-"""What shall go wrong, when, and whether it did: `FaultPlan`.
+"""Planned faults: what goes wrong, when, and whether it happened.
 
-A plan only decides; `sabotage.py` does what it says, on the in-memory network and in real processes.
+A `FaultPlan` only decides; `sabotage.py` carries it out, on the in-memory network and in real processes.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from lightning_swarm.network import PeerId
 from lightning_swarm.protocol import methods, tickets
 
 Side = Literal["request", "answer", "arrived"]
-"""A request has come and is not worked on yet; its answer is about to leave; the answer has come back."""
+"""The request has come and is not handled yet; its answer is about to leave; the answer has come back."""
 
 
 class Phase(enum.Enum):
-    """What a peer is doing. With ``X_DONE`` the work of ``X`` is done and the answer about to leave.
+    """The work that a peer is doing. ``X_DONE``: the work of ``X`` is done, and the answer is about to leave.
 
-    A request's phase is that of both peers, the one that asks and the one that answers, unless said otherwise. What is
-    small leaves with the word that it is there: then ``FORWARD_DONE`` and ``SEND_OUTPUT`` are in one message.
+    Both the caller and the peer that answers are in a request's phase; in some phases only one of them is, which is
+    noted there. A small result leaves together with the news that it is ready: then ``FORWARD_DONE`` and
+    ``SEND_OUTPUT`` are in one message.
     """
 
-    FORWARD = enum.auto()  # a microbatch's forward is asked for: before it
-    FORWARD_ACCEPTED = enum.auto()  # its input is still to come: during it
-    FORWARD_DONE = enum.auto()  # the output is there and nobody knows yet (the server's)
-    SEND_OUTPUT = enum.auto()  # the output leaves for the next stage or the trainer (the server's that has it)
+    FORWARD = enum.auto()  # before a microbatch's forward: it was asked for
+    FORWARD_ACCEPTED = enum.auto()  # during it: its input is still to come
+    FORWARD_DONE = enum.auto()  # the output is ready and nobody knows yet (the server)
+    SEND_OUTPUT = enum.auto()  # the output leaves for the next stage or the trainer (the server that has it)
     BACKWARD = enum.auto()
     BACKWARD_ACCEPTED = enum.auto()
-    BACKWARD_DONE = enum.auto()  # the gradient is added; the receipt is about to leave (the server's)
-    RECEIPT_SEEN = enum.auto()  # ... and has come (the server's, and of who asked)
-    SEND_GRADIENT = enum.auto()  # the input's gradient leaves for the stage before (the server's that has it)
+    BACKWARD_DONE = enum.auto()  # the gradient is added; the receipt is about to leave (the server)
+    RECEIPT_SEEN = enum.auto()  # the receipt has arrived (the server and the caller)
+    SEND_GRADIENT = enum.auto()  # the input's gradient leaves for the stage before (the server that has it)
     CANCEL = enum.auto()
     CANCEL_DONE = enum.auto()
-    REPLAY = enum.auto()  # the coordinator has a trainer do microbatches again
+    REPLAY = enum.auto()  # the coordinator has a trainer compute microbatches again
     REPLAY_DONE = enum.auto()
-    GRANT = enum.auto()  # a trainer asks for a place
+    GRANT = enum.auto()  # a trainer asks for its place in the data
     GRANT_DONE = enum.auto()
-    DONE = enum.auto()  # a trainer says that its batch is through
+    DONE = enum.auto()  # a trainer reports that its batch is through
     DONE_DONE = enum.auto()
     RECORD = enum.auto()  # a trainer asks for a record
     RECORD_DONE = enum.auto()
-    CLOSE = enum.auto()  # the coordinator has a server freeze its sums
+    CLOSE = enum.auto()  # the coordinator has a server freeze its gradient sums
     CLOSE_DONE = enum.auto()
     AVERAGE = enum.auto()  # the coordinator has a server average
-    AVERAGE_SEND = enum.auto()  # its own part of the sum leaves (the sender's)
-    AVERAGE_REDUCE = enum.auto()  # the part that it reduced leaves (the reducer's)
-    AVERAGE_TIED = enum.auto()  # its stage's share of what other stages hold, too, leaves (the sender's)
+    AVERAGE_SEND = enum.auto()  # a server's own part of the sum leaves (the sender)
+    AVERAGE_REDUCE = enum.auto()  # the part that a server reduced leaves (the reducer)
+    AVERAGE_TIED = enum.auto()  # a stage's share of parameters that other stages hold, too, leaves (the sender)
     AVERAGE_DONE = enum.auto()
     PREPARE = enum.auto()  # a coordinator asks a voter for its promise
     PREPARE_DONE = enum.auto()
     DECIDE = enum.auto()  # a coordinator has a voter accept a record
     DECIDE_DONE = enum.auto()
-    APPLY = enum.auto()  # a decided record is told
+    APPLY = enum.auto()  # a decided record is announced
     APPLY_DONE = enum.auto()
     JOIN = enum.auto()  # a server asks to join
     JOIN_DONE = enum.auto()
@@ -69,9 +70,9 @@ class Phase(enum.Enum):
     PIECE_DONE = enum.auto()
     FOLLOW = enum.auto()  # a joiner asks for the next record
     FOLLOW_DONE = enum.auto()
-    LISTEN = enum.auto()  # a joiner is to hold the round's result
+    LISTEN = enum.auto()  # the coordinator has a joiner hold the result of the averaging
     LISTEN_DONE = enum.auto()
-    LEAVE = enum.auto()  # a server asks to be let go
+    LEAVE = enum.auto()  # a server asks to leave
     LEAVE_DONE = enum.auto()
 
 
@@ -99,78 +100,70 @@ _METHODS: Final[Mapping[str, Phase]] = {
     methods.DRAIN: Phase.LEAVE,
 }
 _MICROBATCH: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.t\d+\+(\d+)\.c\d+/(\d+)/(forward|backward)")
-_OF_RESULTS: Final = {
+_RESULT_PHASES: Final = {
     "forward": (Phase.FORWARD_DONE, Phase.SEND_OUTPUT),
     "backward": (Phase.BACKWARD_DONE, Phase.SEND_GRADIENT),
 }
-_OF_SHARES: Final = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE, "tied": Phase.AVERAGE_TIED}
-_ROUND: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
+_AVERAGING_PHASES: Final = {"part": Phase.AVERAGE_SEND, "reduced": Phase.AVERAGE_REDUCE, "tied": Phase.AVERAGE_TIED}
+_AVERAGING: Final = re.compile(r"g\d+\.s(\d+)\.a\d+\.r\d+/average/(\d+)/(?:left/|right/)?(part|reduced|tied)\d*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessagePoint:
     """A message at one point of its way."""
 
-    phases: tuple[Phase, ...]  # none: one that has no name
+    phases: tuple[Phase, ...]  # empty if this point has no name
     caller: PeerId
-    peer: PeerId  # who answers
-    doers: frozenset[PeerId]  # whose phase it is
+    peer: PeerId  # the one that answers
+    doers: frozenset[PeerId]  # the peers that are in these phases
     step: int | None = None
     stage: int | None = None
     microbatch: int | None = None
 
 
-def read_passing(
+def read_message(
     caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None = None
 ) -> MessagePoint:
-    """Look at a message.
-
-    Args:
-        caller: Who asks.
-        peer: Who answers.
-        method: What.
-        request: The control body of the request.
-        side: Where it is.
-        answer: The control body of the answer, where it is known.
-    """
+    """Tell a message's phases, peers and place from the control bodies of its request and, if known, its answer."""
     both, holder = frozenset((caller, peer)), frozenset((peer,))
     if method in (tickets.WAIT_METHOD, tickets.FETCH_METHOD):
-        phases, found = _of_ticket(method, _fields(request).get("name"), side, answer)
+        phases, place = _read_ticket(method, _fields(request).get("name"), side, answer)
         doers = both if Phase.RECEIPT_SEEN in phases else holder
-        return MessagePoint(phases=phases, caller=caller, peer=peer, doers=doers, **found)
-    phase = _of_request(method, side)
-    found = {} if phase is None else _found(_fields(request))
-    return MessagePoint(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **found)
+        return MessagePoint(phases=phases, caller=caller, peer=peer, doers=doers, **place)
+    phase = _request_phase(method, side)
+    place = {} if phase is None else _place(_fields(request))
+    return MessagePoint(phases=() if phase is None else (phase,), caller=caller, peer=peer, doers=both, **place)
 
 
-def _of_request(method: str, side: Side) -> Phase | None:
+def _request_phase(method: str, side: Side) -> Phase | None:
     if method in (methods.FORWARD, methods.BACKWARD):
         name = method.rpartition(".")[2].upper()
         return {"request": Phase[name], "answer": Phase[f"{name}_ACCEPTED"]}.get(side)
-    asked = _METHODS.get(method)
-    if asked is None or side == "arrived":
+    phase = _METHODS.get(method)
+    if phase is None or side == "arrived":
         return None
-    return asked if side == "request" else Phase[f"{asked.name}_DONE"]
+    return phase if side == "request" else Phase[f"{phase.name}_DONE"]
 
 
-def _of_ticket(method: str, name: object, side: Side, answer: bytes | None) -> tuple[tuple[Phase, ...], dict[str, int]]:
+def _read_ticket(
+    method: str, name: object, side: Side, answer: bytes | None
+) -> tuple[tuple[Phase, ...], dict[str, int]]:
     reply = _fields(answer) if method == tickets.WAIT_METHOD and answer is not None else {}
     leaves = side == "answer" and (method == tickets.FETCH_METHOD or reply.get("taken") is not None)
-    if found := _ROUND.fullmatch(str(name)):
-        return (_OF_SHARES[found[3]],) if leaves else (), {"step": int(found[1]), "stage": int(found[2])}
-    found = _MICROBATCH.fullmatch(str(name))
-    if found is None:
+    if match := _AVERAGING.fullmatch(str(name)):
+        return (_AVERAGING_PHASES[match[3]],) if leaves else (), {"step": int(match[1]), "stage": int(match[2])}
+    match = _MICROBATCH.fullmatch(str(name))
+    if match is None:
         return (), {}
-    done, send = _OF_RESULTS[found[4]]
+    done, send = _RESULT_PHASES[match[4]]
     phases = [done] if side == "answer" and reply.get("ready") is True else []
     phases += [send] if leaves else []
-    if side == "arrived" and reply.get("ready") is True and found[4] == "backward":
+    if side == "arrived" and reply.get("ready") is True and match[4] == "backward":
         phases.append(Phase.RECEIPT_SEEN)
-    return tuple(phases), {"step": int(found[1]), "microbatch": int(found[2]), "stage": int(found[3])}
+    return tuple(phases), {"step": int(match[1]), "microbatch": int(match[2]), "stage": int(match[3])}
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:
-    """Of a record, whichever it is."""
     try:
         fields = msgspec.msgpack.decode(body)
     except msgspec.MsgspecError:
@@ -178,8 +171,8 @@ def _fields(body: bytes) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _found(fields: Mapping[str, Any]) -> dict[str, int]:
-    """The step, stage and microbatch that a record names, itself or in what it is about."""
+def _place(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The step, stage and microbatch that a message names, itself or in a record inside it."""
     inner = [fields]
     for name in ("key", "record", "closing"):
         inner += [one[name] for one in inner if isinstance(one.get(name), dict)]
@@ -193,34 +186,34 @@ Kind: TypeAlias = Literal["kill", "freeze", "delay", "drop", "duplicate", "corru
 
 
 class Moment(TypedDict, total=False):
-    """What narrows down when a fault strikes."""
+    """Conditions that narrow down when a fault strikes."""
 
-    of: str  # whose phase it is, if not the peer's own
+    of: str  # the peer that must be in the phase, if not the one that is struck
     step: int
     stage: int
-    microbatch: int  # of its batch, counted from 0
+    microbatch: int  # its place in its batch, counted from 0
     nth: int  # from the nth such message on, counted from 1
 
 
 class DidNotHappen(AssertionError):
-    """Faults were planned that did not strike: what was to be tested was not."""
+    """Planned faults did not strike, so the test has not tested them."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Fault:
-    """One thing that shall happen; made by the methods of `FaultPlan`.
+    """One planned fault; made by the methods of `FaultPlan`.
 
     Args:
-        kind: What.
-        peer: To whom; None: to whoever answers.
-        at: In which phase; None: with any message.
-        when: What else must hold.
-        for_s: How long it lasts, in seconds, if it does.
-        times: How often; None: again and again.
-        groups: Who is parted from whom.
+        kind: The kind of fault.
+        peer: The peer that it strikes; None: whichever peer answers.
+        at: The phase in which it strikes; None: with any message.
+        when: Further conditions.
+        for_s: Its duration in seconds, for kinds that have one.
+        times: How often it strikes; None: without end.
+        groups: The groups of peers that a partition cuts off from each other.
 
     Attributes:
-        fired: How often it has happened.
+        fired: How often it has struck.
     """
 
     kind: Kind
@@ -233,9 +226,9 @@ class Fault:
     fired: int = field(default=0, init=False)
     _seen: int = field(default=0, init=False)
 
-    def strikes(self, passing: MessagePoint) -> bool:
-        """Take note of a message; whether it is one with which this happens."""
-        if (self.times is not None and self.fired >= self.times) or not self._matches(passing):
+    def strikes(self, message: MessagePoint) -> bool:
+        """Count a message, and return whether the fault strikes with it."""
+        if (self.times is not None and self.fired >= self.times) or not self._matches(message):
             return False
         self._seen += 1
         if self._seen < self.when.get("nth", 1):
@@ -243,21 +236,21 @@ class Fault:
         self.fired += 1
         return True
 
-    def _matches(self, passing: MessagePoint) -> bool:
+    def _matches(self, message: MessagePoint) -> bool:
         doer = self.when.get("of", self.peer)
         return (
-            (self.at is None or self.at in passing.phases)
-            and (doer is None or doer in passing.doers)
-            and self.when.get("step", passing.step) == passing.step
-            and self.when.get("stage", passing.stage) == passing.stage
-            and self.when.get("microbatch", passing.microbatch) == passing.microbatch
+            (self.at is None or self.at in message.phases)
+            and (doer is None or doer in message.doers)
+            and self.when.get("step", message.step) == message.step
+            and self.when.get("stage", message.stage) == message.stage
+            and self.when.get("microbatch", message.microbatch) == message.microbatch
         )
 
     def __str__(self) -> str:
         at = self.at.name if self.at else "any message"
         where = "".join(f", {name} {value}" for name, value in self.when.items())
-        whom = " | ".join(" ".join(sorted(group)) for group in self.groups) or self.peer or "whoever answers"
-        return f"{self.kind} {whom} at {at}{where}"
+        victim = " | ".join(" ".join(sorted(group)) for group in self.groups) or self.peer or "whoever answers"
+        return f"{self.kind} {victim} at {at}{where}"
 
 
 class FaultPlan:
@@ -267,11 +260,11 @@ class FaultPlan:
 
     Each method adds one fault and returns the plan. They have these arguments in common:
 
-    - ``peer``: whom it strikes, by name; None: whoever answers.
-    - ``at``: a `Phase`. Whoever asks and whoever answers are both in it, where it does not say otherwise.
+    - ``peer``: the name of the peer that is struck; None: whichever peer answers.
+    - ``at``: a `Phase`. The caller and the peer that answers are both in it, unless the phase says otherwise.
     - ``of``, ``step``, ``stage``, ``microbatch``, ``nth``: see `Moment`.
 
-    A test must look at `fired`, or call `check`: one whose faults did not strike has shown nothing.
+    A test must look at `fired` or call `check`: a test whose faults did not strike has shown nothing.
     """
 
     def __init__(self) -> None:
@@ -279,11 +272,11 @@ class FaultPlan:
 
     def kill(self, peer: str | None, *, at: Phase, **when: Unpack[Moment]) -> Self:
         """End a peer at once, as `kill -9` does."""
-        return self._add("kill", peer, at, when)
+        return self._add(Fault(kind="kill", peer=_peer_id(peer), at=at, when=when))
 
     def freeze(self, peer: str | None, *, for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
         """Let nothing reach or leave a peer for a time, as SIGSTOP and SIGCONT do; no connection breaks."""
-        return self._add("freeze", peer, at, when, for_s=for_s)
+        return self._add(Fault(kind="freeze", peer=_peer_id(peer), at=at, when=when, for_s=for_s))
 
     def delay(
         self,
@@ -294,57 +287,46 @@ class FaultPlan:
         times: int | None = 1,
         **when: Unpack[Moment],
     ) -> Self:
-        """Hold messages back. With neither `at` nor `times`: all of the peer's, so that it is slow."""
-        return self._add("delay", peer, at, when, for_s=by_s, times=times)
+        """Hold messages back. Without `at` and with `times=None`: all of the peer's, which makes it a slow peer."""
+        return self._add(Fault(kind="delay", peer=_peer_id(peer), at=at, when=when, for_s=by_s, times=times))
 
     def drop(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
-        """Lose a message without a word: who waits for the answer waits until its deadline."""
-        return self._add("drop", peer, at, when, times=times)
+        """Lose a message silently: the caller waits for its answer until the deadline."""
+        return self._add(Fault(kind="drop", peer=_peer_id(peer), at=at, when=when, times=times))
 
     def duplicate(
         self, peer: str | None, *, at: Phase, again_after_s: float = 0.0, times: int | None = 1, **when: Unpack[Moment]
     ) -> Self:
-        """Have a request come once more, `again_after_s` seconds after it was answered."""
+        """Deliver a request once more, `again_after_s` seconds after it was answered."""
         if at in LEAVING:
             raise ConfigError(f"requests come twice, and {at.name} is when an answer leaves. Choose a request's phase.")
-        return self._add("duplicate", peer, at, when, for_s=again_after_s, times=times)
+        return self._add(
+            Fault(kind="duplicate", peer=_peer_id(peer), at=at, when=when, for_s=again_after_s, times=times)
+        )
 
     def corrupt(self, peer: str | None, *, at: Phase, times: int | None = 1, **when: Unpack[Moment]) -> Self:
-        """Turn a bit of a message over on its way. In memory only: an encrypted connection would break."""
-        return self._add("corrupt", peer, at, when, times=times)
+        """Flip a bit of a message on its way. In memory only: an encrypted connection would break."""
+        return self._add(Fault(kind="corrupt", peer=_peer_id(peer), at=at, when=when, times=times))
 
     def partition(self, *groups: Collection[str], for_s: float, at: Phase, **when: Unpack[Moment]) -> Self:
-        """Let nothing pass between groups of peers for a time; who is in none reaches all. In memory only."""
+        """Let nothing pass between groups of peers for a time; a peer in no group reaches all. In memory only."""
         if len(groups) < 2:
             raise ConfigError(f"a partition parts at least two groups of peers, got {groups}. Name both sides.")
-        parted = tuple(frozenset(map(PeerId, group)) for group in groups)
-        return self._add("partition", None, at, when, for_s=for_s, groups=parted)
+        sides = tuple(frozenset(map(PeerId, group)) for group in groups)
+        return self._add(Fault(kind="partition", peer=None, at=at, when=when, for_s=for_s, groups=sides))
 
-    def _add(
-        self,
-        kind: Kind,
-        peer: str | None,
-        at: Phase | None,
-        when: Moment,
-        *,
-        for_s: float = 0.0,
-        times: int | None = 1,
-        groups: tuple[frozenset[PeerId], ...] = (),
-    ) -> Self:
-        if when.get("nth", 1) < 1 or for_s < 0.0 or (times is not None and times < 1):
+    def _add(self, fault: Fault) -> Self:
+        if fault.when.get("nth", 1) < 1 or fault.for_s < 0.0 or (fault.times is not None and fault.times < 1):
             raise ConfigError(
-                f"`nth` and `times` count from 1, and no time is negative, got {dict(when)}, times={times}, {for_s} s"
+                f"`nth` and `times` count from 1, and no time is negative, got {dict(fault.when)}, "
+                f"times={fault.times}, {fault.for_s} s"
             )
-        name = None if peer is None else PeerId(peer)
-        fault = Fault(kind=kind, peer=name, at=at, when=when, for_s=for_s, times=times, groups=groups)
         self.faults.append(fault)
         return self
 
-    # ------------------------------------------------------------------ what came of it
-
     @property
     def fired(self) -> int:
-        """How often faults of this plan have struck."""
+        """The number of times that faults of this plan have struck."""
         return sum(fault.fired for fault in self.faults)
 
     @property
@@ -357,6 +339,10 @@ class FaultPlan:
         if self.unfired:
             raise DidNotHappen(f"These faults did not happen: {'; '.join(map(str, self.unfired))}.")
 
-    def strike(self, passing: MessagePoint, kinds: Collection[Kind]) -> Sequence[Fault]:
-        """The faults of these kinds that happen with a message. Counts them."""
-        return [fault for fault in self.faults if fault.kind in kinds and fault.strikes(passing)]
+    def strike(self, message: MessagePoint, kinds: Collection[Kind]) -> Sequence[Fault]:
+        """Count a message, and return the faults of these kinds that strike with it."""
+        return [fault for fault in self.faults if fault.kind in kinds and fault.strikes(message)]
+
+
+def _peer_id(name: str | None) -> PeerId | None:
+    return None if name is None else PeerId(name)

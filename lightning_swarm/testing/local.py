@@ -1,4 +1,4 @@
-"""A whole swarm in one thread: the same strategy, servers and protocol, on the network's in-memory twin."""
+"""A whole swarm in one thread: the same strategy, servers and protocol, over the in-memory network."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ else:
 
 
 class InMemoryHooks(_SwarmHooks):
-    """`SwarmStrategy` whose peers are all in this thread. ``devices`` says how many.
+    """`SwarmStrategy` whose peers all run in this thread; ``devices`` is their number.
 
-    Server copies of the model start with NaN in every parameter, so a weight that did not come from the starter
+    The servers' copies of the model start with NaN in every parameter, so a weight that did not come from the starter
     cannot go unnoticed.
 
     Args:
-        seed: Wires the pipelines; the same seed replays the same run.
-        latency_s: Of each message, on the virtual clock. With none, steps take no time, and whoever pauses, like a
-            peer that tries again to join, waits until there is nothing else to do.
+        seed: Decides how pipelines are wired; the same seed replays the same run.
+        latency_s: Latency of each message, on the virtual clock. With 0 steps take no time, and a peer that pauses,
+            such as one that will try again to join, waits until nothing else is left to do.
         microbatch_s: Seconds that each peer's server takes for a microbatch at a stage, on the virtual clock; further
-            ones take as long as the last. Without any, computing takes no time.
-        lines: Of each peer to the others; further ones are without limits.
-        faults: What shall go wrong. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
-        kwargs: Those of `SwarmStrategy`. Here nobody moves by default, for in this thread nothing is gained by it.
+            peers take as long as the last. Without any, computing takes no time.
+        lines: Simulated links of the peers; further peers have links without limits.
+        faults: Planned faults. Peers are called ``peer-0`` (the trainer's), ``peer-1``, and so on.
+        kwargs: Arguments of `SwarmStrategy`. Peers do not move between stages by default: in one thread nothing is
+            gained by it.
     """
 
     strategy_name = "swarm_in_memory"
@@ -78,23 +79,23 @@ class InMemoryHooks(_SwarmHooks):
         self._latency_s = latency_s
         self.network: MemoryNetwork | None = None
         self.peers: list[Peer] = []
-        self.refusals: list[SwarmError] = []  # what kept servers from joining, or ended them
+        self.refusals: list[SwarmError] = []  # errors that kept servers from joining, or ended them
         self._copies: list[LightningModule] = []
-        self._untouched: LightningModule | None = None
-        self._joining = TaskOwner()
-        self._loop_of_all: VirtualLoop | None = None
-        self._burials: list[asyncio.Task[None]] = []
+        self._original: LightningModule | None = None
+        self._side_tasks = TaskOwner()
+        self._shared_loop: VirtualLoop | None = None
+        self._ending_tasks: list[asyncio.Task[None]] = []
 
     @property
     def servers(self) -> list[Server]:
-        """All servers of the last run, in the order of their peers. They can be looked at after its end."""
+        """All servers of the last run, in the order of their peers; they stay readable after its end."""
         return self._servers
 
     @property
     def virtual_loop(self) -> VirtualLoop:
-        """On which all peers run, from when the run begins to its end."""
-        assert self._loop_of_all is not None
-        return self._loop_of_all
+        """The event loop on which all peers run, from the beginning of a run to its end."""
+        assert self._shared_loop is not None
+        return self._shared_loop
 
     @override
     def _configure_launcher(self) -> None:
@@ -102,47 +103,55 @@ class InMemoryHooks(_SwarmHooks):
         self._launcher = _InlineLauncher(self)
 
     def prepare(self) -> None:
-        """Make the network, this peer, and a copy of the model for every other one."""
-        self._loop_of_all = VirtualLoop()
+        """Make the network, this peer, and a copy of the model for every other peer."""
+        self._shared_loop = VirtualLoop()
         self.network = MemoryNetwork(
             latency_s=self._latency_s, silence_s=self.config.limits.silence_timeout, lines=self._lines
         )
         if self._faults is not None:
-            sabotage(self.network, self._faults, killed=self._bury)
+            sabotage(self.network, self._faults, killed=self._end_tasks_of)
         self._servers: list[Server] = []
         self.peers = [self._peer(number) for number in range(len(self._devices))]
         self.peer = self.peers[0]
         module = self.lightning_module
         assert module is not None
         self._copies = [_copy(module) for _ in self.peers[1:]]
-        self._untouched = _copy(module)
-        self._joining = TaskOwner()
-        self._loop_of_all.run_until_complete(self._joining.start())
+        self._original = _copy(module)
+        self._side_tasks = TaskOwner()
+        self._shared_loop.run_until_complete(self._side_tasks.start())
 
     @override
     def _start_run(
         self, trainer: Trainer, model: PeerModel, ranges: Sequence[range], selection: Selection | None
     ) -> Session:
         for peer, module in zip(self.peers[1:], self._copies, strict=False):
-            if peer.server is None:  # else the run went back, and it serves already
+            if peer.server is None:  # else the run rolled back, and the peer serves already
                 peer.serve(self._copied_model(module, trainer))
-                if self.config.settings.rebalancing != "none":  # who is sent to another stage has to go there
-                    peer.runtime.run(self.spawn(self._stay(peer)))
+                if self.config.settings.rebalancing != "none":  # a peer that is sent to another stage has to move
+                    peer.runtime.run(self.spawn(self._serve_run(peer)))
         session = super()._start_run(trainer, model, ranges, selection)
         self._servers = [peer.server for peer in self.peers if peer.server is not None]
         return session
 
     def join(self, module: LightningModule | None = None) -> Server:
-        """Start one more server, which joins the run under way with one of its next records.
+        """Start one more server, which joins the current run with one of its next records.
 
         Args:
-            module: What it builds; None: the run's own model.
+            module: The model from which it builds its stage; None: the run's own model.
         """
         peer, model = self._newcomer(module)
         return peer.runtime.run(self._enter(peer, model))
 
     async def come(self, microbatch_s: float, line: SimulatedLink) -> PeerId:
-        """As `join`, on the loop. Returns who comes."""
+        """Start one more server from a coroutine on the loop; see `join`.
+
+        Args:
+            microbatch_s: Seconds that it takes for a microbatch.
+            line: Its simulated link.
+
+        Returns:
+            The new peer's id.
+        """
         self._lines[_name(len(self.peers))] = line
         peer, model = self._newcomer()
         self.set_pace(peer.transport.peer_id, microbatch_s)
@@ -150,50 +159,50 @@ class InMemoryHooks(_SwarmHooks):
         return peer.transport.peer_id
 
     def set_pace(self, peer_id: PeerId, microbatch_s: float) -> None:
-        """Have a peer's microbatches take another time from now on."""
+        """Set the seconds that a peer's microbatches take from now on."""
         number = [peer.transport.peer_id for peer in self.peers].index(peer_id)
         self.microbatch_s += self.microbatch_s[-1:] * (len(self.peers) - len(self.microbatch_s))
         self.microbatch_s[number] = microbatch_s
 
     def go(self, peer_id: PeerId) -> None:
-        """On the loop: end a peer as `kill -9` does."""
+        """End a peer as `kill -9` does; call it on the loop."""
         assert self.network is not None
         self.network.kill(peer_id)
-        self._bury(peer_id)
+        self._end_tasks_of(peer_id)
 
     async def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have something happen beside the run. It ends with it."""
-        self._joining.spawn(work)
+        """Run a coroutine beside the run; it is cancelled when the run ends."""
+        self._side_tasks.spawn(work)
 
     async def _enter(self, peer: Peer, model: PeerModel) -> Server:
         await peer.begin_to_serve(model)
         assert peer.server is not None
         self._servers.append(peer.server)
-        await self.spawn(self._stay(peer))
+        await self.spawn(self._serve_run(peer))
         return peer.server
 
     def _newcomer(self, module: LightningModule | None = None) -> tuple[Peer, PeerModel]:
-        assert self._untouched is not None
+        assert self._original is not None
         assert self.lightning_module is not None
         peer = self._peer(len(self.peers))
         self.peers.append(peer)
-        return peer, self._copied_model(_copy(module or self._untouched), self.lightning_module.trainer)
+        return peer, self._copied_model(_copy(module or self._original), self.lightning_module.trainer)
 
-    async def _stay(self, peer: Peer) -> None:
+    async def _serve_run(self, peer: Peer) -> None:
         try:
             await peer.serve_run()
         except SwarmError as error:
             self.refusals.append(error)
 
-    def _bury(self, peer_id: PeerId) -> None:
-        """A killed process does nothing any more; here its tasks must be ended."""
+    def _end_tasks_of(self, peer_id: PeerId) -> None:
+        """End a killed peer's tasks: a killed process would do nothing any more."""
         server = next((peer.server for peer in self.peers if peer.transport.peer_id == peer_id), None)
         if server is not None:
-            self._burials.append(asyncio.get_running_loop().create_task(_end(server)))
+            self._ending_tasks.append(asyncio.get_running_loop().create_task(_end(server)))
 
     def _copied_model(self, module: LightningModule, trainer: Trainer) -> PeerModel:
         module.trainer = trainer
-        # Other processes would draw from generators of their own.
+        # Other processes would draw from their own generators.
         with isolate_rng():
             self.framework.call._call_lightning_module_hook(trainer, "setup", stage=trainer.state.fn, pl_module=module)
             module.configure_model()
@@ -205,30 +214,32 @@ class InMemoryHooks(_SwarmHooks):
         try:
             super().leave()
         finally:
-            if self._loop_of_all is not None:
-                self._loop_of_all.run_until_complete(self._joining.close())
-                self._loop_of_all.run_until_complete(gather(_ended(task) for task in self._burials))
+            if self._shared_loop is not None:
+                self._shared_loop.run_until_complete(self._side_tasks.close())
+                self._shared_loop.run_until_complete(gather(_ended(task) for task in self._ending_tasks))
             for peer in self.peers:
                 peer.close()
-            if self._loop_of_all is not None:
-                self._loop_of_all.close()
-                self._loop_of_all = None
+            if self._shared_loop is not None:
+                self._shared_loop.close()
+                self._shared_loop = None
 
     def _peer(self, number: int) -> Peer:
         assert self.network is not None
-        assert self._loop_of_all is not None
-        runtime = InlineRuntime(self._loop_of_all)
+        assert self._shared_loop is not None
+        runtime = InlineRuntime(self._shared_loop)
         transport = self.network.transport(_name(number))
         return Peer(
             runtime,
             transport,
             self.network.directory(transport),
-            executor=partial(PacedExecutor, partial(self._takes_s, number)) if self.microbatch_s else InlineExecutor,
+            executor=partial(PacedExecutor, partial(self._microbatch_s_of, number))
+            if self.microbatch_s
+            else InlineExecutor,
             config=self.config,
             rng=self._rng,
         )
 
-    def _takes_s(self, number: int) -> float:
+    def _microbatch_s_of(self, number: int) -> float:
         return self.microbatch_s[min(number, len(self.microbatch_s) - 1)]
 
 
@@ -237,7 +248,7 @@ class InMemoryStrategy(InMemoryHooks, SwarmStrategy):  # noqa: D101 - see there
 
 
 class _InlineLauncher(_Launcher):
-    """Starts no process."""
+    """A launcher that starts no process."""
 
     def __init__(self, strategy: InMemoryHooks) -> None:
         super().__init__()
@@ -257,7 +268,7 @@ class _InlineLauncher(_Launcher):
 
     @override
     def kill(self, signum: int) -> None:
-        """There is nobody to pass it on to."""
+        """There is no process to pass the signal on to."""
 
 
 def _name(number: int) -> PeerId:
@@ -265,7 +276,7 @@ def _name(number: int) -> PeerId:
 
 
 async def _end(server: Server) -> None:
-    with contextlib.suppress(Exception):  # it is cut off in the middle of whatever it did
+    with contextlib.suppress(Exception):  # the server is cut off in the middle of its work
         await server.close()
 
 
@@ -283,14 +294,14 @@ def _copy(module: LightningModule) -> LightningModule:
 
 
 def _poison(module: LightningModule) -> None:
-    """Make every weight NaN, so that one which nobody hands out is noticed."""
+    """Make every weight NaN, so that a weight which nobody hands out is noticed."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.fill_(float("nan"))
 
 
-_QUIET: Final[dict[str, Any]] = {
+QUIET: Final[dict[str, Any]] = {
     "accelerator": "cpu",
     "logger": False,
     "enable_checkpointing": False,
@@ -300,16 +311,17 @@ _QUIET: Final[dict[str, Any]] = {
 
 
 class LocalSwarm:
-    """Makes Trainers whose swarm is in this thread. `local_swarm` makes it.
+    """Makes Trainers whose swarm runs in this thread; `local_swarm` gives one.
 
     Args:
-        num_peers: How many, the trainer's own included. They are called ``peer-0`` (the trainer's) to ``peer-<n - 1>``.
-        faults: What shall go wrong.
+        num_peers: Number of peers, the trainer's own included. They are called ``peer-0`` (the trainer's) to
+            ``peer-<n - 1>``.
+        faults: Planned faults.
         settings: Arguments of `InMemoryStrategy`, and with it of `SwarmStrategy`.
 
     Attributes:
-        faults: As they were given.
-        strategies: Those of the Trainers that were made, in order.
+        faults: The planned faults.
+        strategies: The strategies of the Trainers that were made, in order.
     """
 
     def __init__(self, num_peers: int, *, faults: FaultPlan | None = None, settings: dict[str, Any]) -> None:
@@ -319,30 +331,30 @@ class LocalSwarm:
         self._settings = settings
 
     def trainer(self, **arguments: Any) -> Trainer:
-        """A Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` say otherwise."""
+        """Make a Trainer on this swarm: on CPU, without logger, checkpoints and bars unless `arguments` differ."""
         strategy = InMemoryStrategy(faults=self.faults, **self._settings)
         self.strategies.append(strategy)
-        return Trainer(**{**_QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
+        return Trainer(**{**QUIET, **arguments, "devices": self._num_peers, "strategy": strategy})
 
 
 MakeLocalSwarm: TypeAlias = Callable[..., LocalSwarm]
-"""What the fixture `local_swarm` gives a test."""
+"""The type of the fixture `local_swarm`."""
 
 
 @contextmanager
 def local_swarm(num_peers: int = 2, *, faults: FaultPlan | None = None, **settings: Any) -> Iterator[LocalSwarm]:
-    """A swarm in this thread, on a virtual clock: nothing is started, nothing sleeps, a seed repeats the run.
+    """Run a swarm in this thread, on a virtual clock: no process starts, nothing sleeps, a seed repeats the run.
 
-    At the end of the block all planned faults must have happened.
+    At the end of the block all planned faults must have struck.
 
     Args:
-        num_peers: How many, the trainer's own included.
-        faults: What shall go wrong.
-        settings: Arguments of `SwarmStrategy`, and ``seed`` (wires the pipelines), ``latency_s`` (of each message)
-            and ``microbatch_s`` (of each peer, to compute one).
+        num_peers: Number of peers, the trainer's own included.
+        faults: Planned faults.
+        settings: Arguments of `SwarmStrategy`, and ``seed`` (decides how pipelines are wired), ``latency_s`` (latency
+            of each message) and ``microbatch_s`` (seconds that each peer takes for a microbatch).
 
     Raises:
-        AssertionError: Some fault did not happen, so the test has not shown what it was written for.
+        AssertionError: A fault did not strike, so the test has not shown what it was written for.
     """
     swarm = LocalSwarm(num_peers, faults=faults, settings=settings)
     yield swarm

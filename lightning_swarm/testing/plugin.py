@@ -15,9 +15,9 @@ from lightning_swarm.testing.local import LocalSwarm, MakeLocalSwarm
 
 @pytest.fixture
 def local_swarm() -> Iterator[MakeLocalSwarm]:
-    """Makes local swarms, by the arguments of `lightning_swarm.testing.local_swarm`.
+    """A function that makes local swarms; it takes the arguments of `lightning_swarm.testing.local_swarm`.
 
-    When the test is over all of their planned faults must have happened.
+    When the test ends, all of their planned faults must have struck.
     """
     with ExitStack() as stack:
 

@@ -1,4 +1,4 @@
-"""Planned faults in real processes: each peer strikes itself, by signals, when its moment has come."""
+"""Planned faults in real processes: each peer strikes itself, by signals, when its moment comes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_swarm.network.transport import BaseTransport
 from lightning_swarm.protocol.messages.run import Selection
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.strategy import SwarmStrategy
-from lightning_swarm.testing.faults import Fault, FaultPlan, MessagePoint, Side
+from lightning_swarm.testing.faults import Fault, FaultPlan, MessagePoint
 from lightning_swarm.testing.sabotage import Saboteur
 
 
 class _OwnProcess:
-    """This process is the only victim."""
+    """The peers of this process: only the process itself."""
 
     def is_live(self, peer: PeerId) -> bool:
         return True
@@ -33,43 +33,15 @@ class _OwnProcess:
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
             return
-        # Who is stopped cannot wake up by itself.
+        # A stopped process cannot wake itself up.
         subprocess.Popen(["sh", "-c", f"sleep {fault.for_s}; kill -CONT {os.getpid()}"], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class _ProcessSaboteur(Saboteur):
-    """Knows its own process by the name that it has in the plan."""
-
-    def __init__(self, plan: FaultPlan, name: str, own: PeerId, fired: Path) -> None:
-        super().__init__(plan, _OwnProcess(), struck=self._write)
-        self._names = {own: PeerId(name)}
-        self._fired = fired
-
-    @override
-    def _read(
-        self, caller: PeerId, peer: PeerId, method: str, request: bytes, *, side: Side, answer: bytes | None
-    ) -> MessagePoint:
-        names = self._names
-        caller, peer = names.get(caller, caller), names.get(peer, peer)
-        return super()._read(caller, peer, method, request, side=side, answer=answer)
-
-    def _write(self, fault: Fault, _: MessagePoint) -> None:
-        with self._fired.open("a") as file:
-            print(fault, file=file)
-
-
 def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: Path) -> None:
-    """Have those faults of a plan that are this process's happen to it.
+    """Carry out those faults of a swarm's plan that strike this process, which the plan calls `name`.
 
-    Args:
-        transport: This process's.
-        plan: Of the whole swarm.
-        name: Of this process in the plan.
-        fired: A line for each fault that strikes goes there, before it does.
-
-    Raises:
-        ConfigError: Some fault cannot be had in processes of their own.
+    A line for each fault goes to the file `fired` before it strikes: a killed process cannot report it any more.
     """
     for fault in plan.faults:
         if (
@@ -81,22 +53,27 @@ def strike_in_process(transport: Transport, plan: FaultPlan, name: str, fired: P
                 f"in real processes a peer is struck by itself, in its own phase: kill, freeze, delay, drop and "
                 f"duplicate with a name, got {fault}. Use the in-memory network for the others."
             )
-    own = FaultPlan()
-    own.faults = [fault for fault in plan.faults if fault.peer == name]
+
+    def write(fault: Fault, _: MessagePoint) -> None:
+        with fired.open("a") as file:
+            print(fault, file=file)
+
+    own_plan = FaultPlan()
+    own_plan.faults = [fault for fault in plan.faults if fault.peer == name]
     assert isinstance(transport, BaseTransport)
-    transport.tap = _ProcessSaboteur(own, name, transport.peer_id, fired)
+    transport.tap = Saboteur(own_plan, _OwnProcess(), struck=write, names={transport.peer_id: PeerId(name)})
 
 
 class FaultySwarmStrategy(SwarmStrategy):
     """`SwarmStrategy` whose processes are struck by planned faults.
 
-    Every process runs the script again, and with it makes this strategy with the same plan.
+    Every process runs the script again, and so makes this strategy with the same plan.
 
     Args:
-        faults: For the peers that the launcher starts, ``peer-0`` (the trainer's) to ``peer-<devices - 1>``.
-        fired: A file to which each process appends a line for a fault before it strikes: who was killed cannot say so.
-        name: Of this process in the plan, if no launcher numbers it.
-        kwargs: Those of `SwarmStrategy`.
+        faults: Faults for the peers that the launcher starts, ``peer-0`` (the trainer's) to ``peer-<devices - 1>``.
+        fired: A file to which each process appends a line before a fault strikes: a killed process cannot report it.
+        name: This process's name in the plan, if no launcher numbers it.
+        kwargs: Arguments of `SwarmStrategy`.
     """
 
     def __init__(self, *, faults: FaultPlan, fired: Path, name: str | None = None, **kwargs: Any) -> None:

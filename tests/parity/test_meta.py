@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_swarm import Bottleneck
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.deferred_init import InitRecord
+from lightning_swarm.model.init_record import InitRecord
 from lightning_swarm.strategy.rollback.loop_state import LoopState
 from lightning_swarm.testing import InMemoryStrategy
 from tests.parity.harness import QUIET, SwarmRun, quiet_warnings, run_plain, run_swarm
@@ -164,9 +164,9 @@ def test_one_stage_at_a_time_is_in_the_starters_memory(monkeypatch: pytest.Monke
     alive: list[int] = []
     values = InitRecord.values
 
-    def watched(blueprint: InitRecord, *args: Any) -> list[Tensor]:
+    def watched(record: InitRecord, *args: Any) -> list[Tensor]:
         alive.append(len({one.cdata for one in made if not one.expired()}))
-        found = values(blueprint, *args)
+        found = values(record, *args)
         made.extend(StorageWeakRef(one.untyped_storage()) for one in found)
         return found
 
@@ -239,7 +239,11 @@ class Unfilled(Net):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (Outside, {}, r"filled where that is written down, got nothing that fills enter\.weight.*in `configure_model`"),
+        (
+            Outside,
+            {},
+            r"filled while .* is recorded, got nothing that fills enter\.weight.*in `configure_model`",
+        ),
         (lambda: Unfilled(on_meta=True), {}, r"got nothing that fills net\.1\.lost\b"),
         (on_meta, {"callbacks": [StochasticWeightAveraging(0.1)]}, r"StochasticWeightAveraging works with all of them"),
         (on_meta, {"split": "time"}, r"`split='time'` is to measure its blocks"),

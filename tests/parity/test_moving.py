@@ -41,8 +41,7 @@ class Timeline(L.Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, InMemoryStrategy)
         assert strategy._session is not None
-        assert strategy._loop_of_all is not None
-        self.at_s.append(strategy._loop_of_all.time())
+        self.at_s.append(strategy.virtual_loop.time())
         run = strategy._session._steps.run
         self.rosters.append([{int(one.peer_id.partition("-")[2]) for one in roster} for roster in run.rosters])
 

@@ -87,8 +87,7 @@ class Clock(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, PacedStrategy)
-        assert strategy._loop_of_all is not None
-        self.ends_s.append(strategy._loop_of_all.time())
+        self.ends_s.append(strategy.virtual_loop.time())
         self.num_forwards.append(strategy.servers[-1].calls.num_forwards)
         self.losses.append(float(outputs["loss"]))
 

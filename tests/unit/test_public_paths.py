@@ -16,6 +16,7 @@ PATHS = {
     "lightning_swarm.nn": "Sequential",
     "lightning_swarm.preemption": "watch",
     "lightning_swarm.pytorch_lightning": "SwarmStrategy",
+    "lightning_swarm.randomness": "checkpoint_contexts",
     "lightning_swarm.status": "SwarmStatus",
     "lightning_swarm.strategy": "SwarmStrategy",
     "lightning_swarm.testing": "local_swarm",

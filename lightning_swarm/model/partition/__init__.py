@@ -1,4 +1,4 @@
-"""From a LightningModule to stages: find its blocks, decide where to cut, cut."""
+"""Partitions a LightningModule into stages: finds its blocks, decides where stages begin, and builds them."""
 
 from lightning_swarm.model.partition.blocks import Blocks, find_blocks
 from lightning_swarm.model.partition.call_binding import (
@@ -9,10 +9,10 @@ from lightning_swarm.model.partition.call_binding import (
     argument_of,
     bind,
     call_bound,
-    taken,
+    extras_for,
 )
 from lightning_swarm.model.partition.checks import computing, guard, is_computing
-from lightning_swarm.model.partition.policy import balanced, named
+from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.split import (
     batch_norms,
     check_cuts,
@@ -35,7 +35,7 @@ __all__ = [
     "StageModule",
     "StageSpec",
     "argument_of",
-    "balanced",
+    "balanced_ranges",
     "batch_norms",
     "bind",
     "call_bound",
@@ -43,13 +43,13 @@ __all__ = [
     "choose_ranges",
     "computing",
     "cut",
+    "extras_for",
     "find_blocks",
     "guard",
     "insert_at_cuts",
     "is_computing",
     "layers_behind",
-    "named",
+    "named_ranges",
     "parameter_costs",
-    "taken",
     "time_costs",
 ]

@@ -1,4 +1,4 @@
-"""Finding the blocks of a model: which modules, in which order, and whose forward they replace."""
+"""Finds the blocks of a model, their order, and the module whose forward they replace."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.boundary_layers import boundary_layers
+from lightning_swarm.model.naming import few
 from lightning_swarm.model.nn import Sequential
 
 _HOOK: Final = "configure_stages"
@@ -15,48 +16,35 @@ _REMEDY: Final = (
     "Put the model into one `torch.nn.Sequential`, or name a `Sequential` or a `ModuleList` of blocks with "
     "`pipeline=...`, or define `configure_stages(self)` that returns the blocks in order."
 )
-_MAX_NAMED: Final = 5
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The chain of blocks that is cut into stages.
+    """The chain of blocks that is partitioned into stages."""
 
-    Attributes:
-        root: The module whose forward the chain replaces, or the list whose blocks are called one by one.
-        root_name: Its dotted name in the model; empty for the model itself.
-        names: One unique name for each block.
-        modules: The blocks. They need not be registered under these names, only their parameters must be.
-    """
-
-    root: nn.Module
-    root_name: str
-    names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
+    root: nn.Module  # the module whose forward the chain replaces, or the list whose blocks are called one by one
+    root_name: str  # its dotted name in the model; empty for the model itself
+    names: tuple[str, ...]  # unique
+    modules: tuple[nn.Module, ...]  # they need not be registered under these names, only their parameters must be
 
     @property
     def one_by_one(self) -> bool:
-        """Whether a forward of the user's own calls the blocks, because the root is a list and has none."""
+        """True if the user's own forward calls the blocks, because the root is a list and has no forward."""
         return isinstance(self.root, nn.ModuleList)
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """All that are in blocks, by their names from the block's own on."""
+        """Give all modules in blocks, by their names from the block's own name on."""
         for block_name, block in zip(self.names, self.modules, strict=True):
             for name, module in block.named_modules():
                 yield (f"{block_name}.{name}" if name else block_name), module
 
 
 def find_blocks(model: nn.Module, pipeline: str | None) -> Blocks:
-    """Find what is to be cut.
+    """Find the chain of blocks of a LightningModule, whose parameters may be on meta.
 
-    Args:
-        model: The LightningModule, configured; its parameters may be on meta.
-        pipeline: The dotted name of the submodule to cut: a ``Sequential``, or a ``ModuleList`` that the model's own
-            forward goes through. `None`: the model's own forward if it defines ``configure_stages``, else the one
-            ``Sequential`` that holds all its parameters.
-
-    Raises:
-        ConfigError: There is no such submodule, or no one way to read the model as a chain of blocks.
+    `pipeline` is the dotted name of a ``Sequential``, or of a ``ModuleList`` that the model's own forward goes through.
+    None: the model's own forward if it defines ``configure_stages``, else the one ``Sequential`` that holds all its
+    parameters. Raises `ConfigError` if there is no such submodule, or no one way to read the model as a chain.
     """
     name, root = ("", model) if pipeline is None else (pipeline, _submodule(model, pipeline))
     if callable(getattr(model, _HOOK, None)):
@@ -137,7 +125,7 @@ def _configured(model: nn.Module, name: str, root: nn.Module) -> Blocks:
 
 
 def _children_of(container: nn.Module, root: nn.Module, root_name: str) -> Blocks:
-    # Not `named_children()`, which leaves out a module that appears a second time.
+    # Not `named_children()`, which omits a module that appears a second time.
     children = {name: module for name, module in container._modules.items() if module is not None}
     return Blocks(root, root_name, tuple(children), tuple(children.values()))
 
@@ -160,15 +148,11 @@ def _choices(model: nn.Module) -> str:
     names = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
     if not names:
         return f"The model has neither a `Sequential` nor a `ModuleList`. {_REMEDY}"
-    more = ", ..." if len(names) > _MAX_NAMED else ""
-    return (
-        f"Choose one of its `Sequential`s and `ModuleList`s ({', '.join(names[:_MAX_NAMED])}{more}), or define "
-        f"`{_HOOK}(self)`."
-    )
+    return f"Choose one of its `Sequential`s and `ModuleList`s ({few(names)}), or define `{_HOOK}(self)`."
 
 
 def _fullest_list(model: nn.Module) -> str:
-    """What most models need that have no such `Sequential`: the name of their list of blocks."""
+    """Suggest the model's largest list of blocks: most models without such a `Sequential` have one."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     sizes = {name: sum(map(Tensor.numel, module.parameters())) for name, module in lists.items()}
     if not any(sizes.values()):
@@ -177,7 +161,7 @@ def _fullest_list(model: nn.Module) -> str:
 
 
 def _outside(model: nn.Module) -> str:
-    """A hint at the parameters that the fullest `Sequential` misses: often one forgotten layer."""
+    """Name the parameters that the fullest `Sequential` misses: often one forgotten layer."""
     candidates = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Sequential)]
     if not candidates:
         return ""
@@ -186,5 +170,4 @@ def _outside(model: nn.Module) -> str:
     outside = [parameter for parameter, value in model.named_parameters() if id(value) not in held]
     if not outside or not held:
         return ""
-    more = f", ... ({len(outside)} in all)" if len(outside) > _MAX_NAMED else ""
-    return f" Outside of {name!r} are: {', '.join(outside[:_MAX_NAMED])}{more}."
+    return f" Outside of {name!r} are: {few(outside)}."

@@ -1,8 +1,8 @@
-"""What each block of a list is called with by a forward of the user's own, as extras that travel with a microbatch.
+"""Turns the calls of a list's blocks in the user's own forward into extras that travel with a microbatch, and back.
 
 Blocks may be given different values under one name, such as the masks of local and of global attention. Each value
-travels once; the call of a block says which of them it takes as which argument. Values that want a gradient, such as an
-encoder's output, go with the hidden state from block to block, and their gradient comes back with that one's.
+travels once; a block's call says which value it takes as which argument. Values that need a gradient, such as an
+encoder's output, travel with the hidden state from block to block, and their gradient comes back with its gradient.
 """
 
 from __future__ import annotations
@@ -17,44 +17,33 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.protocol import serialization
 
 CALLS: Final = "calls of the blocks"
-"""Beside the values, what the blocks are called with. No argument has this name."""
+"""Key of the blocks' calls in the extras, beside the values. No argument has this name."""
 
 CARRIED: Final = "carried with the hidden state"
-"""Likewise: the names of the values that are, and the last block, which needs to hand them on to nobody."""
+"""Key of the names of values that travel with the hidden state, and of the last block, which hands them on no more."""
 
 _NTH: Final = "#"
 
-
 Pick: TypeAlias = int | str | tuple[int, int]
-"""An index, a key, or a place among as many as there must be."""
+"""An index, a key, or a place and the number of parts that there must be."""
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One block's call.
+    """One call of a block."""
 
-    Attributes:
-        arguments: All but the hidden state, by name.
-        picks: What the forward took of what the block gave, one after the other, before it handed that to the next
-            block: ``(0,)`` of ``x = block(x)[0]``, ``((0, 2),)`` of ``x, weights = block(x)``.
-    """
-
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # all but the hidden state, by name
+    # The parts of its output that the forward took, one after the other, before it handed the rest to the next block:
+    # ``(0,)`` of ``x = block(x)[0]``, ``((0, 2),)`` of ``x, weights = block(x)``.
     picks: tuple[Pick, ...] = ()
 
 
 def bind(
     names: Sequence[str], calls: Iterable[BlockCall], shared: Collection[str] = ()
 ) -> tuple[list[Any], dict[str, Any]]:
-    """How blocks are called.
+    """Turn calls of the named blocks into values that are carried with the hidden state, and extras.
 
-    Args:
-        names: Of the blocks.
-        calls: Of each of them.
-        shared: Arguments that belong to no sample: no gradient comes back for them.
-
-    Returns:
-        What is handed to the first block beside the hidden state, to be carried; and the extras.
+    Arguments in `shared` belong to no sample: no gradient comes back for them.
     """
     values: dict[str, Any] = {}
     bound = {
@@ -67,12 +56,12 @@ def bind(
 
 
 def argument_of(name: str) -> str:
-    """The argument that an extra's value is for."""
+    """Return the argument of the blocks for which an extra's value is."""
     return name.partition(_NTH)[0]
 
 
-def taken(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Of the extras that `bind` gave, those for some of the blocks."""
+def extras_for(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Select the extras, as `bind` returned them, that some of the blocks need."""
     bound = {name: call for name, call in extras[CALLS].items() if name in names}
     wanted = {value for arguments, _ in bound.values() for value in arguments.values()}
     found = {name: value for name, value in extras.items() if name in wanted or name == CARRIED}
@@ -82,16 +71,11 @@ def taken(extras: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 def call_bound(
     blocks: Iterable[nn.Module], names: Sequence[str | None], inputs: tuple[Any, ...], extras: Mapping[str, Any]
 ) -> Any:
-    """Call blocks in order, as the extras say.
+    """Call blocks in order, with the arguments that the extras of `bind` give them.
 
-    Args:
-        blocks: What to call.
-        names: Of the blocks; None: of what stands between blocks, and takes nothing but the hidden state.
-        inputs: For the first: what the block before it gave, or the hidden state and what is to be carried.
-        extras: What `bind` gave, or `taken` of that.
-
-    Returns:
-        The hidden state; if there is something to be carried and this is not the end, a tuple with that behind it.
+    A name is None for a layer between blocks, which takes only the hidden state. `inputs` are the output of the block
+    before, or the hidden state and the carried values. Returns the hidden state; if values are carried and this is not
+    the last block, a tuple of the hidden state and these values.
     """
     carried, last = extras.get(CARRIED, ([], names[-1]))
     hidden, *others = inputs if len(inputs) > 1 or not carried else inputs[0]
@@ -124,11 +108,11 @@ def _picked(output: Any, pick: Pick, name: str | None) -> Any:
     return values[place]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same tensors in equal containers."""
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same tensors in equal containers."""
     structure, tensors = serialization.flatten(one)
-    others_structure, others = serialization.flatten(other)
-    return structure == others_structure and all(a is b for a, b in zip(tensors, others, strict=True))
+    other_structure, others = serialization.flatten(other)
+    return structure == other_structure and all(a is b for a, b in zip(tensors, others, strict=True))
 
 
 def _wants_gradient(value: Any) -> bool:
@@ -136,9 +120,9 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def _enter(values: dict[str, Any], argument: str, value: Any) -> str:
-    """The name under which `values` hold the value, from now on if not before."""
+    """Enter a value, unless it is there already, and return its name in `values`."""
     name, count = argument, 1
-    while name in values and not same(values[name], value):
+    while name in values and not _same(values[name], value):
         count += 1
         name = f"{argument}{_NTH}{count}"
     values.setdefault(name, value)

@@ -1,11 +1,11 @@
-"""What cannot be cut into stages, or not trained in them."""
+"""Refuses models that cannot be partitioned into stages, or not be trained in them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_swarm.core.errors import ConfigError
+from lightning_swarm.model.naming import few
 from lightning_swarm.model.partition.blocks import Blocks
 from lightning_swarm.model.partition.stages import Named, Run, Slot
 
@@ -25,7 +26,7 @@ _computing: ContextVar[bool] = ContextVar("_computing", default=False)
 
 @contextlib.contextmanager
 def computing() -> Iterator[None]:
-    """Here a stage computes, so its blocks may be called."""
+    """Mark that a stage computes inside, so its blocks may be called."""
     token = _computing.set(True)
     try:
         yield
@@ -34,16 +35,14 @@ def computing() -> Iterator[None]:
 
 
 def is_computing() -> bool:
-    """Whether a stage computes here."""
+    """Return whether a stage computes in this context."""
     return _computing.get()
 
 
 def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list[RemovableHandle]:
-    """Refuse every call of the blocks' parts with parameters outside of `computing`, until the handles are removed.
+    """Refuse calls of the blocks' parts with parameters outside of `computing`, until the handles are removed.
 
-    Args:
-        blocks: Of the pipeline.
-        callable_blocks: The blocks themselves may be called: something else stands in for their forward.
+    With `callable_blocks` the blocks themselves may be called: something else stands in for their forward.
     """
     blocks = list(blocks)
     parts = {
@@ -59,15 +58,12 @@ def guard(blocks: Iterable[nn.Module], *, callable_blocks: bool = False) -> list
 
 
 def _refuse(part: nn.Module, _inputs: Any) -> None:
-    # Traced into a compiled stage, it would break the graph; what is compiled is looked at from outside.
+    # Traced into a compiled stage, the check would break the graph; compiled modules are checked from outside.
     if not torch.compiler.is_compiling() and not _computing.get():
         raise ConfigError(
             "parts of the pipelined module must not be called by themselves while a swarm holds it, the weights here "
             f"are old: got a call of {type(part).__name__}. Call the pipelined module, or do without the part."
         )
-
-
-_MAX_NAMED: Final = 5
 
 
 def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
@@ -81,14 +77,14 @@ def check_ranges(ranges: Sequence[range], num_blocks: int) -> None:
 
 
 def check_modules(inside: Sequence[Named], outside: Sequence[Named]) -> None:
-    """Refuse layers that cannot be trained in stages: those of blocks, and all others."""
+    """Refuse layers, in blocks and outside, that cannot be trained in stages."""
     for check in (check_initialised, _refuse_sparse, _refuse_complex):
         check([*inside, *outside])
     _refuse_foreign_statistics(inside)
 
 
 def check_registered(blocks: Blocks, registered: set[int]) -> None:
-    """Refuse tensors of blocks that the model does not know. `registered`: the ids of those that it does."""
+    """Refuse tensors of blocks that are not among the model's own, whose ids are `registered`."""
     unknown = [
         f"{key} of block {name!r}"
         for name, block in zip(blocks.names, blocks.modules, strict=True)
@@ -97,14 +93,17 @@ def check_registered(blocks: Blocks, registered: set[int]) -> None:
     ]
     if unknown:
         raise ConfigError(
-            f"parameters and buffers of blocks must belong to the model, got {_few(unknown)} that do not. "
+            f"parameters and buffers of blocks must belong to the model, got {few(unknown)} that do not. "
             "Create the layers in `__init__` or `configure_model` as attributes of the model; `configure_stages` only "
             "arranges them."
         )
 
 
 def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied: set[int]) -> None:
-    """Stages take the same step only with the same bits: gradients are added up as the widest parameter has them."""
+    """Refuse tied parameters between stages with and without float64 ones.
+
+    Such stages would step differently, as each sums gradients in the dtype of its widest parameter.
+    """
     is_wide = {key: getattr(owner, name).dtype == torch.float64 for key, (_, owner, name) in parameters.items()}
     wide = [any(is_wide[key] for key in ids) for ids in held]
     mixed = [
@@ -114,14 +113,14 @@ def check_dtypes(parameters: Mapping[int, Slot], held: Sequence[set[int]], tied:
     ]
     if mixed:
         raise ConfigError(
-            f"stages that share a parameter must have float64 parameters all or none, got {_few(mixed)} in stages of "
+            f"stages that share a parameter must have float64 parameters all or none, got {few(mixed)} in stages of "
             "which some have and some have not. Convert the model to one dtype, or choose `split` so that the blocks "
             "that share it are in one stage."
         )
 
 
 def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
-    """Refuse parameters that are in blocks and outside of them. `held`: of each stage, their ids."""
+    """Refuse parameters that are in blocks and outside of them; `held` are the ids of each stage's parameters."""
     shared = [
         f"{name}.{key}" if name else key
         for name, module in outside
@@ -131,7 +130,7 @@ def check_untied(outside: Iterable[Named], held: Sequence[set[int]]) -> None:
     if shared:
         raise ConfigError(
             "a parameter must be in the blocks of the pipeline or outside of them, not in both, for servers train the "
-            f"one and trainers the other: got {_few(shared)} outside, tied to a block's. Untie it, or define "
+            f"one and trainers the other: got {few(shared)} outside, tied to a block's. Untie it, or define "
             "`configure_stages(self)` so that all layers that share it are in one stage."
         )
 
@@ -140,7 +139,7 @@ def _refuse_sparse(modules: Iterable[Named]) -> None:
     sparse = [name for name, m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
     if sparse:
         raise ConfigError(
-            f"gradients must be dense to be averaged, got `sparse=True` in {_few(sparse)}. Set `sparse=False`."
+            f"gradients must be dense to be averaged, got `sparse=True` in {few(sparse)}. Set `sparse=False`."
         )
 
 
@@ -153,7 +152,7 @@ def _refuse_complex(modules: Iterable[Named]) -> None:
     ]
     if found:
         raise ConfigError(
-            f"trained parameters must be real, gradients are summed as real numbers: {_few(found)} are complex. Store "
+            f"trained parameters must be real, gradients are summed as real numbers: {few(found)} are complex. Store "
             "them as real ones (`torch.view_as_real`) and use `torch.view_as_complex` in forward, or freeze them."
         )
 
@@ -167,12 +166,12 @@ def _refuse_foreign_statistics(modules: Iterable[Named]) -> None:
     if found:
         raise ConfigError(
             "layers must change no buffers in forward, but for `BatchNorm`, whose running statistics the swarm keeps: "
-            f"got {_few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
+            f"got {few(found)}. Use BatchNorm, GroupNorm, LayerNorm, or InstanceNorm with `track_running_stats=False`."
         )
 
 
 def check_statistics(runs: Sequence[Run]) -> None:
-    """Refuse batch norms that several stages hold."""
+    """Refuse batch norms that are in several stages."""
     held = [{id(m) for _, block in run for m in block.modules() if isinstance(m, _BatchNorm)} for run in runs]
     num_shared = sum(map(len, held)) - len(set[int]().union(*held))
     if num_shared:
@@ -183,7 +182,7 @@ def check_statistics(runs: Sequence[Run]) -> None:
 
 
 def check_initialised(modules: Iterable[Named]) -> None:
-    """Refuse layers that do not know their shapes."""
+    """Refuse lazy layers that do not know their shapes."""
     lazy = [
         f"{name} ({type(m).__name__})"
         for name, m in modules
@@ -192,11 +191,6 @@ def check_initialised(modules: Iterable[Named]) -> None:
     ]
     if lazy:
         raise ConfigError(
-            f"layers must know their shapes before the model is cut, got lazy ones that do not: {_few(lazy)}. "
+            f"layers must know their shapes before the model is cut, got lazy ones that do not: {few(lazy)}. "
             "Give them their input sizes, or run one batch through the model in `configure_model`."
         )
-
-
-def _few(items: Sequence[str]) -> str:
-    more = f", ... ({len(items)} in all)" if len(items) > _MAX_NAMED else ""
-    return ", ".join(items[:_MAX_NAMED]) + more

@@ -1,4 +1,4 @@
-"""Where to cut a chain of blocks into stages. Pure."""
+"""Decides where the stages of a chain of blocks begin. Pure."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -8,22 +8,12 @@ from lightning_swarm.core.errors import ConfigError
 _Score = tuple[int, int]
 
 
-def balanced(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
-    """Cut blocks into contiguous stages so that the most expensive stage is as cheap as can be.
+def balanced_ranges(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
+    """Partition blocks into contiguous stages, none empty, so that the most expensive stage is as cheap as can be.
 
-    Among the cuts with the same largest stage, the one with the smallest sum of squared stage costs is taken,
+    Among partitions with the same largest stage, the one with the smallest sum of squared stage costs is taken,
     then of squared numbers of blocks, then the one whose last stages begin earliest. So the result is
-    even, and the same on every peer.
-
-    Args:
-        costs: Cost of each block, at least 0, in any unit.
-        num_stages: From 1 to the number of blocks.
-
-    Returns:
-        The block indices of each stage; no stage is empty.
-
-    Raises:
-        ConfigError: There are too few blocks, or a cost is negative.
+    even, and the same on every peer. Costs are in any unit.
     """
     num_blocks = len(costs)
     if not 1 <= num_stages <= num_blocks:
@@ -35,26 +25,17 @@ def balanced(costs: Sequence[int], num_stages: int) -> tuple[range, ...]:
         raise ConfigError(f"the cost of a block must be at least 0, got {min(costs)}. Measure it again.")
     prefix = [0, *accumulate(costs)]
     largest = _smallest_bound(costs, num_stages)
-    # best[j]: the best cut of the first j blocks into the stages seen so far, and where its stages begin.
+    # best[j]: the score of the best partition of the first j blocks into the stages so far, and where they begin.
     best: list[tuple[_Score, tuple[int, ...]] | None] = [((0, 0), ())] + [None] * num_blocks
     for stage in range(num_stages):
-        best = [_best_cut(best, prefix, end, largest) if end > stage else None for end in range(num_blocks + 1)]
+        best = [_best_stage(best, prefix, end, largest) if end > stage else None for end in range(num_blocks + 1)]
     final = best[num_blocks]
     assert final is not None  # `largest` is reachable, and stages can be split until there are enough
     return _ranges(final[1], num_blocks)
 
 
-def named(block_names: Sequence[str], starts: Sequence[str]) -> tuple[range, ...]:
-    """Cut blocks where the user says.
-
-    Args:
-        block_names: The model's blocks, in order.
-        starts: The names of the blocks where stages begin, in order. The first block begins the first stage,
-            named or not.
-
-    Raises:
-        ConfigError: A name is unknown, repeated or out of order.
-    """
+def named_ranges(block_names: Sequence[str], starts: Sequence[str]) -> tuple[range, ...]:
+    """Partition blocks so that stages begin at the named blocks; the first stage begins at the first block anyway."""
     if not block_names:
         raise ConfigError("a pipeline must have at least one block, got none. Give the model blocks.")
     choices = f"choose from {', '.join(block_names)}"
@@ -81,7 +62,7 @@ def _ranges(begins: tuple[int, ...], num_blocks: int) -> tuple[range, ...]:
 
 
 def _smallest_bound(costs: Sequence[int], num_stages: int) -> int:
-    """The smallest cost under which `num_stages` stages can hold all blocks, by bisection."""
+    """Find the smallest largest cost of `num_stages` stages that hold all blocks, by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2
@@ -101,10 +82,10 @@ def _stages_needed(costs: Sequence[int], bound: int) -> int:
     return needed
 
 
-def _best_cut(
+def _best_stage(
     best: list[tuple[_Score, tuple[int, ...]] | None], prefix: list[int], end: int, largest: int
 ) -> tuple[_Score, tuple[int, ...]] | None:
-    """The best way to end one more stage before block `end`, or None where a stage would exceed `largest`."""
+    """Choose where one more stage, which ends before block `end`, begins; None if it would exceed `largest`."""
     found: tuple[_Score, tuple[int, ...]] | None = None
     for begin in range(end - 1, -1, -1):
         cost = prefix[end] - prefix[begin]

@@ -1,4 +1,4 @@
-"""Which blocks make up which stage, as the user's settings say."""
+"""Partitions a model into stages as the user's settings say, with boundary layers between them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from lightning_swarm.model.boundary_layers import (
     Boundary,
     BoundaryLayer,
     boundary_layers,
-    described,
+    describe_layers,
     insert_boundary,
-    sized,
+    plan_layers,
 )
 from lightning_swarm.model.partition import checks
 from lightning_swarm.model.partition.blocks import Blocks
-from lightning_swarm.model.partition.policy import balanced, named
+from lightning_swarm.model.partition.policy import balanced_ranges, named_ranges
 from lightning_swarm.model.partition.stages import Named, Run, Slot, StageModule, TensorIndex, spec_of
 
 
 def layers_behind(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
-    """The boundary layers of a model, by the indices of the blocks that they stand after.
+    """Return a model's boundary layers by the indices of the blocks that they stand after.
 
-    Raises:
-        ConfigError: One stands after something else.
+    Raises `ConfigError` if one stands after something else.
     """
     layers = boundary_layers(model)
     places = {id(model.get_submodule(name)): name for name in layers}
@@ -40,61 +39,45 @@ def layers_behind(model: nn.Module, blocks: Blocks) -> dict[int, BoundaryLayer]:
 
 
 def insert_at_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> None:
-    """Put a boundary layer at each cut, unless the model has its own by now: then there must be one at each.
-
-    Args:
-        model: Will have them for good.
-        blocks: Of its pipeline.
-        ranges: The blocks of each stage.
-        boundary: Which layers.
-
-    Raises:
-        ConfigError: As `check_cuts` does.
-    """
+    """Insert a boundary layer after each stage but the last, unless the model has boundary layers already."""
     new = check_cuts(model, blocks, ranges, boundary)
     if new:
         insert_boundary(model, boundary, new)
 
 
 def check_cuts(model: nn.Module, blocks: Blocks, ranges: Sequence[range], boundary: Boundary) -> list[str]:
-    """After what new boundary layers would stand, by full names: a model that has its own gets none.
+    """Return the full names of the blocks after which new boundary layers would stand.
 
-    Args:
-        model: Stays as it is.
-        blocks: Of its pipeline.
-        ranges: The blocks of each stage.
-        boundary: Which layers.
-
-    Raises:
-        ConfigError: There is no cut, or no room at one; or the model's own layers are others.
+    A model that has boundary layers already gets none. Raises `ConfigError` if there is only one stage, a layer cannot
+    stand where a stage ends, or the model's own layers are different ones.
     """
-    cuts = [indices.stop - 1 for indices in ranges[:-1]]
-    own = layers_behind(model, blocks)
-    if own:
-        _check_own(described(model), boundary)
-        missing = [blocks.names[index] for index in cuts if index not in own]
+    last_blocks = [indices.stop - 1 for indices in ranges[:-1]]
+    existing = layers_behind(model, blocks)
+    if existing:
+        _check_existing(describe_layers(model), boundary)
+        missing = [blocks.names[index] for index in last_blocks if index not in existing]
         if missing:
             raise ConfigError(
                 "a model that has boundary layers must be cut where they stand, after blocks "
-                f"{[blocks.names[index] for index in own]}, got cuts after {missing}. Correct `split`, or leave it out."
+                f"{[blocks.names[index] for index in existing]}, got cuts after {missing}. Correct `split`, or leave "
+                "it out."
             )
-    elif not cuts:
+        return []
+    if not last_blocks:
         raise ConfigError(
             "`boundary` stands between stages, so there must be at least 2, got 1. Raise `num_stages`, or leave "
             "`boundary` out."
         )
-    else:
-        new = [_full_name(model, blocks, index) for index in cuts]
-        sized(model, boundary, new)
-        return new
-    return []
+    new = [_full_name(model, blocks, index) for index in last_blocks]
+    plan_layers(model, boundary, new)
+    return new
 
 
-def _check_own(own: Mapping[str, Boundary], boundary: Boundary) -> None:
-    for name, there in own.items():
-        if type(there) is not type(boundary) or there.ratio != boundary.ratio:
+def _check_existing(existing: Mapping[str, Boundary], boundary: Boundary) -> None:
+    for name, layer in existing.items():
+        if type(layer) is not type(boundary) or layer.ratio != boundary.ratio:
             raise ConfigError(
-                f"`boundary` must be what the model has, maybe from its checkpoint: {there!r} stands after {name!r}, "
+                f"`boundary` must be what the model has, maybe from its checkpoint: {layer!r} stands after {name!r}, "
                 f"got {boundary!r}. Leave `boundary` out, or begin with a model without."
             )
 
@@ -117,31 +100,21 @@ def _full_name(model: nn.Module, blocks: Blocks, index: int) -> str:
 
 
 def parameter_costs(blocks: Blocks) -> tuple[int, ...]:
-    """Number of parameter elements of each block. A parameter that a block holds twice counts once."""
+    """Count the parameter elements of each block; a parameter that a block holds twice counts once."""
     checks.check_initialised(blocks.named_modules())
     return tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks.modules)
 
 
 def batch_norms(blocks: Blocks) -> list[str]:
-    """Names of the layers of blocks that normalise by statistics over the batch, which here is the microbatch."""
+    """Name the layers of blocks that normalise by statistics over the batch, which here is the microbatch."""
     return [name for name, module in blocks.named_modules() if isinstance(module, _BatchNorm)]
 
 
 def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[StageModule, ...]:
-    """Make stages of a model's blocks, without changing the model.
+    """Build stages of a LightningModule's blocks, without changing it; its parameters may be on meta.
 
-    Args:
-        model: The LightningModule. Its parameters may be on meta.
-        blocks: What `find_blocks` found in it.
-        ranges: The block indices of each stage, from `policy`.
-
-    Raises:
-        ConfigError: The ranges do not cover the blocks in order, or the model cannot be trained in stages:
-            parameters unknown to the model, sparse gradients, complex parameters, layers that keep something of a
-            forward, or that are not initialised.
-
-    Returns:
-        The stages that the ranges make; then, if parameters are in no block, one that holds them, on the trainers.
+    Returns one stage for each range; then, if parameters are in no block, one that holds them, on the trainers. Raises
+    `ConfigError` if the ranges do not cover the blocks in order, or the model cannot be trained in stages.
     """
     checks.check_ranges(ranges, len(blocks.modules))
     layers = layers_behind(model, blocks)
@@ -150,7 +123,8 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     runs = [_run(blocks, layers, indices) for indices in ranges]
     checks.check_statistics(runs)
     names = [tuple(blocks.names[i] for i in indices) for indices in ranges]
-    parameters, buffers = _parameter_slots(model), _buffer_slots(model)
+    parameters = _slots(model, lambda module: module._parameters)
+    buffers = _slots(model, lambda module: module._buffers)
     held = [_ids(block.parameters() for _, block in run) for run in runs]
     checks.check_registered(blocks, set(parameters) | set(buffers))
     tied = {key for key in parameters if sum(key in ids for ids in held) > 1}
@@ -160,12 +134,9 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     stages = []
     for index, run in enumerate(runs):
         inside = _ids(block.buffers() for _, block in run)
+        own_parameters = {key: slot for key, slot in parameters.items() if key in held[index]}
         slots = TensorIndex(
-            tuple(
-                _inside(slot, model, run) if key in tied else slot
-                for key, slot in parameters.items()
-                if key in held[index]
-            ),
+            tuple(_slot_in_stage(slot, model, run) if key in tied else slot for key, slot in own_parameters.items()),
             tuple(slot for key, slot in buffers.items() if key in inside),
         )
         stages.append(StageModule(spec_of(index, names[index], slots), run, slots))
@@ -176,36 +147,27 @@ def cut(model: nn.Module, blocks: Blocks, ranges: Sequence[range]) -> tuple[Stag
     return tuple(stages)
 
 
-def _parameter_slots(model: nn.Module) -> dict[int, Slot]:
-    """Where each parameter lives, by its identity, in the order of `model.named_parameters()`."""
+def _slots(model: nn.Module, tensors_of: Callable[[nn.Module], Mapping[str, Tensor | None]]) -> dict[int, Slot]:
+    """Return the slot of each parameter or buffer, by its `id`, in the order of the model's modules."""
     slots: dict[int, Slot] = {}
     for prefix, owner in model.named_modules():
-        for key, value in owner._parameters.items():
-            if value is not None:
-                slots.setdefault(id(value), (f"{prefix}.{key}" if prefix else key, owner, key))
+        for key, tensor in tensors_of(owner).items():
+            if tensor is not None:
+                slots.setdefault(id(tensor), (f"{prefix}.{key}" if prefix else key, owner, key))
     return slots
 
 
-def _inside(slot: Slot, model: nn.Module, run: Run) -> Slot:
-    """The place of a parameter that several stages hold in one of them: what moves there must be seen there."""
+def _slot_in_stage(slot: Slot, model: nn.Module, run: Run) -> Slot:
+    """Return the slot of a tied parameter inside a stage, so that a parameter that is moved there is seen there."""
     name, owner, key = slot
     parameter = owner._parameters[key]
     inside = {id(module) for _, block in run for module in block.modules()}
     for module in model.modules():
         if id(module) in inside:
-            for own, value in module._parameters.items():
+            for own_key, value in module._parameters.items():
                 if value is parameter:
-                    return name, module, own
+                    return name, module, own_key
     return slot
-
-
-def _buffer_slots(model: nn.Module) -> dict[int, Slot]:
-    slots: dict[int, Slot] = {}
-    for prefix, owner in model.named_modules():
-        for key, value in owner._buffers.items():
-            if value is not None:
-                slots.setdefault(id(value), (f"{prefix}.{key}" if prefix else key, owner, key))
-    return slots
 
 
 def _ids(groups: Iterable[Iterator[Tensor]]) -> set[int]:
@@ -218,14 +180,14 @@ def _run(blocks: Blocks, layers: Mapping[int, BoundaryLayer], indices: range) ->
     for index in indices:
         run.append((blocks.names[index], blocks.modules[index]))
         if index in layers:
-            goes_on_elsewhere = indices.stop == index + 1 < len(blocks.modules)
-            run.append((None, layers[index].compress if goes_on_elsewhere else layers[index]))
+            stage_ends_here = indices.stop == index + 1 < len(blocks.modules)
+            run.append((None, layers[index].compress if stage_ends_here else layers[index]))
     return run
 
 
 def _outside(model: nn.Module, run: Iterable[nn.Module]) -> list[Named]:
-    """The modules that are no part of what stages run."""
-    inside = {id(module) for one in run for module in one.modules()}
+    """Return the modules that no stage runs."""
+    inside = {id(module) for part in run for module in part.modules()}
     return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
 
 
@@ -237,23 +199,16 @@ def choose_ranges(
     *,
     seams: Collection[int] = (),
 ) -> tuple[range, ...]:
-    """Which blocks make up which stage.
+    """Choose the blocks of each stage by the settings `num_stages` and `split` of `SwarmConfig`.
 
-    Args:
-        blocks: What is cut.
-        num_stages: Into how many.
-        split: As in `SwarmConfig`.
-        measured: What each block costs, for ``split="time"``; None: any cut will do.
-        seams: Blocks that boundary layers stand after. If there are any, stages end only there, or as `split` names.
-
-    Raises:
-        ConfigError: Too few blocks, unknown names, or names that disagree with `num_stages`.
+    `measured` returns the time of each block, for ``split="time"``; None: any partition will do. `seams` are blocks
+    that boundary layers stand after; if there are any, stages end only there, or where `split` names it.
     """
     if isinstance(split, str):
         by_size = parameter_costs(blocks)
         costs = measured() if split == "time" and measured else by_size
-        return _at_seams(costs, num_stages, seams) if seams else balanced(costs, num_stages)
-    ranges = named(blocks.names, list(split))
+        return _ranges_at_seams(costs, num_stages, seams) if seams else balanced_ranges(costs, num_stages)
+    ranges = named_ranges(blocks.names, list(split))
     if len(ranges) != num_stages:
         raise ConfigError(
             f"`split` must name the beginnings of `num_stages` stages: it makes {len(ranges)}, and `num_stages` is "
@@ -262,7 +217,7 @@ def choose_ranges(
     return ranges
 
 
-def _at_seams(costs: Sequence[int], num_stages: int, seams: Collection[int]) -> tuple[range, ...]:
+def _ranges_at_seams(costs: Sequence[int], num_stages: int, seams: Collection[int]) -> tuple[range, ...]:
     ends = sorted({*seams, len(costs) - 1})
     if not 1 <= num_stages <= len(ends):
         raise ConfigError(
@@ -270,5 +225,5 @@ def _at_seams(costs: Sequence[int], num_stages: int, seams: Collection[int]) -> 
             f"{num_stages}. Lower it, or name the blocks where stages begin with `split=[...]`."
         )
     parts = [range(start + 1, end + 1) for start, end in zip([-1, *ends], ends, strict=False)]
-    runs = balanced([sum(costs[index] for index in part) for part in parts], num_stages)
+    runs = balanced_ranges([sum(costs[index] for index in part) for part in parts], num_stages)
     return tuple(range(parts[run.start].start, parts[run.stop - 1].stop) for run in runs)

@@ -1,11 +1,11 @@
-"""What the blocks of a pipeline cost on this machine, measured with one example."""
+"""Measures the time of each block of a pipeline on this machine, with one example."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_swarm.protocol import serialization
 
 _NUM_REPEATS = 5
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def time_costs(
@@ -30,48 +30,49 @@ def time_costs(
     context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[int, ...]:
-    """Nanoseconds of each block for a forward and a backward: the median of a few, after one that does not count.
+    """Measure the nanoseconds of a forward and a backward of each block: the median of a few, without the first.
 
-    Args:
-        model: The LightningModule, with its weights, where it computes. It is left as it is, random generators too.
-        blocks: What is cut.
-        example: What `model.forward` takes: a value, a tuple of them, or a dict of keyword arguments. If the model has
-            no forward, what the pipelined module takes.
-        context: Entered around forwards, for autocast.
-        clock: Seconds.
-
-    Raises:
-        ConfigError: The example does not lead through the blocks.
+    `example` is what `model.forward` takes: a value, a tuple of them, or a dict of keyword arguments; if the model has
+    no forward, what the pipelined module takes. `context` is entered around forwards, for autocast. The model, which
+    has its weights and is where it computes, is left as it is, and so are random generators.
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with _undisturbed(model, device), context():
-        inputs = _inputs(model, blocks, _arguments(example))
+        inputs = _inputs(model, blocks, example_arguments(example))
 
-    def measure(block: nn.Module, arguments: _Arguments) -> int:
-        times = [_once(block, arguments, context, clock, device) for _ in range(1 + _NUM_REPEATS)]
+    def measure_once(block: nn.Module, arguments: Arguments) -> float:
+        call = prepare_call(block, arguments, context)
+        _synchronize(device)
+        start_s = clock()
+        call()
+        _synchronize(device)
+        return clock() - start_s
+
+    def measure(block: nn.Module, arguments: Arguments) -> int:
+        times = [measure_once(block, arguments) for _ in range(1 + _NUM_REPEATS)]
         return round(statistics.median(times[1:]) * 1e9)
 
     with _undisturbed(model, device, evaluating=False), torch.enable_grad():
         return tuple(measure(*pair) for pair in zip(blocks.modules, inputs, strict=True))
 
 
-def _arguments(example: Any) -> _Arguments:
-    """As Lightning passes `example_input_array` on."""
+def example_arguments(example: Any) -> Arguments:
+    """Split an `example_input_array` into arguments and keyword arguments, as Lightning does."""
     if isinstance(example, dict):
         return (), example
     return (example if isinstance(example, tuple) else (example,)), {}
 
 
-def _inputs(model: nn.Module, blocks: Blocks, example: _Arguments) -> list[_Arguments]:
-    """What each block is called with."""
+def _inputs(model: nn.Module, blocks: Blocks, example: Arguments) -> list[Arguments]:
+    """Find the arguments of each block's call."""
     if blocks.root is model:
         return _chained(blocks, example)
     if not blocks.one_by_one:
-        return _chained(blocks, _seen(model, [blocks.root], blocks, example)[0])
-    return _seen(model, list(blocks.modules), blocks, example)
+        return _chained(blocks, _run_forward(model, [blocks.root], blocks, example)[0])
+    return _run_forward(model, list(blocks.modules), blocks, example)
 
 
-def _chained(blocks: Blocks, arguments: _Arguments) -> list[_Arguments]:
+def _chained(blocks: Blocks, arguments: Arguments) -> list[Arguments]:
     args, extras = arguments
     inputs = []
     for block in blocks.modules:
@@ -81,52 +82,59 @@ def _chained(blocks: Blocks, arguments: _Arguments) -> list[_Arguments]:
     return inputs
 
 
-def _seen(model: nn.Module, modules: list[nn.Module], blocks: Blocks, example: _Arguments) -> list[_Arguments]:
-    """What `modules` are called with in the model's own forward, each for the first time."""
-    seen: dict[int, _Arguments] = {}
+@contextlib.contextmanager
+def recorded_calls(modules: Iterable[nn.Module]) -> Iterator[dict[int, tuple[Arguments, Any]]]:
+    """Record the arguments and the output of each module's first call inside, by its `id`."""
+    calls: dict[int, tuple[Arguments, Any]] = {}
 
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.setdefault(id(module), (args, kwargs))
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.setdefault(id(module), ((args, kwargs), output))
 
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    handles = [module.register_forward_hook(record, with_kwargs=True) for module in modules]
     try:
-        model(*example[0], **example[1])
-    except NotImplementedError:  # a forward that nobody wrote
-        if not blocks.one_by_one:
-            return [example]
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
-    missing = [module for module in modules if id(module) not in seen]
+
+
+def _run_forward(model: nn.Module, modules: list[nn.Module], blocks: Blocks, example: Arguments) -> list[Arguments]:
+    """Run the model's own forward, and return the arguments of the first call of each of `modules`."""
+    with recorded_calls(modules) as calls:
+        try:
+            model(*example[0], **example[1])
+        except NotImplementedError:  # the model defines no forward
+            if not blocks.one_by_one:
+                return [example]
+    missing = [module for module in modules if id(module) not in calls]
     if missing:
         raise ConfigError(
             f"`split='time'` runs {type(model).__name__}.forward once with `example_input_array`, which must go "
             f"through {blocks.root_name!r}: {len(missing)} of its modules were not called. Define `forward` so that it "
             "does, or use `split='parameters'`."
         )
-    return [seen[id(module)] for module in modules]
+    return [calls[id(module)][0] for module in modules]
 
 
-def _once(
+def prepare_call(
     block: nn.Module,
-    arguments: _Arguments,
-    context: Callable[[], AbstractContextManager[Any]],
-    clock: Callable[[], float],
-    device: torch.device,
-) -> float:
+    arguments: Arguments,
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Callable[[], None]:
+    """Return a function that runs one forward and backward of a block, on copies of the arguments."""
     structure, tensors = serialization.flatten(arguments)
     leaves = [tensor.detach().requires_grad_(serialization.is_differentiable(tensor)) for tensor in tensors]
     args, kwargs = serialization.unflatten(structure, [leaf.clone() for leaf in leaves])  # a block may work in place
-    wanted = [one for one in [*block.parameters(), *leaves] if one.requires_grad]
-    _synchronize(device)
-    start_s = clock()
-    with context():
-        output = block(*args, **kwargs)
-    outputs = [one for one in serialization.flatten(output)[1] if one.requires_grad]
-    if outputs and wanted:
-        torch.autograd.grad(outputs, wanted, [torch.ones_like(one) for one in outputs], allow_unused=True)
-    _synchronize(device)
-    return clock() - start_s
+    inputs = [tensor for tensor in [*block.parameters(), *leaves] if tensor.requires_grad]
+
+    def call() -> None:
+        with context():
+            output = block(*args, **kwargs)
+        outputs = [tensor for tensor in serialization.flatten(output)[1] if tensor.requires_grad]
+        if outputs and inputs:
+            torch.autograd.grad(outputs, inputs, [torch.ones_like(tensor) for tensor in outputs], allow_unused=True)
+
+    return call
 
 
 def _synchronize(device: torch.device) -> None:
@@ -136,7 +144,7 @@ def _synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: nn.Module, device: torch.device, *, evaluating: bool = True) -> Iterator[None]:
-    """Afterwards generators, train flags and running statistics are as before."""
+    """Restore generators, train flags and running statistics afterwards."""
     flags = {module: module.training for module in model.modules()}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not evaluating]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():

@@ -1,4 +1,4 @@
-"""The mode under which a thread's random operations draw from a keyed stream."""
+"""The dispatch mode under which a thread's random operations draw from a keyed stream."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,31 +17,20 @@ from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.random.operators import HANDLERS, Handler, plain_attention
 from lightning_swarm.model.random.philox import key_seed
 
-
 # The rules of random operations. A rule is called as (mode, func, args, kwargs); most operations have none. Torch tags
-# its random operations, so one that this package has never heard of is noticed.
-class DispatchState(Protocol):
-    """What a rule needs of `KeyedRandom`."""
-
-    def next_key(self, func: object) -> int:
-        """The key of the next draw."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *error: object) -> Any: ...
-
-
+# its random operations, so an operation that this package does not know is noticed, too.
 Rule: TypeAlias = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 
-# Tagged as random, but they only choose a kernel or compute from what another operation drew.
+# They are tagged as random, but only choose a kernel, or compute from numbers that another operation drew.
 _DRAWS_NOTHING: Final = frozenset({"aten::_fused_sdp_choice", "aten::_nested_tensor_softmax_with_shape"})
 
 
 class _Rules(dict[Any, Rule | None]):
-    """The rule of each operation, found when it is first met: a look-up is all that most operations cost."""
+    """The rules by operation, each found at the first call: later calls cost only a look-up."""
 
     def __missing__(self, func: Any) -> Rule | None:
         rule = _rule_of(func)
-        # What runs inside an operation is nothing for a compiler to look into.
+        # A compiler must not trace into an operation.
         self[func] = rule if rule is None else torch.compiler.disable(rule)
         return self[func]
 
@@ -62,7 +51,7 @@ def _rule_of(func: Any) -> Rule | None:
 
 
 def _drawn_by(handler: Handler) -> Rule:
-    def rule(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
             return func(*args, **kwargs)
         return handler(mode.next_key(func), *args, **kwargs)
@@ -70,16 +59,16 @@ def _drawn_by(handler: Handler) -> Rule:
     return rule
 
 
-def _decomposed(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Where autograd is off altogether (inference mode), composite operations arrive whole.
+def _decomposed(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # In inference mode, without autograd, composite operations arrive whole.
     with mode:
         return func.decompose(*args, **kwargs)
 
 
 def _seeded(place: int) -> Rule:
-    """Give an operation a generator of its own, at its place among the arguments."""
+    """Make a rule that gives an operation a generator of its own, at its place among the arguments."""
 
-    def rule(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _has_generator(args, kwargs):
             return func(*args, **kwargs)
         key = mode.next_key(func)
@@ -94,7 +83,7 @@ def _seeded(place: int) -> Rule:
     return rule
 
 
-def _refused_if_drawn(mode: DispatchState, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refused_if_drawn(mode: KeyedRandom, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = {
         argument.name: args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
         for i, argument in enumerate(func._schema.arguments)
@@ -126,28 +115,23 @@ def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
 class KeyedRandom(TorchDispatchMode):
     """Makes the random operations of this thread draw from a keyed stream.
 
-    A microbatch may be computed again, elsewhere, and must meet the same dropout masks. So a stage that draws runs
-    inside this mode, which takes the place of torch's generators: each draw is a function of (seed, number of the draw,
+    A microbatch may be computed again, elsewhere, and must get the same dropout masks. So a stage that draws runs
+    inside this mode, which replaces torch's generators: each draw is a function of (seed, number of the draw,
     index of the element). Generators are neither read nor moved::
 
         with KeyedRandom(key_seed(step, microbatch, stage)):
             output = stage(inputs)  # and again, later or elsewhere, with the same masks
 
-    Entering begins the stream again. A generator that the caller passes explicitly is honoured. Operations that
+    Entering restarts the stream. A generator that the caller passes explicitly is used. Operations that
     have no rule of their own but take a generator (``multinomial``, ``poisson``, ...) get one seeded from the
     stream: the same on devices of one kind.
 
-    Backward needs no draws, but that of a forward that drew belongs inside too: there, a block that recomputes itself
-    (``torch.utils.checkpoint``) is found out, unless it was given `checkpoint_contexts`.
+    Backward needs no draws, but the backward of a forward that drew belongs inside, too: there, a block that recomputes
+    itself (``torch.utils.checkpoint``) is detected, unless it was given `checkpoint_contexts`.
     """
 
     def __init__(self, seed: int, *, first_draw: int = 0) -> None:
-        """Prepare a stream; it begins when entered.
-
-        Args:
-            seed: 64 bits.
-            first_draw: How many draws to pass over.
-        """
+        """Prepare a stream of a 64-bit seed that skips `first_draw` draws and begins when entered."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self.draw = self._first_draw = first_draw
@@ -156,7 +140,7 @@ class KeyedRandom(TorchDispatchMode):
         self._graph_task = -1
 
     def __enter__(self) -> Self:
-        # A rule enters again, while the mode is suspended, to run the parts of a composite operation.
+        # While the mode is suspended, a rule enters it again to run the parts of a composite operation.
         if self._depth == 0:
             self.draw = self._first_draw
             self._graph_task = torch._C._current_graph_task_id()
@@ -178,7 +162,7 @@ class KeyedRandom(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation: by its rule, or as it is, which is nearly always."""
+        """Run an operation by its rule, or, nearly always, as it is."""
         rule = RULES[func]
         if rule is None:
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -186,19 +170,16 @@ class KeyedRandom(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Have blocks compiled. What compiled code draws from is drawn here when it runs, so it is keyed like all else.
-
-        A backend that computes random numbers in kernels of its own (inductor) draws their seed.
-        """
+        """Allow blocks to be compiled: compiled code draws its numbers, or a kernel's seed (inductor), here, too."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Torch's own guard around the method above takes longer than the method; `skip` costs nothing.
+        # Torch's own guard around `__torch_dispatch__` takes longer than the method; `skip` costs nothing.
         return False
 
     def next_key(self, func: object) -> int:
-        """The 64-bit key of the next draw, which `func` makes."""
+        """Return the 64-bit key of the next draw, which `func` makes."""
         if torch._C._current_graph_task_id() != self._graph_task:
             raise ConfigError(
                 f"blocks must draw their random numbers in forward, got {func} in backward: a block that recomputes "
@@ -211,7 +192,7 @@ class KeyedRandom(TorchDispatchMode):
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The ``context_fn`` with which ``torch.utils.checkpoint`` recomputes a block with the same draws.
+    """Recompute a block with the same draws: the ``context_fn`` of ``torch.utils.checkpoint``.
 
     Outside of `KeyedRandom` it does nothing, so a model may always pass it.
     """
@@ -224,25 +205,23 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 _T = TypeVar("_T")
 
 _MAX_ALARMS: Final = 3
-"""Of one kind. Where another thread draws so often while a stage computes, all would be computed twice."""
+"""Alarms of one kind. If another thread draws while a stage computes, everything would be computed twice."""
 
 
 # Every operation inside `KeyedRandom` passes through Python, which takes a few per cent of a stage's time on a CPU.
 # Most models draw nothing, so it is entered only where it is needed.
 class KeyedOnDemand:
-    """Runs computations of a stage, those that draw random numbers in `KeyedRandom`.
+    """Runs computations of a stage, and those that draw random numbers in `KeyedRandom`.
 
-    What drew nothing in the mode runs without it from then on, with an eye on torch's generators. If one has moved, it
-    runs again in the mode, which tells whether it drew after all, or another thread of this process did. A draw of
-    which the generators keep no trace (in ``torch.random.fork_rng``) is seen if the first run has it.
-
-    Args:
-        device: Where the stage computes. On others than CPU and CUDA all runs in the mode.
+    A computation that drew nothing in the mode runs without it from then on, while torch's generators are watched. If
+    one has moved, it runs again in the mode, which tells whether the computation drew after all, or another thread of
+    this process did. A draw that leaves no trace in the generators (in ``torch.random.fork_rng``) is seen if the first
+    run has it. On devices other than CPU and CUDA everything runs in the mode.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_known = device.type in ("cpu", "cuda")
-        # Asked for by a tensor: "cuda" means whichever is the current one.
+        # A tensor tells the index: "cuda" means whichever device is the current one.
         self._cuda_index = torch.empty(0, device=device).device.index if device.type == "cuda" else None
         self._drawless: set[Hashable] = set()
         self._alarms: Counter[Hashable] = Counter()
@@ -254,28 +233,19 @@ class KeyedOnDemand:
         compute: Callable[[], _T],
         anew: Callable[[], Callable[[], _T]] | None = None,
     ) -> tuple[_T, bool]:
-        """Compute.
+        """Compute, and return the result and whether random numbers were drawn.
 
-        Args:
-            kind: Computations that are alike in whether they draw.
-            seed: Of all random draws.
-            compute: What.
-            anew: Gives what computes the same once more, if `compute` cannot.
-
-        Returns:
-            The result, and whether it was drawn for.
-
-        Raises:
-            ConfigError: It drew in backward; see `KeyedRandom`.
+        Computations of one `kind` all draw or all do not. `anew` returns a function that computes the same once more,
+        if `compute` cannot. Raises `ConfigError` if numbers were drawn in backward; see `KeyedRandom`.
         """
         if kind not in self._drawless:
             return self._run_keyed(kind, seed, compute)
         before = self._states()
-        with plain_attention():  # as in the mode: compiled code is compiled anew where this differs
+        with plain_attention():  # as in the mode: compiled code is compiled again if this differs
             result = compute()
         if all(map(torch.equal, before, self._states())):
             return result, False
-        del result  # the second one needs the room
+        del result  # the second result needs the memory
         self._drawless.discard(kind)
         self._alarms[kind] += 1
         try:
@@ -283,7 +253,7 @@ class KeyedOnDemand:
         except BaseException:
             self._restore(before)
             raise
-        if has_drawn:  # what another thread drew meanwhile it may draw once more
+        if has_drawn:  # another thread that drew meanwhile draws the same numbers again, which does no harm
             self._restore(before)
         return result, has_drawn
 

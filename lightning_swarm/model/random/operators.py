@@ -1,6 +1,6 @@
-"""What each random operation does inside `KeyedRandom`.
+"""Implements each random operation inside `KeyedRandom`.
 
-`HANDLERS` make draws from the stream: ``(key, *arguments as in torch's schema)``.
+`HANDLERS` draw from the stream, and are called with ``(key, *arguments as in torch's schema)``.
 """
 
 import math
@@ -21,14 +21,14 @@ _plain = torch.ops.aten._scaled_dot_product_attention_math
 class PlainAttention(TorchFunctionMode):
     """Computes attention with dropout by matrix products, as torch does on the CPU.
 
-    The fused kernels of GPUs cannot be given numbers. Attention without dropout stays with them. The usual way to
-    choose, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads would see.
+    The fused kernels of GPUs draw their own numbers; attention without dropout still uses them. The usual way to choose
+    a kernel, ``torch.nn.attention.sdpa_kernel``, sets flags of the whole process, which other threads would see.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, as it is unless it is attention with dropout."""
+        """Run a function of torch, and replace attention with dropout."""
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention and _dropout_p(*args, **kwargs):
             return _attention(*args, **kwargs)
@@ -36,7 +36,7 @@ class PlainAttention(TorchFunctionMode):
 
 
 def plain_attention() -> AbstractContextManager[object]:
-    """`PlainAttention` where it may matter: on the CPU attention with dropout is plain anyway."""
+    """Return `PlainAttention` if there is a GPU: on the CPU attention with dropout is plain anyway."""
     return PlainAttention() if torch.cuda.is_initialized() else nullcontext()
 
 
@@ -73,7 +73,7 @@ _MANTISSA: Final = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, tor
 
 
 def _fill(target: Tensor, values: Tensor) -> Tensor:
-    # Elements are counted in the order of their indices, whatever the strides: devices differ in those.
+    # Elements are counted in the order of their indices, not of their strides: those differ between devices.
     return target.copy_(values.view(target.shape))
 
 
@@ -98,7 +98,7 @@ def _fill_normal(key: int, self: Tensor, mean: float = 0.0, std: float = 1.0, **
 def _fill_exponential(key: int, self: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
     wide = torch.float64 if self.dtype == torch.float64 else torch.float32
     values = uniform(key, self.numel(), wide, self.device).neg_().log1p_().neg_()
-    # Never zero: `gumbel_softmax` takes the logarithm.
+    # Never zero, because `gumbel_softmax` takes the logarithm.
     return _fill(self, values.clamp_(min=torch.finfo(wide).tiny).mul_(1.0 / rate))
 
 
@@ -110,12 +110,12 @@ def _fill_integers(key: int, self: Tensor, low: int, high: int) -> Tensor:
     if span <= 2**63:
         values.bitwise_and_(2**63 - 1)
         return _fill(self, (values if span == 2**63 else values.remainder_(span)).add_(low))
-    # Nearly all of int64. What falls below `low` is negative, and its complement is not.
+    # The range is nearly all of int64. A value below `low` is negative, and its complement is not.
     return _fill(self, values.where(values >= low, ~values))
 
 
 def _random(key: int, self: Tensor, *bounds: int | None, **_: Any) -> Tensor:
-    """Fill with integers: below `high`, in `low`..`high`, or without bounds all that the dtype holds exactly."""
+    """Fill with integers: below `high`, in `low`..`high`, or without bounds any that the dtype holds exactly."""
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     if high is None:
         if self.dtype == torch.bool:
@@ -157,7 +157,7 @@ def _rrelu(
 ) -> Tensor:
     if not training:
         return torch.nn.functional.leaky_relu(self, (lower + upper) / 2)
-    # The gradient is taken from `noise`, so it holds the slope of every element.
+    # Backward takes the gradient from `noise`, so it must hold the slope of every element.
     _fill_uniform(key, noise, lower, upper)
     noise.masked_fill_(self > 0, 1.0)
     return self * noise
@@ -178,7 +178,7 @@ def _normal_of(key: int, mean: Any, std: Any = 1.0, size: Any = None, **options:
 
 
 def _new(fill: Handler, dtype: torch.dtype | None = None) -> Handler:
-    """A rule for an operation that makes a tensor, ``(*fill's arguments, size, *, options)``."""
+    """Make the handler of an operation that makes a tensor, ``(*fill's arguments, size, *, options)``."""
 
     def rule(key: int, *args: Any, generator: None = None, out: Tensor | None = None, **options: Any) -> Tensor:
         *bounds, size = args
@@ -192,7 +192,7 @@ def _new(fill: Handler, dtype: torch.dtype | None = None) -> Handler:
 
 
 def _like(fill: Handler) -> Handler:
-    """A rule for an operation that makes a tensor like another, ``(self, *fill's arguments, *, options)``."""
+    """Make the handler of an operation that makes a tensor like another, ``(self, *fill's arguments, *, options)``."""
 
     def rule(key: int, self: Tensor, *bounds: Any, generator: None = None, **options: Any) -> Tensor:
         return fill(key, torch.empty_like(self, **options), *map(_number, bounds))  # type: ignore[no-any-return]
@@ -248,6 +248,6 @@ _VARIANTS: Final[dict[tuple[str, ...], Handler]] = {
 for _names, _handler in _VARIANTS.items():
     for _name in _names:
         _packet, _, _overload = _name.partition(".")
-        # Older and newer torch lack some of them.
+        # Some versions of torch lack some of them.
         if _overload in getattr(_aten, _packet).overloads():
             HANDLERS[getattr(getattr(_aten, _packet), _overload)] = _handler

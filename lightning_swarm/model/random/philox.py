@@ -18,11 +18,7 @@ _DIGITS: Final = {torch.float16: 11, torch.bfloat16: 8}
 
 
 def key_seed(*parts: int) -> int:
-    """Fold integers into one well-mixed 64-bit seed, by the finaliser of splitmix64.
-
-    Args:
-        *parts: Any integers, of which the lowest 64 bits count. Their order and number matter.
-    """
+    """Fold integers, by their lowest 64 bits, order and number, into a 64-bit seed: the finaliser of splitmix64."""
     seed = len(parts)
     for part in parts:
         seed = (seed ^ (part & _MASK64)) + 0x9E3779B97F4A7C15 & _MASK64
@@ -33,7 +29,7 @@ def key_seed(*parts: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The lowest 32 bits, as the value of an int32."""
+    """Return the lowest 32 bits, as the value of an int32."""
     return (value + 2**31 & 0xFFFFFFFF) - 2**31
 
 

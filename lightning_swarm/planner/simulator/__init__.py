@@ -1,1 +1,1 @@
-"""Swarms without machines: `fluid.py` has them as rates, with the policies of the real ones."""
+"""Simulates swarms: `fluid.py` as rates with the policies of real swarms, `microbatches.py` with all of their code."""

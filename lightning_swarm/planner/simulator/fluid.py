@@ -1,6 +1,6 @@
-"""A swarm as rates: peers come, go and move, and in between its pipeline runs as its slowest stage does.
+"""Simulates a swarm as rates: peers come, go and move, and in between the pipeline is as fast as its slowest stage.
 
-Microbatches, queues and steps are not there; who moves is decided by the policy of real swarms.
+Microbatches, queues and steps are not simulated; moves are decided by the policy of real swarms.
 """
 
 from __future__ import annotations
@@ -28,78 +28,54 @@ from lightning_swarm.protocol.settings import Rebalancing
 
 @dataclass(frozen=True)
 class Change:
-    """A peer comes, or goes.
-
-    Args:
-        at_s: When.
-        peer: Which one.
-        samples_per_s: What it computes from then on; 0: it is gone.
-    """
+    """A peer comes, changes its rate, or leaves."""
 
     at_s: float
     peer: PeerId
-    samples_per_s: float
+    samples_per_s: float  # from then on; 0: it is gone
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What happens to a swarm.
-
-    Args:
-        num_stages: Of its pipeline.
-        changes: In the order of their times. Those of the first time are there, and serve, as it begins.
-        end_s: When it ends.
-        rule: Who moves.
-        interval_s: Between two looks, at the latest.
-        offset_s: After the beginning, the first of these intervals begins: looks need not fall on the changes.
-        move_s: For how long who moves computes nothing.
-        join_s: Likewise for who comes.
-    """
+    """The events and settings of a simulated swarm."""
 
     num_stages: int
-    changes: Sequence[Change]
+    changes: Sequence[Change]  # in the order of their times; peers of the first time serve from the beginning
     end_s: float
     rule: Rebalancing = "gain"
-    interval_s: float = 300.0
-    offset_s: float = 0.0
-    move_s: float = 30.0
-    join_s: float = 30.0
+    interval_s: float = 300.0  # between two looks at the balance, at the latest
+    offset_s: float = 0.0  # from the beginning to the first interval: looks need not fall on the changes
+    move_s: float = 30.0  # for which a peer that moves computes nothing
+    join_s: float = 30.0  # for which a peer that joins computes nothing
 
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which nothing changed.
-
-    Args:
-        begin_s: From then.
-        end_s: To then.
-        samples_per_s: Of the slowest stage.
-        best: Of the slowest stage, if the peers that are alive were assigned as well as can be.
-        num_moves: That began with it.
-        fewest: Peers that serve some stage.
-        most: Likewise.
-        queued: Jobs that wait at a peer, on the average. None: not simulated.
-        sent_bytes: By all peers. None: not simulated.
-    """
+    """A time in which nothing changed."""
 
     begin_s: float
     end_s: float
-    samples_per_s: float
-    best: float
-    num_moves: int
-    fewest: int
+    samples_per_s: float  # of the slowest stage
+    best: float  # of the slowest stage, if the live peers were assigned as well as can be
+    num_moves: int  # that began with it
+    fewest: int  # peers that serve a stage
     most: int
-    queued: float | None = None
-    sent_bytes: int | None = None
+    queued: float | None = None  # jobs that wait at a peer, on average; None: not simulated
+    sent_bytes: int | None = None  # by all peers; None: not simulated
+
+    @property
+    def length_s(self) -> float:
+        """The length in seconds."""
+        return self.end_s - self.begin_s
 
     @property
     def sent_mb_per_s(self) -> float | None:
-        """By all peers."""
-        return None if self.sent_bytes is None else self.sent_bytes / (self.end_s - self.begin_s) / 1e6
+        """The MB/s that all peers sent."""
+        return None if self.sent_bytes is None else self.sent_bytes / self.length_s / 1e6
 
 
 def simulate(scenario: Scenario) -> list[Span]:
-    """What comes of it, in order."""
+    """Simulate a scenario, and return its spans in order."""
     swarm = _Swarm(scenario)
     spans = []
     begin_s = scenario.changes[0].at_s
@@ -112,7 +88,7 @@ def simulate(scenario: Scenario) -> list[Span]:
 
 
 def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: float = math.inf) -> float:
-    """Samples in a time, as a share of those under the best assignments; NaN where these have none."""
+    """Samples in a time, as a share of those of the best assignments; NaN where these compute none."""
     done = best = 0.0
     for span in spans:
         length_s = max(0.0, min(span.end_s, end_s) - max(span.begin_s, begin_s))
@@ -122,7 +98,7 @@ def share_of_best(spans: Iterable[Span], begin_s: float = -math.inf, end_s: floa
 
 
 def best_of(rates: Iterable[float], num_stages: int) -> float:
-    """Of the slowest stage, if peers of these rates were assigned as well as can be."""
+    """The slowest stage's rate, if peers of these rates were assigned as well as can be."""
     return _best_rate(tuple(sorted(rates)), num_stages)
 
 
@@ -132,7 +108,7 @@ def _best_rate(rates: tuple[float, ...], num_stages: int) -> float:
 
 
 class _Swarm:
-    """At one moment."""
+    """The state of a simulated swarm."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
@@ -140,38 +116,39 @@ class _Swarm:
         self._changes = deque(scenario.changes)
         self._stages = StageRates(scenario.num_stages)
         self._alive: dict[PeerId, float] = {}  # with their rates
-        self._arrivals: dict[PeerId, float] = {}  # when those that are on their way to a stage serve it
-        self._left: dict[PeerId, set[int]] = {}  # from where they moved since the last change
+        self._arrivals: dict[PeerId, float] = {}  # when peers on their way to a stage begin to serve it
+        self._left: dict[PeerId, set[int]] = {}  # stages from which peers moved since the last change
         self._look_s = self._begin_s + scenario.offset_s + scenario.interval_s
-        self._pace = ChurnEstimate(self._begin_s)
+        self._churn = ChurnEstimate(self._begin_s)
         self.best = 0.0
 
     @property
     def samples_per_s(self) -> float:
-        """Of the slowest stage, by those that have arrived."""
+        """The rate of the slowest stage, by peers that have arrived."""
         return min(self._stages.serving_rates)
 
     @property
     def serving(self) -> tuple[int, int]:
-        """How few and how many peers serve a stage."""
+        """The fewest and the most peers that serve a stage."""
         numbers = [self._stages.num_serving(index) for index in range(self._scenario.num_stages)]
         return min(numbers), max(numbers)
 
     @property
     def next_s(self) -> float:
-        """When something happens next."""
-        return min([self._look_s, *self._arrivals.values(), *(one.at_s for one in itertools.islice(self._changes, 1))])
+        """The time of the next event."""
+        next_changes = (change.at_s for change in itertools.islice(self._changes, 1))
+        return min([self._look_s, *self._arrivals.values(), *next_changes])
 
     def advance(self, now_s: float) -> int:
-        """Have happen what is due. Returns how many moves begin."""
+        """Process the events that are due, and return the number of moves that begin."""
         arrived = self._arrive(now_s)
         changed = False
         while self._changes and self._changes[0].at_s <= now_s:
             self._change(self._changes.popleft())
             changed = True
         if changed:
-            self._pace.note_change(now_s)
-            self._forget_what_was_left()
+            self._churn.note_change(now_s)
+            self._forget_left_stages()
             self.best = best_of(self._alive.values(), self._scenario.num_stages)
         looks = now_s >= self._look_s
         if looks:
@@ -191,7 +168,7 @@ class _Swarm:
             self._stages.put(peer, stage, self._alive[peer], left=self._left.get(peer, ()))
         return bool(arrived)
 
-    def _forget_what_was_left(self) -> None:
+    def _forget_left_stages(self) -> None:
         for peer in sorted(self._left.keys() & self._alive.keys() - self._arrivals.keys()):
             stage = self._stages.stage_of(peer)
             assert stage is not None
@@ -205,17 +182,17 @@ class _Swarm:
             self._arrivals.pop(peer, None)
             self._stages.remove(peer)
             return
-        there = self._stages.stage_of(peer)
+        stage = self._stages.stage_of(peer)
         self._alive[peer] = change.samples_per_s
-        if there is not None:
-            self._stages.put(peer, there, change.samples_per_s, arrived=peer not in self._arrivals)
-        elif change.at_s == self._begin_s:  # dealt out, from the last stage on: nobody's rate is known yet
+        if stage is not None:
+            self._stages.put(peer, stage, change.samples_per_s, arrived=peer not in self._arrivals)
+        elif change.at_s == self._begin_s:  # dealt out, from the last stage on: no rate is known yet
             self._stages.put(peer, -len(self._alive) % self._scenario.num_stages, change.samples_per_s)
         else:
             self._send(peer, self._stage_for_newcomer(), change.at_s + self._scenario.join_s)
 
     def _stage_for_newcomer(self) -> int:
-        if self._scenario.rule == "none":  # where nobody moves, rates are not asked for
+        if self._scenario.rule == "none":  # without moves, rates are not measured
             return min(range(self._scenario.num_stages), key=self._stages.num_peers.__getitem__)
         return stage_for(self._stages)
 
@@ -226,13 +203,16 @@ class _Swarm:
     def _decide(self, now_s: float, *, seen: bool, looks: bool) -> list[Move]:
         if self._scenario.rule == "gain" and (seen or looks):
             move_s = [self._scenario.move_s] * self._scenario.num_stages
-            return plan(self._stages, MoveCosts(move_s, self._pace.horizon_s(now_s)))
+            return plan(self._stages, MoveCosts(move_s, self._churn.horizon_s(now_s)))
         if self._scenario.rule == "paper" and looks:
-            return self._paper()
+            return self._plan_as_paper()
         return []
 
-    def _paper(self) -> list[Move]:
-        """By queues as they are where each stage gets what the slowest one passes on: as long as it is slow."""
+    def _plan_as_paper(self) -> list[Move]:
+        """Plan by queue lengths, with each stage's queue as long as the stage is slow.
+
+        That is how queues are where every stage gets what the slowest one passes on.
+        """
         queues = [
             {peer: 1.0 / rate for rate, peer in self._stages.serving(index)}
             for index in range(self._scenario.num_stages)

@@ -1,4 +1,4 @@
-"""A scenario as a file: of what a simulated swarm consists, and what happens to it."""
+"""Reads a scenario's file: the peers of a simulated swarm, and what happens to them."""
 
 from __future__ import annotations
 
@@ -15,104 +15,68 @@ import yaml
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.simulated_link import Direction, SimulatedLink
+from lightning_swarm.planner.report import HOUR_S
 from lightning_swarm.planner.simulator.fluid import Change, Scenario
 from lightning_swarm.planner.simulator.microbatches import Work
 from lightning_swarm.protocol.settings import Rebalancing
 
-_HOUR_S: Final = 3600.0
 _MOST: Final = 1e12
 
 _Range: TypeAlias = float | tuple[float, float]
 _MB: Final = 1e6
-_BITS_PER_MBIT: Final = 1e6
 
 
 class Peers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Made-up peers, which come and go by chance.
+    """Random peers, which come and go by chance."""
 
-    Args:
-        number: At the beginning, and of places that are taken again.
-        samples_per_s: Of each; or of the slowest and the fastest, and the others anywhere between, in ratio.
-        stay_hours: Each, on the average; 0: for good.
-        back_minutes: After a peer has gone another takes its place, on the average.
-    """
-
-    number: int
-    samples_per_s: _Range = 1.0
-    stay_hours: float = 0.0
-    back_minutes: float = 10.0
+    number: int  # at the beginning; the place of a peer that leaves is taken by another
+    samples_per_s: _Range = 1.0  # of each; or of the slowest and the fastest, the others log-uniform between them
+    stay_hours: float = 0.0  # of each, on average; 0: for good
+    back_minutes: float = 10.0  # until the place of a peer that left is taken, on average
 
 
 class Microbatches(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What peers compute and send, where that is simulated one by one.
-
-    Args:
-        per_step: Of a step.
-        size: Samples of each.
-        boundary_mb: Of a sample, from a stage to the next.
-        stage_mb: Of a stage's weights; its optimizer has twice as many.
-        mbit: Of each peer's line, in Mb/s and each way; 0: no limit. Or of the slowest and the fastest, and the others
-            anywhere between, in ratio.
-        latency_ms: Of each peer's line.
-    """
+    """The work and traffic of peers whose microbatches are simulated one by one."""
 
     per_step: int
-    size: int = 1
-    boundary_mb: float = 0.004
-    stage_mb: float = 0.004
-    mbit: _Range = 0.0
-    latency_ms: float = 0.0
+    size: int = 1  # samples of each
+    boundary_mb: float = 0.004  # of a sample, from a stage to the next
+    stage_mb: float = 0.004  # of a stage's weights; its optimizer's state is twice as large
+    mbit: _Range = 0.0  # of each peer's line, in Mb/s and each way; 0: no limit; or a range as of `samples_per_s`
+    latency_ms: float = 0.0  # of each peer's line
 
 
 class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a scenario's file says.
-
-    Args:
-        stages: Of the pipeline.
-        peers: Made-up ones; or
-        trace: a file of lines `seconds,peer,samples_per_s`, in order: from then on a peer does so much, 0: it is gone.
-            Its place is beside the scenario.
-        hours: For how long; of a trace, to its last line by default.
-        rules: Who moves, one after the other: `none`, `paper`, `gain`.
-        interval_s: Between two looks, at the latest.
-        move_s: For how long who moves computes nothing.
-        join_s: Likewise for who comes.
-        seeds: How often, each time by other chances.
-        microbatches: They are simulated one by one, and who moves or comes downloads its stage, so that `move_s` and
-            `join_s` mean nothing. None: the swarm is simulated as rates.
-    """
+    """The content of a scenario's file, which has either `peers` or a `trace`."""
 
     stages: int
     peers: Peers | None = None
+    # A file beside the scenario with lines `seconds,peer,samples_per_s`, in order: the rate of a peer from then on; 0:
+    # it is gone.
     trace: str | None = None
-    hours: float = 0.0
-    rules: tuple[Rebalancing, ...] = get_args(Rebalancing)
-    interval_s: float = 300.0
-    move_s: float = 30.0
-    join_s: float = 30.0
+    hours: float = 0.0  # 0: to the last line of the trace
+    rules: tuple[Rebalancing, ...] = get_args(Rebalancing)  # simulated one after the other
+    interval_s: float = 300.0  # between two looks at the balance, at the latest
+    move_s: float = 30.0  # for which a peer that moves computes nothing
+    join_s: float = 30.0  # for which a peer that joins computes nothing
     seeds: int = 3
+    # Microbatches are simulated one by one, and a peer that moves or joins downloads its stage, so that `move_s` and
+    # `join_s` mean nothing. None: the swarm is simulated as rates.
     microbatches: Microbatches | None = None
 
 
 class ScenarioRuns:
-    """Those of a scenario's file.
-
-    Args:
-        path: Of it.
-
-    Raises:
-        ConfigError: It is not there, or says what cannot be.
-    """
+    """The runs that a scenario's file asks for."""
 
     def __init__(self, path: Path) -> None:
         self.plan = _read(path)
         self._trace = _read_trace(path.parent / self.plan.trace) if self.plan.trace else []
 
     def of_seed(self, seed: int) -> Iterator[tuple[Rebalancing, Scenario]]:
-        """By each rule, on the same peers."""
+        """Make a scenario for each rule, all with the same peers."""
         plan = self.plan
         changes = self._changes(seed)
-        end_s = changes[0].at_s + plan.hours * _HOUR_S if plan.hours else changes[-1].at_s
+        end_s = changes[0].at_s + plan.hours * HOUR_S if plan.hours else changes[-1].at_s
         offset_s = random.Random(seed).uniform(0.0, plan.interval_s)
         for rule in plan.rules:
             yield (
@@ -121,22 +85,22 @@ class ScenarioRuns:
             )
 
     def work(self, seed: int) -> Work | None:
-        """What the peers do. None: they are rates."""
-        told = self.plan.microbatches
-        if told is None:
+        """Make the peers' work; None: they are simulated as rates."""
+        given = self.plan.microbatches
+        if given is None:
             return None
         rng = random.Random(seed)
-        lines = {peer: _line(told, rng) for peer in dict.fromkeys(change.peer for change in self._changes(seed))}
-        return Work(told.per_step, told.size, int(told.boundary_mb * _MB), int(told.stage_mb * _MB), lines)
+        lines = {peer: _line(given, rng) for peer in dict.fromkeys(change.peer for change in self._changes(seed))}
+        return Work(given.per_step, given.size, int(given.boundary_mb * _MB), int(given.stage_mb * _MB), lines)
 
     def _changes(self, seed: int) -> Sequence[Change]:
-        return self._trace or _made_up(self.plan.peers, self.plan.hours, seed)
+        return self._trace or _random_changes(self.plan.peers, self.plan.hours, seed)
 
 
-def _line(told: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:
-    mbit = _between(told.mbit, rng)
-    bytes_per_s = mbit * _BITS_PER_MBIT / 8 if mbit else math.inf
-    return lambda: SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), told.latency_ms / 1e3)
+def _line(given: Microbatches, rng: random.Random) -> Callable[[], SimulatedLink]:
+    mbit = _draw_between(given.mbit, rng)
+    bytes_per_s = mbit * 1e6 / 8 if mbit else math.inf
+    return lambda: SimulatedLink(Direction(bytes_per_s), Direction(bytes_per_s), given.latency_ms / 1e3)
 
 
 def _read(path: Path) -> ScenarioFile:
@@ -149,10 +113,10 @@ def _read(path: Path) -> ScenarioFile:
         ) from error
     except (ValueError, yaml.YAMLError) as error:
         fields = ", ".join(ScenarioFile.__struct_fields__)
-        of_peers, of_microbatches = (", ".join(kind.__struct_fields__) for kind in (Peers, Microbatches))
+        peer_fields, microbatch_fields = (", ".join(kind.__struct_fields__) for kind in (Peers, Microbatches))
         raise ConfigError(
-            f"{path} is no scenario: {error}. It is YAML and has {fields}; `peers` has {of_peers}; `microbatches` has "
-            f"{of_microbatches}."
+            f"{path} is no scenario: {error}. It is YAML and has {fields}; `peers` has {peer_fields}; `microbatches` "
+            f"has {microbatch_fields}."
         ) from error
     _check(plan, path)
     return plan
@@ -163,6 +127,14 @@ def _check(plan: ScenarioFile, path: Path) -> None:
         raise ConfigError(f"{path}: a scenario has either `peers` or `trace`. Name one of them.")
     if plan.peers is not None and not plan.hours:
         raise ConfigError(f"{path}: `hours` must be more than 0 where `peers` are made up. Say for how long they run.")
+    for name, value, least in _lower_limits(plan):
+        if not least <= value <= _MOST:
+            rule = f"at most {_MOST:g}" if least <= value < math.inf else f"{least:g} or more"
+            raise ConfigError(f"{path}: `{name}` must be {rule}, got {value:g}. Change it in the file.")
+
+
+def _lower_limits(plan: ScenarioFile) -> list[tuple[str, float, float]]:
+    """List the names and values of all numbers, and the least that each may be."""
     limits: list[tuple[str, float, float]] = [
         ("stages", plan.stages, 1),
         ("seeds", plan.seeds, 1),
@@ -192,36 +164,33 @@ def _check(plan: ScenarioFile, path: Path) -> None:
             ("microbatches.mbit[1]", fastest, slowest),
             ("microbatches.latency_ms", plan.microbatches.latency_ms, 0.0),
         ]
-    for name, value, least in limits:
-        if not least <= value <= _MOST:
-            rule = f"at most {_MOST:g}" if least <= value < math.inf else f"{least:g} or more"
-            raise ConfigError(f"{path}: `{name}` must be {rule}, got {value:g}. Change it in the file.")
+    return limits
 
 
-def _range(told: _Range) -> tuple[float, float]:
-    return told if isinstance(told, tuple) else (told, told)
+def _range(given: _Range) -> tuple[float, float]:
+    return given if isinstance(given, tuple) else (given, given)
 
 
-def _between(told: _Range, rng: random.Random) -> float:
-    slowest, fastest = _range(told)
+def _draw_between(given: _Range, rng: random.Random) -> float:
+    slowest, fastest = _range(given)
     return slowest * (fastest / slowest) ** rng.random() if slowest else 0.0
 
 
-def _made_up(peers: Peers | None, hours: float, seed: int) -> list[Change]:
+def _random_changes(peers: Peers | None, hours: float, seed: int) -> list[Change]:
     assert peers is not None
     rng = random.Random(seed)
     changes: list[Change] = []
     for _ in range(peers.number):
-        comes_s = 0.0
-        while comes_s < hours * _HOUR_S:
+        arrival_s = 0.0
+        while arrival_s < hours * HOUR_S:
             peer = PeerId(f"peer-{len(changes)}")
-            changes.append(Change(comes_s, peer, _between(peers.samples_per_s, rng)))
+            changes.append(Change(arrival_s, peer, _draw_between(peers.samples_per_s, rng)))
             if not peers.stay_hours:
                 break
-            goes_s = comes_s + rng.expovariate(1.0 / (peers.stay_hours * _HOUR_S))
-            changes.append(Change(goes_s, peer, 0.0))
-            comes_s = goes_s + rng.expovariate(1.0 / (60.0 * peers.back_minutes))
-    return sorted(changes, key=lambda one: one.at_s)
+            departure_s = arrival_s + rng.expovariate(1.0 / (peers.stay_hours * HOUR_S))
+            changes.append(Change(departure_s, peer, 0.0))
+            arrival_s = departure_s + rng.expovariate(1.0 / (60.0 * peers.back_minutes))
+    return sorted(changes, key=lambda change: change.at_s)
 
 
 def _read_trace(path: Path) -> Sequence[Change]:

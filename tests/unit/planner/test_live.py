@@ -27,7 +27,6 @@ from lightning_swarm.network.simulated_link import Direction, SimulatedLink
 from lightning_swarm.planner.live import Assumption, LiveRates, PeerThroughput, read
 from lightning_swarm.planner.machine_files import TransferCost
 from lightning_swarm.planner.plan import make_plan, predict
-from lightning_swarm.planner.records import Now
 from lightning_swarm.planner.report import describe_now
 from lightning_swarm.protocol.messages.reports import (
     CarriedReport,
@@ -126,7 +125,7 @@ def test_the_machines_are_as_they_were_given(watched: tuple[LiveRates, Any]) -> 
         assert found.up_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)  # the slower end's
         assert found.down_bytes_per_s == pytest.approx(min(MBITS) * MBIT, rel=0.2)
         assert found.memory_bytes > 1e8
-    assert live.assumed_lines == live.unmeasured == ()
+    assert live.now.assumed_lines == live.now.unmeasured == ()
 
 
 def test_the_model_is_as_it_is(watched: tuple[LiveRates, Any]) -> None:
@@ -143,11 +142,11 @@ def test_the_model_is_as_it_is(watched: tuple[LiveRates, Any]) -> None:
 def test_what_it_does_now_is_predicted(watched: tuple[LiveRates, Any]) -> None:
     """The planner's own word on the settings that the swarm has: what people may judge it by."""
     live, _ = watched
-    assert live.setting is not None
-    assert (live.setting.num_stages, live.setting.microbatch_size) == (2, SIZE)
-    assert live.setting.target_batch_size == live.setting.batch_size == ROWS
-    said = predict(live.model, live.machines, live.setting)
-    assert said == pytest.approx(live.samples_per_s, rel=0.3)
+    assert live.now.setting is not None
+    assert (live.now.setting.num_stages, live.now.setting.microbatch_size) == (2, SIZE)
+    assert live.now.setting.target_batch_size == live.now.setting.batch_size == ROWS
+    said = predict(live.model, live.machines, live.now.setting)
+    assert said == pytest.approx(live.now.samples_per_s, rel=0.3)
     plan = make_plan(live.model, live.machines)
     assert plan.best is not None
     assert plan.best.samples_per_s >= 0.9 * said
@@ -158,13 +157,13 @@ def test_what_travels_encoded_is_predicted_so(watched: Watched) -> None:
     live, _ = watch([10.0, 10.0], "8bit")
     assert live.model == watched[0].model
     assert live.compression == Compression.parse("8bit")
-    assert live.setting is not None
+    assert live.now.setting is not None
     wire = TransferCost(Compression.parse("8bit")).wire
-    said = predict(replace(live.model, wire=wire), live.machines, live.setting)
-    assert said == pytest.approx(live.samples_per_s, rel=0.3)
-    raw = predict(live.model, live.machines, live.setting)
+    said = predict(replace(live.model, wire=wire), live.machines, live.now.setting)
+    assert said == pytest.approx(live.now.samples_per_s, rel=0.3)
+    raw = predict(live.model, live.machines, live.now.setting)
     assert raw is not None
-    assert raw < 0.5 * live.samples_per_s
+    assert raw < 0.5 * live.now.samples_per_s
 
 
 # ---------------------------------------------------------------------- what peers may not know
@@ -227,10 +226,10 @@ def test_lines_are_told_by_both_ends_and_else_assumed() -> None:
     b, a = live.machines  # the lead first
     assert a.down_bytes_per_s == b.up_bytes_per_s == pytest.approx(5e6 / 0.94)
     assert a.up_bytes_per_s == b.down_bytes_per_s == ASSUMED.line_bytes_per_s
-    assert live.assumed_lines == ("b", "a")
+    assert live.now.assumed_lines == ("b", "a")
     assert a.bus_bytes_per_s == 12e9
-    assert live.samples_per_s == 3.0
-    assert live.sent_bytes_per_s == 2e6
+    assert live.now.samples_per_s == 3.0
+    assert live.now.sent_bytes_per_s == 2e6
 
 
 def test_who_was_not_measured_is_left_out_and_named() -> None:
@@ -239,17 +238,9 @@ def test_who_was_not_measured_is_left_out_and_named() -> None:
         {"a": report(server(HELD)), "b": report(server(SECOND)), "c": report(silent), "d": report(None)}
     )
     assert [one.name for one in live.machines] == ["b", "a"]
-    assert live.unmeasured == ("c", "d")
-    assert live.samples_per_s == 3.0  # the second stage's: the first has two peers
-    now = Now(
-        setting=live.setting,
-        samples_per_s=live.samples_per_s,
-        sent_bytes_per_s=1.0,
-        predicted_samples_per_s=None,
-        unmeasured=live.unmeasured,
-        assumed_lines=live.assumed_lines,
-    )
-    said = describe_now(make_plan(live.model, live.machines), now, ASSUMED.line_bytes_per_s)
+    assert live.now.unmeasured == ("c", "d")
+    assert live.now.samples_per_s == 3.0  # the second stage's: the first has two peers
+    said = describe_now(make_plan(live.model, live.machines), live.now, ASSUMED.line_bytes_per_s)
     assert "no step was decided yet" in said
     assert "too little is measured of what they compute: c, d." in said
     assert "lines of b, a" in said

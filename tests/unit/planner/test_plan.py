@@ -19,13 +19,13 @@ from lightning_swarm.coordinator.rebalancing.policy import best_rate
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
 from lightning_swarm.network import PeerId
-from lightning_swarm.planner.cost_model import block, cut, transformer
+from lightning_swarm.planner.cost_model import block, stage_profiles, transformer
 from lightning_swarm.planner.machine_files import TransferCost, read_machines, read_travel
 from lightning_swarm.planner.plan import Predictor, alone, assign, averaged_bytes, make_plan
 from lightning_swarm.planner.probe import count, measure_transformer
 from lightning_swarm.planner.records import BlockProfile, Code, Machine, ModelProfile, Prediction, Setting, WireFormat
 from lightning_swarm.planner.report import busy_share, describe
-from lightning_swarm.planner.timeline import Swarm, ways_of_trainer
+from lightning_swarm.planner.timeline import Swarm, trainer_bytes
 from lightning_swarm.protocol.compression import CODECS
 from lightning_swarm.protocol.settings import Compression
 from tests.unit.conftest import MakeSwarm
@@ -112,26 +112,28 @@ def test_a_middle_stage_sends_what_is_said(make_swarm: MakeSwarm, activations: s
 def test_averaging_sends_what_a_butterfly_sends(num_machines: int) -> None:
     # As little as there is to send: `test_each_peer_sends_as_little_as_there_is_to_send` measures it.
     machines = [machine()] * num_machines
-    swarm = Swarm(MODEL, machines, cut(MODEL, 1), [list(range(num_machines))], Limits())
+    swarm = Swarm(MODEL, machines, stage_profiles(MODEL, 1), [list(range(num_machines))], Limits())
     assert averaged_bytes(swarm, 0) == pytest.approx(2 * (num_machines - 1) / num_machines * MODEL.parameters * 4)
 
 
 @pytest.mark.parametrize(("codec", "bits"), [("none", 32), *((name, kind.bits) for name, kind in CODECS.items())])
 def test_sums_take_their_codecs_bits(codec: str, bits: float) -> None:
     model = by(averaging=codec, activations="float16")
-    swarm = Swarm(model, [machine()] * 3, cut(model, 1), [[0, 1, 2]], Limits())
+    swarm = Swarm(model, [machine()] * 3, stage_profiles(model, 1), [[0, 1, 2]], Limits())
     assert averaged_bytes(swarm, 0) == pytest.approx(2 * 2 / 3 * MODEL.parameters * bits / 8)
 
 
 def test_only_real_numbers_in_large_tensors_are_encoded() -> None:
     gpt2 = {"layers": 12, "width": 768, "sequence": 1024, "vocabulary": 50257}
-    raw, encoded = (cut(model, 2) for model in (transformer(**gpt2), by(transformer(**gpt2), activations="8bit")))
+    raw, encoded = (
+        stage_profiles(model, 2) for model in (transformer(**gpt2), by(transformer(**gpt2), activations="8bit"))
+    )
     assert encoded[0].input_bytes == raw[0].input_bytes == 8 * 1024  # tokens
     assert encoded[1].output_bytes == raw[1].output_bytes == 4  # a loss
     assert encoded[1].extra_bytes == raw[1].extra_bytes == 8 * 1024
     assert encoded[0].output_bytes == encoded[1].input_bytes == 1024 * 768 * 8.125 / 8
     assert encoded[1].gradient_bytes == raw[1].gradient_bytes == 1024 * 768 * 4
-    outside = cut(by(transformer(**gpt2, ends="trainer"), activations="8bit", gradients="4bit"), 2)
+    outside = stage_profiles(by(transformer(**gpt2, ends="trainer"), activations="8bit", gradients="4bit"), 2)
     assert (outside[0].input_bytes, outside[0].gradient_bytes) == (1024 * 768 * 8.125 / 8, 1024 * 768 * 4.125 / 8)
     assert (outside[1].output_bytes, outside[1].output_gradient_bytes) == (
         outside[0].input_bytes,
@@ -141,12 +143,12 @@ def test_only_real_numbers_in_large_tensors_are_encoded() -> None:
 
 def test_what_is_as_narrow_as_the_codec_stays_as_it_is() -> None:
     halves = transformer(2, 512, 128, element_bytes=2)
-    assert cut(by(halves, activations="float16"), 2) == cut(halves, 2)
-    assert cut(by(halves, activations="8bit"), 2) != cut(halves, 2)
+    assert stage_profiles(by(halves, activations="float16"), 2) == stage_profiles(halves, 2)
+    assert stage_profiles(by(halves, activations="8bit"), 2) != stage_profiles(halves, 2)
 
 
 def test_boundary_layers_narrow_what_is_between_stages() -> None:
-    first, last = cut(by(ratio=4, activations="8bit"), 2)
+    first, last = stage_profiles(by(ratio=4, activations="8bit"), 2)
     hidden = 128 * 512
     assert first.input_bytes == last.output_bytes == hidden * 8.125 / 8  # from the trainer, and to it
     assert first.output_bytes == last.input_bytes == hidden / 4 * 8.125 / 8
@@ -159,12 +161,15 @@ def test_what_is_not_counted_is_said() -> None:
     said = describe(model, make_plan(model, machines))
     assert "What powersgd leaves is not counted" in said
     assert "  bits of a number            activations 8.125\n" in said
-    assert averaged_bytes(Swarm(model, machines, cut(model, 1), [[0, 1, 2]], Limits()), 0) > MODEL.parameters * 4
+    assert (
+        averaged_bytes(Swarm(model, machines, stage_profiles(model, 1), [[0, 1, 2]], Limits()), 0)
+        > MODEL.parameters * 4
+    )
     assert "not counted" not in describe(MODEL, make_plan(MODEL, machines))
 
 
 def test_feedback_takes_the_memory_of_a_gradient() -> None:
-    with_it, without = (cut(by(averaging="8bit", error_feedback=one), 1)[0] for one in (True, False))
+    with_it, without = (stage_profiles(by(averaging="8bit", error_feedback=one), 1)[0] for one in (True, False))
     assert with_it.state_bytes - without.state_bytes == 4 * MODEL.parameters
 
 
@@ -179,14 +184,14 @@ def test_fewer_bits_are_faster_on_slow_lines_and_no_faster_where_codecs_take_the
 
 
 def test_what_the_starter_says_to_itself_is_no_traffic() -> None:
-    alone_swarm = Swarm(MODEL, [machine()], cut(MODEL, 1), [[0]], Limits())
-    assert ways_of_trainer(alone_swarm, 0) == ways_of_trainer(alone_swarm, 1) == (0.0, 0.0)
-    two = Swarm(MODEL, [machine(), machine()], cut(MODEL, 2), [[1], [0]], Limits())
+    alone_swarm = Swarm(MODEL, [machine()], stage_profiles(MODEL, 1), [[0]], Limits())
+    assert trainer_bytes(alone_swarm, 0) == trainer_bytes(alone_swarm, 1) == (0.0, 0.0)
+    two = Swarm(MODEL, [machine(), machine()], stage_profiles(MODEL, 2), [[1], [0]], Limits())
     hidden = 128 * 512 * 4
-    assert ways_of_trainer(two, 0) == (0.0, hidden)  # to the first stage; the last one is its own
-    assert ways_of_trainer(two, 1) == (0.0, 0.0)
-    shared = Swarm(MODEL, [machine()] * 3, cut(MODEL, 2), [[1], [0, 2]], Limits())
-    assert ways_of_trainer(shared, 1) == (0.0, pytest.approx(hidden / 2, rel=0.3))
+    assert trainer_bytes(two, 0) == (0.0, hidden)  # to the first stage; the last one is its own
+    assert trainer_bytes(two, 1) == (0.0, 0.0)
+    shared = Swarm(MODEL, [machine()] * 3, stage_profiles(MODEL, 2), [[1], [0, 2]], Limits())
+    assert trainer_bytes(shared, 1) == (0.0, pytest.approx(hidden / 2, rel=0.3))
 
 
 def test_bytes_of_the_models_page() -> None:

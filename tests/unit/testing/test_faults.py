@@ -17,7 +17,7 @@ from lightning_swarm.protocol.messages.wire import encode
 from lightning_swarm.protocol.methods import CANCEL, FORWARD
 from lightning_swarm.protocol.tickets import FETCH_METHOD, WAIT_METHOD, FetchRequest, WaitReply, WaitRequest
 from lightning_swarm.testing import FaultPlan, Phase, processes
-from lightning_swarm.testing.faults import MessagePoint, read_passing
+from lightning_swarm.testing.faults import MessagePoint, read_message
 from lightning_swarm.testing.processes import strike_in_process
 from lightning_swarm.testing.sabotage import sabotage
 from tests.unit.conftest import MakeSwarm
@@ -66,8 +66,8 @@ class Wires:
 
 
 def test_what_a_message_says_is_read_off_it() -> None:
-    passing = read_passing(A, B, CANCEL, BODY, side="request")
-    assert passing == MessagePoint(
+    message = read_message(A, B, CANCEL, BODY, side="request")
+    assert message == MessagePoint(
         phases=(Phase.CANCEL,), caller=A, peer=B, doers=frozenset((A, B)), step=7, stage=2, microbatch=3
     )
     ticket = Ticket(peer_id=B, name=key(4, 3, step=7).name(2, "backward"))
@@ -81,34 +81,34 @@ def test_what_a_message_says_is_read_off_it() -> None:
         (later, "answer", ()),
         (later, "arrived", ()),
     ):
-        passing = read_passing(A, B, WAIT_METHOD, wait, side=side, answer=encode(reply))
-        assert (passing.phases, passing.step, passing.stage, passing.microbatch) == (phases, 7, 2, 3)
+        message = read_message(A, B, WAIT_METHOD, wait, side=side, answer=encode(reply))
+        assert (message.phases, message.step, message.stage, message.microbatch) == (phases, 7, 2, 3)
     name = "g0.s5.a0.r0/average/1/reduced2"
     for method, request, reply in (
         (FETCH_METHOD, FetchRequest(name=name), None),
         (WAIT_METHOD, WaitRequest(name=name, hold_s=1.0, take_bytes=9), taken),
     ):
         answer = b"" if reply is None else encode(reply)
-        passing = read_passing(A, B, method, encode(request), side="answer", answer=answer)
-        assert (passing.phases, passing.doers, passing.step, passing.stage) == ((Phase.AVERAGE_REDUCE,), {B}, 5, 1)
-    assert read_passing(A, B, "ping", b"\xc1", side="request").phases == ()
+        message = read_message(A, B, method, encode(request), side="answer", answer=answer)
+        assert (message.phases, message.doers, message.step, message.stage) == ((Phase.AVERAGE_REDUCE,), {B}, 5, 1)
+    assert read_message(A, B, "ping", b"\xc1", side="request").phases == ()
 
 
 def test_a_fault_strikes_at_its_moment_and_no_other() -> None:
     plan = FaultPlan().kill("b", at=Phase.CANCEL, step=7, microbatch=3, nth=2)
     wrong = FaultPlan().kill("c", at=Phase.CANCEL).kill("b", at=Phase.CANCEL, step=6).kill("b", at=Phase.APPLY)
     wrong.kill("b", at=Phase.CANCEL, of="c").kill("b", at=Phase.CANCEL, stage=1)
-    passing = read_passing(A, B, CANCEL, BODY, side="request")
-    assert [len(plan.strike(passing, ("kill",))) for _ in range(3)] == [0, 1, 0]
+    message = read_message(A, B, CANCEL, BODY, side="request")
+    assert [len(plan.strike(message, ("kill",))) for _ in range(3)] == [0, 1, 0]
     assert plan.fired == 1
-    assert not plan.strike(passing, ("freeze",))
+    assert not plan.strike(message, ("freeze",))
     plan.check()
     for _ in range(3):
-        assert not wrong.strike(passing, ("kill",))
+        assert not wrong.strike(message, ("kill",))
     with pytest.raises(AssertionError, match="kill b at CANCEL, step 6"):
         wrong.check()
     other = FaultPlan().freeze("c", for_s=1.0, at=Phase.CANCEL, of="a")
-    assert [fault.peer for fault in other.strike(passing, ("freeze",))] == [C]
+    assert [fault.peer for fault in other.strike(message, ("freeze",))] == [C]
 
 
 def test_what_cannot_happen_is_refused() -> None:

@@ -26,8 +26,8 @@ from lightning_swarm.model.partition import (
     bind,
     call_bound,
     computing,
+    extras_for,
     find_blocks,
-    taken,
 )
 from lightning_swarm.protocol import serialization
 
@@ -203,7 +203,7 @@ def test_each_block_is_called_as_the_forward_calls_it(patch: Callable[..., Patch
     (extras,) = patched.pipeline.calls
     assert sorted(extras) == [CALLS, "first", "first#2", "late", "mask", "mask#2", "other"], "each value travels once"
     assert [extras[name] for name in ("first", "first#2")] == [2.0, 0.5]
-    own = taken(extras, ["1"])
+    own = extras_for(extras, ["1"])
     assert sorted(own) == [CALLS, "first#2", "mask#2"], "a stage gets what its own blocks take"
     assert list(own[CALLS]) == ["1"]
     serialization.flatten(extras)  # so it can travel
@@ -441,7 +441,9 @@ def test_it_goes_through_every_stage_but_the_last() -> None:
     expected = call_bound(blocks, names, (ROWS, *carried), extras)
     value: Any = (ROWS, *carried)
     for index, name in enumerate(names):
-        value = call_bound(blocks[index : index + 1], [name], value if index == 0 else (value,), taken(extras, [name]))
+        value = call_bound(
+            blocks[index : index + 1], [name], value if index == 0 else (value,), extras_for(extras, [name])
+        )
         assert isinstance(value, tuple) == (name != "2")
     assert torch.equal(value, expected)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.model.nn import Sequential
-from lightning_swarm.model.partition import StageSpec, balanced, cut, find_blocks, named, parameter_costs
+from lightning_swarm.model.partition import StageSpec, balanced_ranges, cut, find_blocks, named_ranges, parameter_costs
 
 
 def all_cuts(num_blocks: int, num_stages: int) -> list[tuple[range, ...]]:
@@ -33,7 +33,7 @@ def test_balanced_is_the_best_of_all_cuts() -> None:
         costs = [rng.choice((0, 1, 2, 5, rng.randint(0, 40))) for _ in range(num_blocks)]
         num_stages = rng.randint(1, num_blocks)
 
-        ranges = balanced(costs, num_stages)
+        ranges = balanced_ranges(costs, num_stages)
 
         cuts = all_cuts(num_blocks, num_stages)
         assert ranges in cuts
@@ -41,16 +41,16 @@ def test_balanced_is_the_best_of_all_cuts() -> None:
 
 
 def test_equal_blocks_are_cut_evenly() -> None:
-    assert balanced([1] * 6, 3) == (range(2), range(2, 4), range(4, 6))
-    assert balanced([0] * 4, 2) == (range(2), range(2, 4))
-    assert sorted(map(len, balanced([7] * 7, 3))) == [2, 2, 3]
+    assert balanced_ranges([1] * 6, 3) == (range(2), range(2, 4), range(4, 6))
+    assert balanced_ranges([0] * 4, 2) == (range(2), range(2, 4))
+    assert sorted(map(len, balanced_ranges([7] * 7, 3))) == [2, 2, 3]
 
 
 def test_a_large_model_is_cut_in_no_time() -> None:
     rng = random.Random(1)
     costs = [rng.randint(1, 10**12) for _ in range(400)]
 
-    ranges = balanced(costs, 32)
+    ranges = balanced_ranges(costs, 32)
 
     assert [i for indices in ranges for i in indices] == list(range(400))
 
@@ -58,21 +58,21 @@ def test_a_large_model_is_cut_in_no_time() -> None:
 @pytest.mark.parametrize(("num_blocks", "num_stages"), [(3, 4), (3, 0), (3, -1), (0, 1)])
 def test_too_few_blocks_are_refused(num_blocks: int, num_stages: int) -> None:
     with pytest.raises(ConfigError, match=rf"`num_stages` must be 1\.\.{num_blocks}.*got {num_stages}\. Lower it"):
-        balanced([1] * num_blocks, num_stages)
+        balanced_ranges([1] * num_blocks, num_stages)
 
 
 def test_negative_costs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"at least 0, got -2\. Measure"):
-        balanced([1, -2], 2)
+        balanced_ranges([1, -2], 2)
 
 
 def test_named_begins_stages_where_the_user_says() -> None:
     names = ("embed", "a", "b", "head")
 
-    assert named(names, ["b"]) == (range(2), range(2, 4))
-    assert named(names, ["embed", "b"]) == (range(2), range(2, 4))
-    assert named(names, []) == (range(4),)
-    assert named(names, names) == tuple(range(i, i + 1) for i in range(4))
+    assert named_ranges(names, ["b"]) == (range(2), range(2, 4))
+    assert named_ranges(names, ["embed", "b"]) == (range(2), range(2, 4))
+    assert named_ranges(names, []) == (range(4),)
+    assert named_ranges(names, names) == tuple(range(i, i + 1) for i in range(4))
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_named_begins_stages_where_the_user_says() -> None:
 )
 def test_wrong_names_are_refused(starts: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        named(("embed", "a", "b"), starts)
+        named_ranges(("embed", "a", "b"), starts)
 
 
 def test_no_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one block, got none"):
-        named((), [])
+        named_ranges((), [])
 
 
 # --- blocks ---
@@ -259,7 +259,7 @@ def test_a_block_must_not_contain_what_it_replaces() -> None:
 
 def cut_into(model: nn.Module, num_stages: int, pipeline: str | None = None) -> Any:
     blocks = find_blocks(model, pipeline)
-    return cut(model, blocks, balanced([1] * len(blocks.modules), num_stages))
+    return cut(model, blocks, balanced_ranges([1] * len(blocks.modules), num_stages))
 
 
 def test_costs_count_elements_once() -> None:
@@ -477,7 +477,7 @@ def test_what_cannot_be_trained_in_stages_is_refused(model: nn.Module, pipeline:
     blocks = find_blocks(model, pipeline)
 
     with pytest.raises(ConfigError) as error:
-        cut(model, blocks, balanced([1] * len(blocks.modules), 2))
+        cut(model, blocks, balanced_ranges([1] * len(blocks.modules), 2))
 
     assert all(word in str(error.value) for word in words), str(error.value)
 

@@ -149,6 +149,6 @@ def test_the_command_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFi
     assert call(str(path), "--picture", str(tmp_path / "none" / "out.png")) == 2
     assert "Name another" in capsys.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
         assert call(str(path), "--picture", str(tmp_path / "out.png")) == 2
-    assert "pip install 'lightning-swarm[demo]'" in capsys.readouterr().err
+    assert 'pip install "lightning-swarm[demo]"' in capsys.readouterr().err

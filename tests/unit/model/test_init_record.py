@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_swarm.core.errors import ConfigError
-from lightning_swarm.model.deferred_init import InitRecord
+from lightning_swarm.model.init_record import InitRecord
 
 CPU = torch.device("cpu")
 
@@ -65,10 +65,10 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def drawn_up(make: Callable[[], Any]) -> tuple[InitRecord, Any]:
-    blueprint = InitRecord()
-    with blueprint.recording(CPU), torch.device("meta"):
+    record = InitRecord()
+    with record.recording(CPU), torch.device("meta"):
         made = make()
-    return blueprint, made
+    return record, made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -80,18 +80,18 @@ def test_any_part_has_the_values_of_the_whole(dtype: torch.dtype) -> None:
         expected = Everything()
         after = torch.get_rng_state()
         torch.manual_seed(3)
-        blueprint, on_meta = drawn_up(Everything)
+        record, on_meta = drawn_up(Everything)
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(torch.get_rng_state(), after), "other numbers would be drawn after the model was built"
     wanted, found = tensors(expected), tensors(on_meta)
     assert all(one.is_meta for one in found.values())
-    assert not blueprint.blank([blueprint.place(one) for one in found.values()])
+    assert not record.uninitialised([record.view(one) for one in found.values()])
     for name in reversed(wanted):  # each alone, in an order of its own
-        (value,) = blueprint.values([blueprint.place(found[name])], CPU)
+        (value,) = record.values([record.view(found[name])], CPU)
         assert value.dtype == wanted[name].dtype
         assert torch.equal(value, wanted[name]), name
-    values = blueprint.values([blueprint.place(one) for one in found.values()], CPU)
+    values = record.values([record.view(one) for one in found.values()], CPU)
     assert all(map(torch.equal, values, wanted.values()))
     assert torch.equal(torch.get_rng_state(), after), "the user's generator was not left as it was"
 
@@ -101,44 +101,44 @@ def test_what_nobody_filled_is_known() -> None:
         empty = torch.empty(3)
         return empty, empty * 2, torch.zeros(3), torch.empty(3).fill_(1.0)
 
-    blueprint, made = drawn_up(make)
-    empty, computed, zeros, filled = places = [blueprint.place(one) for one in made]
-    assert blueprint.blank(places) == [empty, computed]
-    assert blueprint.blank([zeros, filled]) == []
+    record, made = drawn_up(make)
+    empty, computed, zeros, filled = places = [record.view(one) for one in made]
+    assert record.uninitialised(places) == [empty, computed]
+    assert record.uninitialised([zeros, filled]) == []
     elsewhere = torch.zeros(3, device="meta")
-    assert blueprint.blank([blueprint.place(elsewhere)]), "it was filled where nothing was written down"
+    assert record.uninitialised([record.view(elsewhere)]), "it was filled where nothing was recorded"
 
 
 def test_nothing_else_is_made_again() -> None:
     """Of a stage after another one no tensor is there, but for what it comes from."""
-    blueprint, made = drawn_up(lambda: [torch.randn(4).mul_(2) for _ in range(3)])
-    needed, _ = blueprint._needed({blueprint.place(made[1]).storage})
+    record, made = drawn_up(lambda: [torch.randn(4).mul_(2) for _ in range(3)])
+    needed, _ = record._needed({record.view(made[1]).storage})
     assert len(needed) == 2
-    assert len(blueprint._done) == 6
+    assert len(record._calls) == 6
 
 
 def test_what_is_overwritten_is_not_drawn_first() -> None:
-    blueprint, parameter = drawn_up(lambda: torch.empty(4).uniform_())
+    record, parameter = drawn_up(lambda: torch.empty(4).uniform_())
     value = torch.arange(4.0)
-    with blueprint.recording(CPU):
-        parameter.copy_(blueprint.stand_in(value, lambda: value))
-    needed, _ = blueprint._needed({blueprint.place(parameter).storage})
+    with record.recording(CPU):
+        parameter.copy_(record.stand_in(value, lambda: value))
+    needed, _ = record._needed({record.view(parameter).storage})
     assert len(needed) == 1
-    (found,) = blueprint.values([blueprint.place(parameter)], CPU)
+    (found,) = record.values([record.view(parameter)], CPU)
     assert torch.equal(found, value)
-    assert blueprint.forget_sources()
-    (found,) = blueprint.values([blueprint.place(parameter)], CPU)
+    assert record.forget_sources()
+    (found,) = record.values([record.view(parameter)], CPU)
     assert not torch.equal(found, value)
 
 
 def test_what_it_is_made_from_must_stay() -> None:
     given = torch.arange(4.0)
-    blueprint, made = drawn_up(lambda: torch.empty(4).copy_(given))
-    (found,) = blueprint.values([blueprint.place(made)], CPU)
+    record, made = drawn_up(lambda: torch.empty(4).copy_(given))
+    (found,) = record.values([record.view(made)], CPU)
     assert torch.equal(found, given)
     given += 1
-    with pytest.raises(ConfigError, match=r"must stay as it is .* shape \(4,\)"):
-        blueprint.values([blueprint.place(made)], CPU)
+    with pytest.raises(ConfigError, match=r"must not change .* shape \(4,\)"):
+        record.values([record.view(made)], CPU)
 
 
 class Draws(TorchDispatchMode):
@@ -158,8 +158,8 @@ class Draws(TorchDispatchMode):
 def test_it_draws_from_no_generator_of_others() -> None:
     """Other threads may draw meanwhile."""
     initialisers = (nn.init.normal_, nn.init.orthogonal_, nn.init.trunc_normal_, nn.init.xavier_uniform_)
-    blueprint, made = drawn_up(lambda: [torch.randn(4, 4), *(init(torch.empty(4, 4)) for init in initialisers)])
+    record, made = drawn_up(lambda: [torch.randn(4, 4), *(init(torch.empty(4, 4)) for init in initialisers)])
     with Draws() as draws:
-        blueprint.values([blueprint.place(one) for one in made], CPU)
+        record.values([record.view(one) for one in made], CPU)
     assert len(draws.given) >= len(made)
     assert all(one is not None and one is not torch.default_generator for one in draws.given)

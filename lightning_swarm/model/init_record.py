@@ -1,0 +1,351 @@
+"""Records the calls that initialise tensors on torch's meta device, and repeats them on a real one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from typing_extensions import override
+
+from lightning_swarm.core.errors import ConfigError
+
+INITIALISERS: Final = {
+    function.__code__: function
+    for function in (init._no_grad_trunc_normal_, init.orthogonal_, init.dirac_, init.sparse_)
+}
+"""Torch's own initialisers that look at numbers. On meta they silently do nothing."""
+
+
+@dataclass(frozen=True)
+class StorageView:
+    """The place of a tensor in its storage."""
+
+    storage: int  # the storage's address, which tells it from others
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class MaterializedTensor:
+    """A tensor that has values, and its version when they were used."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """A call of one of torch's operators or initialisers."""
+
+    function: Any
+    leaves: Sequence[Any]  # of its arguments, with a `StorageView` or `MaterializedTensor` in place of each tensor
+    spec: Any  # of the arguments' tree
+    made: Sequence[StorageView | None]  # the tensors that it returned, None for those that existed before
+    reads: frozenset[int]  # storages
+    writes: frozenset[int]
+    fills: frozenset[int]  # those of `writes` whose old content does not matter
+    dtype: torch.dtype  # the default one
+    # The generators that it may have drawn from, and their states before; the one that it was given comes first.
+    drawn: Sequence[tuple[torch.Generator, Tensor]]
+
+
+class CallReplay:
+    """Repeats recorded calls on a device."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        meta_storages: dict[int, torch.UntypedStorage],
+        sources: dict[int, Callable[[], Tensor]],  # values that come from elsewhere
+    ) -> None:
+        self._device = device
+        self._meta_storages = meta_storages
+        self._sources = sources
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def replay(self, calls: Sequence[RecordedCall], kept: Collection[int]) -> None:
+        """Repeat calls, and drop each storage after its last use, unless it is among `kept`."""
+        last_use = {storage: index for index, call in enumerate(calls) for storage in (*call.reads, *call.writes)}
+        before = torch.get_default_dtype()
+        try:
+            for index, call in enumerate(calls):
+                self._repeat(call)
+                for storage in (*call.reads, *call.writes):
+                    if last_use[storage] == index and storage not in kept:
+                        self._storages.pop(storage, None)
+        finally:
+            torch.set_default_dtype(before)
+
+    def tensor(self, view: StorageView) -> Tensor:
+        """Return the tensor that is at a place by now."""
+        storage = self._storages.get(view.storage)
+        if storage is None and view.storage in self._sources:
+            storage = self._sources[view.storage]().to(self._device).contiguous().untyped_storage()
+        if storage is None:
+            storage = torch.UntypedStorage(self._meta_storages[view.storage].nbytes(), device=self._device)
+        self._storages[view.storage] = storage
+        blank = torch.empty(0, dtype=view.dtype, device=self._device)
+        return blank.set_(storage, view.offset, view.size, view.stride)
+
+    @torch.no_grad()
+    def _repeat(self, call: RecordedCall) -> None:
+        torch.set_default_dtype(call.dtype)
+        args, kwargs = tree_unflatten([self._argument(leaf) for leaf in call.leaves], call.spec)
+        result = _draw_again(call, args, kwargs) if call.drawn else call.function(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for view, tensor in zip(call.made, tensors, strict=bool(call.made)):
+            if view is not None:
+                self._put(view, tensor)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, StorageView):
+            return self.tensor(leaf)
+        if isinstance(leaf, MaterializedTensor):
+            if leaf.tensor._version != leaf.version:
+                raise ConfigError(
+                    "tensors from which a model on meta is made must not change until the run begins, got one of shape "
+                    f"{tuple(leaf.tensor.shape)} that was written to since. Use a copy of it, or build the model later."
+                )
+            return leaf.tensor
+        return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+    def _put(self, view: StorageView, tensor: Tensor) -> None:
+        if (tensor.stride(), tensor.storage_offset()) == (view.stride, view.offset):
+            self._storages[view.storage] = tensor.untyped_storage()
+        else:  # an operator may lay out its result differently on another device
+            self.tensor(view).copy_(tensor)
+
+
+def _draw_again(call: RecordedCall, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Repeat a call that draws random numbers, with a generator of its own or without a trace in the others."""
+    generator, state = call.drawn[0]
+    function = _with_generator(call.function)
+    if function is not None:
+        copied = torch.Generator(generator.device)
+        copied.set_state(state)
+        return function(*args, **{**kwargs, "generator": copied})
+    before = [(generator, generator.get_state()) for generator, _ in call.drawn]
+    try:
+        for generator, state in call.drawn:
+            generator.set_state(state)
+        return call.function(*args, **kwargs)
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
+
+
+def _with_generator(function: Any) -> Any:
+    """Return a variant of a function that draws only from the generator that it is given, or None."""
+    if function in INITIALISERS.values():
+        takes_one = "generator" in function.__code__.co_varnames and function is not init.sparse_  # it shuffles, too
+        return function if takes_one else None
+    if any(argument.name == "generator" for argument in function._schema.arguments):
+        return function
+    return getattr(function.overloadpacket, "generator", None)
+
+
+_EMPTY: Final = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+}
+"""Operators that make a tensor without content."""
+
+_FILLING: Final = {f"aten::{name}_" for name in ("copy", "fill", "normal", "uniform", "zero")}
+"""Operators whose result does not depend on the old content."""
+
+_IS_META: Final = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, in torch's stubs
+
+
+_Effects: TypeAlias = tuple[Sequence[StorageView | None], frozenset[int], frozenset[int], frozenset[int]]
+"""The fields `made`, `reads`, `writes` and `fills` of a `RecordedCall`."""
+
+
+class InitRecord:
+    """The calls that made or changed tensors on meta inside of `recording`."""
+
+    def __init__(self) -> None:
+        self._calls: list[RecordedCall] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no other storage gets its address
+        self._sources: dict[int, Callable[[], Tensor]] = {}
+        self._device = torch.device("cpu")
+
+    @contextmanager
+    def recording(self, device: torch.device) -> Iterator[None]:
+        """Record the calls that are made inside.
+
+        Random numbers are drawn as they would be on `device`, and dropped: so numbers that are drawn afterwards are
+        those that would be drawn after the model was built.
+        """
+        self._device = device
+        with _OperatorRecorder(self), _FunctionRecorder(self):
+            yield
+
+    def view(self, tensor: Tensor) -> StorageView:
+        """Return the place of a tensor on meta."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        self._storages.setdefault(address, storage)
+        return StorageView(address, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def stand_in(self, like: Tensor, source: Callable[[], Tensor]) -> Tensor:
+        """Make a tensor on meta whose values `source` returns whenever they are needed."""
+        tensor = torch.empty_like(like, device="meta", memory_format=torch.contiguous_format)
+        self._sources[self.view(tensor).storage] = source
+        return tensor
+
+    def forget_sources(self) -> bool:
+        """Drop stand-ins, their sources, and the calls that read them; returns whether there were any."""
+        dropped = self._sources.keys()
+        self._calls = [call for call in self._calls if not call.reads & dropped]
+        self._sources = {}
+        return bool(dropped)
+
+    def uninitialised(self, views: Sequence[StorageView]) -> list[StorageView]:
+        """Return those places that were never filled, or whose content was computed from such places."""
+        if not self._needed({view.storage for view in views})[1]:
+            return []
+        return [view for view in views if self._needed({view.storage})[1]]
+
+    def values(self, views: Sequence[StorageView], device: torch.device) -> list[Tensor]:
+        """Compute the values that tensors on meta would have; uninitialised ones may have any.
+
+        Raises `ConfigError` if a tensor that went into them has changed since.
+        """
+        kept = {view.storage for view in views}
+        replay = CallReplay(self._device, self._storages, self._sources)
+        replay.replay(self._needed(kept)[0], kept)
+        return [replay.tensor(view).to(device) for view in views]
+
+    def record(self, function: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Record an operator's call, if it made or changed a tensor on meta."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in (*inputs, *outputs)) or function._schema.name in _EMPTY:
+            return
+        reads = {self.view(tensor).storage for tensor in inputs if tensor.is_meta}
+        views = [self.view(tensor) if tensor.is_meta else None for tensor in outputs]
+        made = [view if view is not None and view.storage not in reads else None for view in views]
+        writes = {view.storage for view in made if view is not None}
+        fills = set(writes)
+        for tensor in _written(function, args, kwargs):
+            if tensor.is_meta:
+                storage = self.view(tensor).storage
+                writes.add(storage)
+                covers = tensor.numel() * tensor.itemsize == self._storages[storage].nbytes()
+                others = {self.view(other).storage for other in inputs if other is not tensor and other.is_meta}
+                if covers and function._schema.name in _FILLING and storage not in others:
+                    fills.add(storage)
+        if writes:  # otherwise the call only made a view of a tensor
+            is_random = torch.Tag.nondeterministic_seeded in function.tags
+            effects = (made, frozenset(reads - fills), frozenset(writes), frozenset(fills))
+            self._append(function, (args, kwargs), effects, is_random=is_random)
+
+    def record_initialiser(self, function: Any, arguments: dict[str, Any]) -> None:
+        """Record the call of one of torch's initialisers, which fills the argument `tensor`."""
+        filled = frozenset({self.view(arguments["tensor"]).storage})
+        self._append(function, ((), arguments), ((), frozenset(), filled, filled), is_random=True)
+
+    def _append(
+        self, function: Any, arguments: tuple[Any, dict[str, Any]], effects: _Effects, *, is_random: bool
+    ) -> None:
+        drawn = self._draw(function, *arguments) if is_random else ()
+        leaves, spec = tree_flatten(arguments)
+        recorded = [self._recorded(leaf) for leaf in leaves]
+        self._calls.append(RecordedCall(function, recorded, spec, *effects, torch.get_default_dtype(), drawn))
+
+    def _recorded(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return self.view(leaf) if leaf.is_meta else MaterializedTensor(leaf, leaf._version)
+
+    def _draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Sequence[tuple[torch.Generator, Tensor]]:
+        """Draw random numbers and drop them; returns the generators that may have been used, with their old states."""
+        generators = [kwargs.get("generator"), _default_generator(self._device)]
+        drawn = [(generator, generator.get_state()) for generator in generators if generator is not None]
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            args, kwargs = tree_map(self._with_zeros, (args, kwargs))
+            function(*args, **kwargs)
+        return drawn
+
+    def _with_zeros(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            return torch.zeros_like(leaf, device=self._device)
+        return self._device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+    def _needed(self, storages: Collection[int]) -> tuple[list[RecordedCall], set[int]]:
+        """Find the calls that fill some storages, in order, and the storages that no call filled."""
+        wanted, needed = set(storages), []
+        for call in reversed(self._calls):
+            if call.writes & wanted:
+                needed.append(call)
+                wanted -= call.fills
+                wanted |= call.reads
+        written = {storage for call in needed for storage in call.writes}
+        return needed[::-1], wanted - written - self._sources.keys()
+
+
+class _OperatorRecorder(TorchDispatchMode):
+    def __init__(self, record: InitRecord) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._record = record
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._record.record(func, args, kwargs or {}, result)
+        return result
+
+
+class _FunctionRecorder(TorchFunctionMode):
+    """Records functions that call no operator if their tensors are on meta."""
+
+    def __init__(self, record: InitRecord) -> None:
+        super().__init__()
+        self._record = record
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            # Torch would drop the numbers.
+            return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
+        result = func(*args, **kwargs)
+        if result is True and func == _IS_META:
+            # An initialiser asks this of its tensor. It is told by its code, for it may have been imported under any
+            # name; frames of other modes may be in between.
+            frame: Any = sys._getframe(1)
+            while frame.f_code.co_name == "__torch_function__":
+                frame = frame.f_back
+            code = frame.f_code
+            if code in INITIALISERS:
+                arguments = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+                self._record.record_initialiser(INITIALISERS[code], arguments)
+        return result
+
+
+def _written(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments that it writes to."""
+    parameters = function._schema.arguments
+    given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
+    written = [one.name for one in parameters if one.alias_info is not None and one.alias_info.is_write]
+    return [leaf for name in written for leaf in tree_leaves(given.get(name)) if isinstance(leaf, Tensor)]
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module = getattr(torch, device.type)
+    index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]
+    generator: torch.Generator = module.default_generators[index]
+    return generator
