@@ -56,11 +56,12 @@ def python(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index"]
     run([*pip, str(only(dist, "*.whl"))], cwd=folder)
-    # To spare a download of minutes: the dependencies are this environment's. A .pth file adds the folder behind the
-    # environment's own packages, and .pth files in that folder are not read: its editable installation of the
-    # repository is not importable from here.
+    # This spares a download of minutes: the dependencies are those of the environment that runs the tests. A .pth file
+    # adds its folders behind the new environment's own packages. Python reads no .pth files in folders added like that,
+    # so the editable installation of the repository, which is such a file, cannot be imported in the new environment.
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in borrowed))
     return python
 
 
