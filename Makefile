@@ -12,7 +12,7 @@ export RUFF_CACHE_DIR := $(CACHE)/ruff
 export MYPY_CACHE_DIR := $(CACHE)/mypy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test versions check fmt lint type docs bench clean
+.PHONY: help demo test versions wheel check fmt lint type docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,6 +45,20 @@ check: ## lint, type, build the docs and test: what has to pass before a change 
 	@$(MAKE) --no-print-directory type
 	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
+
+# The wheel is built from the sdist, in isolation, and everything that it depends on comes from the package index.
+WHEEL_ENVIRONMENT := $(CURDIR)/$(VENV)/wheel
+
+wheel: $(STAMP) ## build dist/, install the wheel into an empty environment and try it there: before a release
+	@echo "== wheel"
+	@rm -rf dist $(WHEEL_ENVIRONMENT)
+	@$(BIN)/python -m hatchling build -t sdist
+	@$(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist dist/*.tar.gz
+	@$(PYTHON) -m venv $(WHEEL_ENVIRONMENT)
+	@$(WHEEL_ENVIRONMENT)/bin/python -I -m pip install -qq --disable-pip-version-check -c .ci/constraints.txt dist/*.whl
+	@$(WHEEL_ENVIRONMENT)/bin/python -I -m pip check
+	@SWARM_DIST=$(CURDIR)/dist SWARM_WHEEL_PYTHON=$(WHEEL_ENVIRONMENT)/bin/python \
+		$(BIN)/python -m pytest -q -o cache_dir=$(CACHE)/pytest tests/packaging
 
 fmt: $(STAMP) ## format the code and mend what can be mended safely
 	@$(BIN)/ruff check --fix-only --quiet $(CODE)

@@ -92,19 +92,19 @@ SWARMS: Mapping[str, Swarm] = {
     "2 stages, 4 unequal peers": Swarm([[2.0, 6.0], [5.0, 3.0]]),
     "4 stages, equal peers": Swarm([[6.0]] * 4),
     "3 stages, 7 peers of 1 to 8": Swarm([[8.0, 1.0], [4.0, 4.0], [1.0, 2.0, 5.0]]),
-    "a line binds": Swarm([[20.0], [20.0]], boundary_bytes=250_000, mbits=[[20.0], [20.0]]),
-    "compute binds, a line is busy": Swarm([[8.0], [8.0]], boundary_bytes=500_000, mbits=[[50.0], [50.0]]),
-    "4 peers, unequal lines": Swarm(
+    "a link binds": Swarm([[20.0], [20.0]], boundary_bytes=250_000, mbits=[[20.0], [20.0]]),
+    "compute binds, a link is busy": Swarm([[8.0], [8.0]], boundary_bytes=500_000, mbits=[[50.0], [50.0]]),
+    "4 peers, unequal links": Swarm(
         [[6.0, 6.0], [6.0, 6.0]], boundary_bytes=250_000, mbits=[[10.0, 40.0], [20.0, 40.0]]
     ),
-    "averaging over lines": Swarm([[6.0, 6.0], [6.0, 6.0]], stage_bytes=2_000_000, mbits=[[40.0] * 2] * 2),
-    "50 ms, a line binds": Swarm(
+    "averaging over links": Swarm([[6.0, 6.0], [6.0, 6.0]], stage_bytes=2_000_000, mbits=[[40.0] * 2] * 2),
+    "50 ms, a link binds": Swarm(
         [[20.0], [20.0]], boundary_bytes=250_000, mbits=[[20.0], [20.0]], latencies_s=[[0.025], [0.025]]
     ),
     "100 ms, compute binds": Swarm(
         [[8.0], [8.0]], boundary_bytes=500_000, mbits=[[100.0], [100.0]], latencies_s=[[0.05], [0.05]]
     ),
-    "4 unequal peers, lines of 5 to 60 ms": Swarm(
+    "4 unequal peers, links of 5 to 60 ms": Swarm(
         [[6.0, 3.0], [4.0, 5.0]],
         boundary_bytes=250_000,
         mbits=[[20.0, 40.0], [40.0, 100.0]],

@@ -11,6 +11,8 @@ version = release = lightning_swarm.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"lightning_swarm {version}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3  # so that pages may point at each other's sections

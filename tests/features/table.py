@@ -15,9 +15,9 @@ FILE = Path(__file__).parents[2] / "docs" / "features.md"
 
 _HEAD = """# Lightning's features in a swarm
 
-Each row is a test in `tests/features`, most of which compare a swarm of two stages with the plain Trainer in float64:
-losses, weights, and whatever the feature is there for. *Works*: as with the plain Trainer. *Partly*: the note says what
-differs. *Refused*: an error before training starts says what to do instead.
+Each row is a test in `tests/features`. Most of these tests compare a swarm of two stages with the plain Trainer in
+float64: losses, weights, and the result of the feature itself. *Works* means: as with the plain Trainer. *Partly*: the
+note says what differs. *Refused*: an error before training starts, and the note names the remedy.
 
 This file is written by `python -m tests.features.table > docs/features.md`; edit the tests.
 """

@@ -84,7 +84,7 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
             marks=feature(
                 "`WeightAveraging`",
                 WORKS,
-                "with one trainer; the model comes home at each update, and goes out to validate",
+                "with one trainer; the weights are gathered for each update, and sent out to validate",
             ),
         ),
         pytest.param(
@@ -100,7 +100,7 @@ def averaged(make: Any, folder: Path, **options: Any) -> Both:
             marks=feature(
                 "`StochasticWeightAveraging`",
                 WORKS,
-                "with one trainer; the model comes home at each epoch that it averages",
+                "with one trainer; the weights are gathered at each epoch that it averages",
             ),
         ),
     ],

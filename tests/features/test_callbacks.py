@@ -1,4 +1,4 @@
-"""Other callbacks, and Tuner."""
+"""Other callbacks and Tuner."""
 
 from __future__ import annotations
 
@@ -267,8 +267,8 @@ class Tunable(DigitsMLP):
 @feature(
     "`Tuner.lr_find`",
     WORKS,
-    "with one trainer; the run goes back to where the trial began: the losses of the trial, its suggestion and what "
-    "follows are the same",
+    "with one trainer; the run returns to where the trial began: the losses of the trial, its suggestion and all later "
+    "steps are the same",
 )
 def test_lr_find(tmp_path: Path) -> None:
     found = []

@@ -58,7 +58,7 @@ def reselections(run: SwarmRun) -> dict[int, int]:
     return {record.step: record.selection.num_groups for record in run.records if record.selection is not None}
 
 
-@feature("`BackboneFinetuning`", WORKS, "the weights visit the trainer's module at each epoch's start")
+@feature("`BackboneFinetuning`", WORKS, "the weights are gathered in the trainer's module at each epoch's start")
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_backbone_finetuning(num_stages: int) -> None:
     both = fit_both(Backbone, made={"callbacks": unfreezing}, max_epochs=4, swarm={"num_stages": num_stages})
@@ -98,7 +98,7 @@ def in_phases(_: str = "") -> list[L.Callback]:
     return [Phases()]
 
 
-@feature("`BaseFinetuning`", WORKS, "what trains is told to the servers at the beginning of a step")
+@feature("`BaseFinetuning`", WORKS, "the servers learn at the beginning of a step which parameters train")
 @pytest.mark.parametrize("options", [{}, {"num_stages": 3, "num_servers": 6}, {"role": "trainer"}])
 def test_phases(options: dict[str, Any]) -> None:
     both = fit_both(Filtered, made={"callbacks": in_phases}, max_epochs=5, gradient_clip_val=0.5, swarm=options)

@@ -1,4 +1,4 @@
-"""How far, and when: epochs, limits, validation."""
+"""Epochs, limits and validation."""
 
 from __future__ import annotations
 

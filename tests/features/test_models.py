@@ -1,4 +1,4 @@
-"""Models, and where they are cut."""
+"""Models and their blocks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Checkpoints(NanoGPT):
 @feature(
     "`torch.utils.checkpoint` around blocks of a list",
     WORKS,
-    "with `use_reentrant=False`; needless, the servers compute again where memory is short",
+    "with `use_reentrant=False`; not needed: servers compute again where memory is short",
 )
 def test_checkpointed_blocks() -> None:
     fit_both(Checkpoints, data=lambda: loader(sentences()), max_steps=STEPS, swarm=LIST)

@@ -71,8 +71,8 @@ def test_float64() -> None:
 @feature(
     "`Trainer(deterministic=True)`",
     WORKS,
-    "of kernels; for [the same bits](how_it_works.md#the-same-bits-again) whatever the wiring: "
-    "`SwarmStrategy(deterministic=True)`, too",
+    "deterministic kernels; for [the same bits](how_it_works.md#the-same-bits-again) with any peers also set "
+    "`SwarmStrategy(deterministic=True)`",
 )
 def test_deterministic() -> None:
     try:

@@ -58,7 +58,7 @@ def test_one_more_while_the_run_is_under_way() -> None:
 @feature(
     "DataLoaders, `Trainer(use_distributed_sampler=...)`",
     WORKS,
-    "each sample once an epoch, whoever brings it; of an iterable dataset each takes every n-th",
+    "each sample once per epoch, whichever trainer brings it; of an iterable dataset each takes every n-th",
 )
 def test_data() -> None:
     seen = train(2, max_steps=-1, max_epochs=1)
@@ -190,7 +190,7 @@ def test_sync_dist(choosy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 @feature(
     "`Trainer(log_every_n_steps=...)`",
     WORKS,
-    "in the swarm's steps, whoever brought their batches; none is passed over",
+    "in the swarm's steps, whichever trainers brought their batches; none is left out",
 )
 def test_each_step_is_logged_once_where_the_lead_passes_several() -> None:
     """Each batch is a step, so it passes that of the other trainer while it waits for a place."""
