@@ -172,7 +172,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointHooks(RankHooks):
-    """The part of `SwarmHooks` that brings a run to where another one was."""
+    """The part of `SwarmStrategy` that brings a run to where another one was."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -19,7 +19,7 @@ from lightning_swarm.protocol.messages.run import RunView
 from lightning_swarm.strategy import checks
 from lightning_swarm.strategy.launcher import SwarmLauncher
 
-# `SwarmHooks` stands before the Strategy of either import tree. Types are checked as if it were before this one.
+# `SwarmStrategy` stands before the Strategy of either import tree. Types are checked as if it were before this one.
 if TYPE_CHECKING:
     _Strategy = Strategy
 else:
@@ -27,7 +27,7 @@ else:
 
 
 class RankHooks(_Strategy):
-    """The part of `SwarmHooks` that knows this process among others.
+    """The part of `SwarmStrategy` that knows this process among others.
 
     Trainers do not wait for each other: what one process would answer is answered at once. That is what Lightning's own
     callers need, for the lead decides and saves alone. What would need the others' values is refused.

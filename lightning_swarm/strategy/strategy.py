@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -28,6 +28,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.client.status import SwarmStatus, status_of
 from lightning_swarm.core.errors import ConfigError
 from lightning_swarm.core.limits import Limits
+from lightning_swarm.core.rebase import written_once
 from lightning_swarm.model.boundary_layers import Boundary
 from lightning_swarm.model.deferred_init import is_on_meta, staying_on_meta
 from lightning_swarm.model.partition import find_blocks
@@ -45,11 +46,20 @@ from lightning_swarm.strategy.optimization_loop import SwarmOptimization
 from lightning_swarm.strategy.teardown import TeardownHooks
 from lightning_swarm.strategy.weight_sync import ModuleWeights, WeightSync, writes_weights
 
+if TYPE_CHECKING:
+    from pytorch_lightning import accelerators, plugins
+
+    # Of either import tree: `written_once` leaves those of its own.
+    EitherAccelerator: TypeAlias = Accelerator | accelerators.Accelerator
+    EitherCheckpointIO: TypeAlias = CheckpointIO | plugins.CheckpointIO
+    EitherPrecision: TypeAlias = Precision | plugins.Precision
+
 _log = logging.getLogger(__name__)
 _LIMITS = Limits()
 
 
-class SwarmHooks(TeardownHooks):
+@written_once(Strategy, framework=LIGHTNING)
+class SwarmStrategy(TeardownHooks):
     """Trains one model on a swarm of peers: pipeline stages, each held by one peer or more.
 
     ``Trainer(accelerator="cpu", devices=4, strategy=SwarmStrategy(num_stages=2))`` starts four peers on this machine.
@@ -138,9 +148,9 @@ class SwarmHooks(TeardownHooks):
         preemption: Preemption | None = None,
         compression: CodecName | Compression = "none",
         limits: Limits = _LIMITS,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
+        accelerator: EitherAccelerator | None = None,
+        checkpoint_io: EitherCheckpointIO | None = None,
+        precision_plugin: EitherPrecision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision_plugin)
         self.framework.take_messages()
@@ -521,8 +531,3 @@ class SwarmHooks(TeardownHooks):
 
 def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
-
-
-class SwarmStrategy(SwarmHooks, Strategy):  # noqa: D101 - see there
-    framework = LIGHTNING
-    __doc__ = SwarmHooks.__doc__

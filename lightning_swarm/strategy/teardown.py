@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class TeardownHooks(CheckpointHooks):
-    """The part of `SwarmHooks` that ends what it has begun."""
+    """The part of `SwarmStrategy` that ends what it has begun."""
 
     def __init__(self, *args: Any) -> None:
         self._compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None  # of the stages

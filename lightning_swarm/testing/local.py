@@ -21,6 +21,7 @@ from lightning_swarm.client.session import Session
 from lightning_swarm.core.clock import VirtualLoop
 from lightning_swarm.core.errors import SwarmError
 from lightning_swarm.core.event_loop import InlineRuntime
+from lightning_swarm.core.rebase import written_once
 from lightning_swarm.core.tasks import TaskOwner, gather
 from lightning_swarm.network import PeerId
 from lightning_swarm.network.memory import MemoryNetwork, SimulatedLink
@@ -30,17 +31,18 @@ from lightning_swarm.server.executor import InlineExecutor, PacedExecutor
 from lightning_swarm.server.server import Server
 from lightning_swarm.server.stage_builder import PeerModel
 from lightning_swarm.strategy.restart import arguments_of, run_through
-from lightning_swarm.strategy.strategy import SwarmHooks, SwarmStrategy
+from lightning_swarm.strategy.strategy import SwarmStrategy
 from lightning_swarm.testing.faults import FaultPlan
 from lightning_swarm.testing.sabotage import sabotage
 
 if TYPE_CHECKING:
-    _SwarmHooks = SwarmHooks
+    _SwarmStrategy = SwarmStrategy
 else:
-    _SwarmHooks = object
+    _SwarmStrategy = object
 
 
-class InMemoryHooks(_SwarmHooks):
+@written_once(SwarmStrategy)
+class InMemoryStrategy(_SwarmStrategy):
     """`SwarmStrategy` whose peers are all in this thread. ``devices`` says how many.
 
     Server copies of the model start with NaN in every parameter, so a weight that did not come from the starter
@@ -231,14 +233,10 @@ class InMemoryHooks(_SwarmHooks):
         return self.microbatch_s[min(number, len(self.microbatch_s) - 1)]
 
 
-class InMemoryStrategy(InMemoryHooks, SwarmStrategy):  # noqa: D101 - see there
-    __doc__ = InMemoryHooks.__doc__
-
-
 class _InlineLauncher(_Launcher):
     """Starts no process."""
 
-    def __init__(self, strategy: InMemoryHooks) -> None:
+    def __init__(self, strategy: InMemoryStrategy) -> None:
         super().__init__()
         self._strategy = strategy
 
